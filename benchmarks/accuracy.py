@@ -1,0 +1,92 @@
+"""The error rule for a benchmark's outputs: how far a result is from fp64, over how far it may be.
+
+A result is right when its largest and its rms error against fp64 are at most twice those of eager attention in the same
+dtype (every intermediate rounded to it, gradients by autograd), with a floor of 1e-6 for float32 and of one rounding of
+the largest element for half types. `err` is error over allowance, so at most 1. One key head and its query heads are
+sampled, over the whole batch: the scores of that sample are written out, so it must be small.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from shapes import Case, Inputs
+from torch import Tensor
+
+
+def eager_attention(case: Case, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    """softmax(q k^T / sqrt(D) + mask) v in plain tensor operations; key heads may be fewer than query heads."""
+    key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
+    scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    if case.causal:
+        keep = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~keep, -math.inf)
+    probabilities = scores.softmax(dim=-1)
+    if case.dropout:
+        probabilities = torch.dropout(probabilities, case.dropout, train=True)
+    return probabilities @ value
+
+
+@dataclass
+class Truth:
+    """On the sampled heads, for out and then each gradient: the fp64 value, and the allowed (max, rms) error."""
+
+    exact: list[Tensor]
+    allowed: list[tuple[float, float]]
+
+
+def score_elements(case: Case) -> int:
+    """Elements of the sample's score matrices, which the check writes out several times in fp64."""
+    return case.b * (case.h // case.hkv) * case.sq * case.sk
+
+
+def _sample(case: Case, tensor: Tensor) -> Tensor:
+    """The last key head of key-like tensors, its query heads of the others; head dims of 1 (padding masks) stay."""
+    heads = tensor.shape[1]
+    return tensor if heads == 1 else tensor[:, -1:] if heads == case.hkv else tensor[:, -(case.h // case.hkv) :]
+
+
+def _results(case: Case, inputs: Inputs, dtype: torch.dtype) -> list[Tensor]:
+    """Eager output and gradients of the sample, computed in `dtype`."""
+
+    def leaf(tensor: Tensor | None) -> Tensor | None:
+        if tensor is None or tensor.dtype == torch.bool:
+            return tensor
+        return _sample(case, tensor.detach()).to(dtype).requires_grad_(tensor.requires_grad)
+
+    leaves = [leaf(t) for t in (inputs.query, inputs.key, inputs.value, inputs.mask)]
+    out = eager_attention(case, *leaves)
+    wanted = [t for t in leaves if t is not None and t.requires_grad]
+    return [out.detach(), *torch.autograd.grad(out, wanted, _sample(case, inputs.grad_out).to(dtype))]
+
+
+def _errors(result: Tensor, exact: Tensor) -> tuple[float, float]:
+    difference = (result.double() - exact).abs()
+    return difference.max().item(), difference.square().mean().sqrt().item()
+
+
+def truth(case: Case, inputs: Inputs) -> Truth:
+    """fp64 results and what the error rule allows around them."""
+    dtype = inputs.query.dtype
+    exact, eager = _results(case, inputs, torch.float64), _results(case, inputs, dtype)
+    allowed = []
+    for right, rounded in zip(exact, eager, strict=True):
+        largest = right.abs().max().item()
+        floor = 1e-6 if dtype == torch.float32 else torch.finfo(dtype).eps / 2 * largest
+        worst, rms = _errors(rounded, right)
+        allowed.append((max(2 * worst, floor), max(2 * rms, floor)))
+    return Truth(exact, allowed)
+
+
+def err(case: Case, found: Truth, results: list[Tensor], direction: str) -> float:
+    """Error over allowance of [out, *gradients] in full size: of out for "fwd", of the worst gradient for "bwd"."""
+    worst = 0.0
+    for index, (result, exact, allowed) in enumerate(zip(results, found.exact, found.allowed, strict=True)):
+        if (index == 0) == (direction == "fwd"):
+            ratios = (e / a for e, a in zip(_errors(_sample(case, result), exact), allowed, strict=True))
+            worst = max(worst, *(math.inf if math.isnan(r) else r for r in ratios))
+    return worst

@@ -1,0 +1,291 @@
+"""What every benchmark here shares: clocks, interleaved rounds, provenance, progress, CSV.
+
+Timing: peers are measured in one process, in rounds; each round measures every peer once, and the order rotates from
+round to round, so that drift and neighbours' load fall on all alike. The figure of a cell is the median over rounds. On
+a GPU every call is timed with CUDA events after the L2 cache was flushed; on a CPU with perf_counter over a few calls.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import math
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any
+
+import torch
+
+try:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+except ModuleNotFoundError as missing:
+    sys.exit(f"The benchmarks need {missing.name}; install it with `pip install rich matplotlib pandas`.")
+
+FLUSH_BYTES = 256 << 20  # larger than the L2 cache of every GPU so far (H200: 50 MB, B200: 126 MB)
+
+
+class BenchmarkError(Exception):
+    """A user's mistake or a missing part, told in one sentence; main() prints it and exits with 2."""
+
+
+def load_flash_ext() -> ModuleType:
+    """The package under test, or a BenchmarkError that says how to get it."""
+    try:
+        import flash_ext
+    except ImportError as error:
+        raise BenchmarkError(
+            f"flash_ext cannot be imported ({error}); build it with `pip install --no-build-isolation .`."
+        ) from None
+    if not hasattr(flash_ext, "scaled_dot_product_attention"):  # a bare folder of that name on sys.path
+        raise BenchmarkError("flash_ext is not built; build it with `pip install --no-build-isolation .`.")
+    return flash_ext
+
+
+def run_main(main: Callable[[], None]) -> None:
+    """Runs a command; a BenchmarkError becomes one line on stderr and exit status 2, Ctrl-C status 130."""
+    try:
+        main()
+    except BenchmarkError as error:
+        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+def pick_device(name: str) -> str:
+    """The name, where "auto" is the GPU when there is one; a GPU that is not there is a BenchmarkError."""
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise BenchmarkError("--device cuda: PyTorch sees no CUDA GPU here.")
+    return name
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """True for CUDA's out-of-memory error and for the CPU allocator's, which has no type of its own."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def synchronize(device: str) -> None:
+    """Waits for the GPU; nothing on a CPU."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+# ---- timing ----
+
+
+@lru_cache(maxsize=1)
+def _flush_buffer() -> torch.Tensor:
+    return torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
+
+
+def time_calls(call: Callable[[], Any], calls: int, device: str) -> float:
+    """Mean seconds of one call over `calls` calls; on a GPU each starts from a flushed L2 and is timed on its own."""
+    if device == "cpu":
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        return (time.perf_counter() - start) / calls
+    total_ms = 0.0
+    for _ in range(calls):
+        _flush_buffer().zero_()
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        total_ms += begin.elapsed_time(end)
+    return total_ms / calls / 1e3
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds per call, one sample a round; none when the call failed: `failure` is then "OOM" or a message."""
+
+    samples: tuple[float, ...]
+    failure: str = ""
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.samples) if self.samples else math.nan
+
+    @property
+    def best(self) -> float:
+        return min(self.samples, default=math.nan)
+
+    @property
+    def spread(self) -> float:
+        """(slowest - fastest) / median of the rounds: how noisy the machine was."""
+        return (max(self.samples) - min(self.samples)) / self.median if self.samples else math.nan
+
+
+def interleave(
+    peers: Mapping[str, Callable[[], Any]],
+    device: str,
+    rounds: int = 7,
+    sample_s: float = 0.03,
+    budget_s: float = 3.0,
+) -> dict[str, Timing]:
+    """Times the peers against each other: {name: Timing}, in the order given.
+
+    One untimed call each, and a second one that sets how many calls make a sample of `sample_s` seconds; then up to
+    `rounds` rounds with rotated order. After `budget_s` seconds a cell gets no more than three rounds, and none at all
+    when one round alone takes longer than that: its figure is then that of the warm-up, so that slow cells end, too.
+    """
+    start = time.perf_counter()
+    failures: dict[str, str] = {}
+    once: dict[str, float] = {}
+    for name, call in peers.items():
+        try:
+            for _ in range(2):
+                synchronize(device)
+                begin = time.perf_counter()
+                call()
+                synchronize(device)
+                once[name] = time.perf_counter() - begin
+                if once[name] > budget_s / 4:
+                    break
+        except RuntimeError as error:
+            failures[name] = "OOM" if is_out_of_memory(error) else str(error).splitlines()[0]
+    names = [name for name in peers if name not in failures]
+    calls = {name: max(1, min(10_000, int(sample_s / max(once[name], 1e-7)))) for name in names}
+    round_s = sum(calls[name] * once[name] for name in names)
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    for index in range(rounds if round_s <= budget_s else 0):
+        if index >= 3 and time.perf_counter() - start + round_s > budget_s:
+            break
+        shift = index % max(1, len(names))
+        for name in names[shift:] + names[:shift]:
+            samples[name].append(time_calls(peers[name], calls[name], device))
+    return {
+        name: Timing((), failures[name]) if name in failures else Timing(tuple(samples[name] or [once[name]]))
+        for name in peers
+    }
+
+
+def geomean(values: Iterable[float]) -> float:
+    """Geometric mean; NaN of nothing."""
+    values = list(values)
+    return statistics.geometric_mean(values) if values else float("nan")
+
+
+# ---- provenance ----
+
+
+def _output(*command: str) -> str:
+    """What a command prints, stripped; empty when it is missing or fails."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def _git(*arguments: str) -> str:
+    return _output("git", "-C", str(Path(__file__).parent), *arguments)
+
+
+def library_hash() -> str:
+    """First 12 hex digits of the SHA-256 of the loaded libflash_ext; empty when flash_ext was not used."""
+    package = sys.modules.get("flash_ext")
+    for folder in getattr(package, "__path__", []):
+        for library in sorted(Path(folder).rglob("libflash_ext*.*")):
+            if library.suffix in (".so", ".dylib"):
+                return hashlib.sha256(library.read_bytes()).hexdigest()[:12]
+    return ""
+
+
+def cpu_name() -> str:
+    """The CPU's model name."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def provenance(device: str) -> dict[str, str]:
+    """Where a figure comes from; the same on every row of a CSV: commit, library, versions, hardware, command."""
+    on_gpu = device == "cuda"
+    driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if on_gpu else ""
+    return {
+        "commit": _git("rev-parse", "--verify", "--short=12", "HEAD"),
+        "dirty": str(int(bool(_git("status", "--porcelain")))),
+        "library": library_hash(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cuda": (torch.version.cuda or "") if on_gpu else "",
+        "driver": driver.split("\n")[0],
+        "cpu": cpu_name(),
+        "gpu": torch.cuda.get_device_name() if on_gpu else "",
+        "threads": str(torch.get_num_threads()),
+        "command": shlex.join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
+    }
+
+
+def write_csv(path: Path, rows: list[dict[str, Any]], origin: Mapping[str, str]) -> None:
+    """Writes rows (the columns of the first row) with the provenance columns after them."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [*rows[0], *origin], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({**row, **origin} for row in rows)
+
+
+def make_folder(path: Path) -> Path:
+    """Creates the folder of --out before the work starts, so that a bad name costs nothing."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BenchmarkError(f"--out {path} cannot be made: {error.strerror or error}.") from None
+    return path
+
+
+# ---- progress and output ----
+
+
+def stdout_console() -> Console:
+    """Tables go to stdout; a pipe or a file gets a width that does not wrap them."""
+    return Console() if sys.stdout.isatty() else Console(width=120)
+
+
+class Reporter:
+    """Progress on stderr: a rich bar on a terminal, elsewhere a line about every tenth of the work."""
+
+    def __init__(self, title: str, total: int) -> None:
+        self.title, self.total, self.done = title, total, 0
+        self.console = Console(stderr=True)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self.bar = Progress(*columns, TextColumn("{task.fields[note]}"), console=self.console, transient=True)
+
+    def __enter__(self) -> Reporter:
+        if self.console.is_terminal:
+            self.bar.start()
+            self.task = self.bar.add_task(self.title, total=self.total, note="")
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self.console.is_terminal:
+            self.bar.stop()
+
+    def advance(self, note: str = "") -> None:
+        """One unit of work is done; `note` is shown behind the bar."""
+        self.done += 1
+        if self.console.is_terminal:
+            self.bar.update(self.task, completed=self.done, note=note)
+        elif self.done == 1 or self.done * 10 // self.total > (self.done - 1) * 10 // self.total:
+            print(f"{self.title} {self.done}/{self.total} {note}".rstrip(), file=sys.stderr, flush=True)

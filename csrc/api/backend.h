@@ -1,0 +1,63 @@
+// What a backend is to the rest of the library: a name, a reason to refuse, and two functions.
+//
+// Forward and backward are chosen independently, so the hand-over between them is fixed: out (problem.dtype),
+// lse (contiguous [b, h_q, s_q], natural log, no padding, no private form) and rng_state.
+// A new backend is a folder with one `extern const Backend` and one name in dispatch.cpp's list.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "attention/args.h"
+
+namespace flash_ext {
+
+enum class Pass : uint8_t { kForward, kBackward };
+enum class DeviceType : uint8_t { kCpu, kCuda };
+
+// Where a problem would run; filled without touching the device, so that explain can plan for an absent one.
+struct DeviceInfo {
+  DeviceType type = DeviceType::kCpu;
+  int compute_capability = 0;           // 90 for 9.0; 0 on the CPU
+  int multiprocessors = 0;              // SMs, or threads on the CPU
+  int64_t shared_memory_per_block = 0;  // bytes, opt-in maximum; 0 on the CPU
+};
+
+// What explain prints and the operator executes. Plain data: making one costs no allocation. Sizes in elements,
+// memory in bytes.
+struct Plan {
+  struct Use {
+    const char* name = nullptr;
+    int64_t bytes = 0;
+  };
+  const char* kernel = "";           // e.g. "cpu.forward.bf16.brgemm"
+  int64_t block_m = 0, block_n = 0;  // queries, keys
+  int stages = 0;                    // 0 where the notion does not exist
+  Use on_chip[8];                    // shared memory (CPU: cache) by what it holds; ends at the first null name
+  int64_t on_chip_limit = 0;
+  int64_t scratch_bytes = 0;  // memory beside inputs and outputs
+  int registers = 0;
+  double occupancy = 0.0;
+  int64_t grid = 0;  // work items
+  double waves = 0.0;
+};
+
+// Scratch comes from torch's allocator on the current stream; the caller of a backend provides it.
+// `workspace` holds plan().scratch_bytes bytes, aligned to 64.
+struct Backend {
+  const char* name;
+  DeviceType device;
+  // Empty string: accepts. Otherwise one clause, e.g. "head_dim 300 is more than 256".
+  std::string (*refuses)(const Problem& problem, Pass pass, const DeviceInfo& device);
+  Plan (*plan)(const Problem& problem, Pass pass, const DeviceInfo& device);
+  void (*forward)(const ForwardArgs& args, const Plan& plan, void* workspace);
+  void (*backward)(const BackwardArgs& args, const Plan& plan, void* workspace);
+};
+
+extern const Backend cpu_backend;
+
+// True where dropout keeps, out [batch_heads, rows, cols] contiguous: (n, i, j) is the map at (n, q0 + i, k0 + j).
+void cpu_dropout_mask(const int64_t* rng_state, double p, int64_t batch_heads, int64_t rows, int64_t cols, int64_t q0,
+                      int64_t k0, bool* out);
+
+}  // namespace flash_ext

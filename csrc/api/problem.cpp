@@ -1,0 +1,118 @@
+#include "api/problem.h"
+
+#include <cmath>
+
+namespace flash_ext {
+
+DType dtype_of(at::ScalarType type) {
+  switch (type) {
+    case at::kHalf:
+      return DType::kFloat16;
+    case at::kBFloat16:
+      return DType::kBFloat16;
+    case at::kDouble:
+      return DType::kFloat64;
+    default:
+      return DType::kFloat32;
+  }
+}
+
+at::ScalarType accumulate_type(at::ScalarType type) { return type == at::kDouble ? at::kDouble : at::kFloat; }
+
+ProblemBuilder::ProblemBuilder(const Inputs& in, const Options& options, const Shape<int64_t>& shape)
+    : batch_(shape.batch) {
+  Problem& p = problem_;
+  p.dtype = dtype_of(in.query.scalar_type());
+  for (const int64_t size : shape.batch) p.batch *= size;
+  p.heads_q = shape.heads_q;
+  p.heads_k = shape.heads_k;
+  p.heads_v = shape.heads_v;
+  p.len_q = shape.len_q;
+  p.len_k = shape.len_k;
+  p.head_dim = shape.head_dim;
+  p.head_dim_v = shape.head_dim_v;
+  p.scale = options.scale.value_or(1.0 / std::sqrt(static_cast<double>(shape.head_dim)));
+  p.softcap = options.softcap;
+  p.causal = options.causal;
+  p.bottom_right = options.bottom_right;
+  p.window_left = options.window_left.value_or(kUnbounded);
+  p.window_right = options.window_right.value_or(kUnbounded);
+  p.dropout_p = options.dropout_p;
+  p.deterministic = options.deterministic.value_or(false);
+  p.has_mask = in.mask.defined();
+  p.has_bias = in.bias.defined();
+  p.has_alibi = in.alibi_slopes.defined();
+  if (p.has_bias) p.bias_dtype = dtype_of(in.bias.scalar_type());
+}
+
+void ProblemBuilder::add(TensorView& view, const Tensor& tensor, int64_t heads, int64_t rows, int64_t cols) {
+  add(view, tensor, 3, {heads, rows, cols});
+}
+
+void ProblemBuilder::add_per_head(TensorView& view, const Tensor& tensor, int64_t heads) {
+  add(view, tensor, 1, {heads, 1, 1});
+}
+
+void ProblemBuilder::add(TensorView& view, const Tensor& tensor, int64_t trailing, const int64_t (&sizes)[3]) {
+  if (!tensor.defined()) return;
+  const auto tensor_sizes = tensor.sizes();
+  const auto tensor_strides = tensor.strides();
+  const int64_t rank = tensor.dim();
+  // Stride of the dimension that stands `from_right` places from the end, 0 where the tensor is broadcast.
+  const auto stride = [&](int64_t from_right, int64_t size) -> int64_t {
+    const int64_t i = rank - from_right;
+    return i < 0 || (tensor_sizes[i] == 1 && size != 1) ? 0 : tensor_strides[i];
+  };
+  Entry& entry = entries_.emplace_back();
+  entry.view = &view;
+  // NOTE: the cast only removes const: kernels read inputs and write outputs through one kind of view.
+  entry.value.data = const_cast<void*>(tensor.const_data_ptr());
+  entry.value.head_stride = stride(trailing, sizes[0]);
+  if (trailing == 3) {
+    entry.value.row_stride = stride(2, sizes[1]);
+    entry.value.col_stride = stride(1, sizes[2]);
+  }
+  const auto batch_rank = static_cast<int64_t>(batch_.size());
+  entry.batch_strides.resize(batch_.size());
+  for (int64_t i = 0; i < batch_rank; ++i) entry.batch_strides[i] = stride(trailing + batch_rank - i, batch_[i]);
+}
+
+bool ProblemBuilder::finish(Problem& problem) {
+  // Merge dimension i into the one before it where every tensor steps through both with one stride.
+  Sizes<int64_t> kept;  // indices of the innermost dimension of each merged group
+  Sizes<int64_t> merged_sizes;
+  for (int64_t i = 0; i < static_cast<int64_t>(batch_.size()); ++i) {
+    if (batch_[i] == 1) continue;
+    bool merges = !kept.empty();
+    for (size_t e = 0; merges && e < entries_.size(); ++e) {
+      merges = entries_[e].batch_strides[kept.back()] == entries_[e].batch_strides[i] * batch_[i];
+    }
+    if (merges) {
+      kept.back() = i;
+      merged_sizes.back() *= batch_[i];
+    } else {
+      kept.push_back(i);
+      merged_sizes.push_back(batch_[i]);
+    }
+  }
+  if (kept.size() > kMaxBatchDims) return false;
+  problem_.batch_rank = static_cast<int>(kept.size());
+  for (size_t i = 0; i < kept.size(); ++i) problem_.batch_size[i] = merged_sizes[i];
+  for (const Entry& entry : entries_) {
+    *entry.view = entry.value;
+    for (size_t i = 0; i < kept.size(); ++i) entry.view->batch_stride[i] = entry.batch_strides[kept[i]];
+  }
+  problem = problem_;
+  return true;
+}
+
+void add_inputs(ProblemBuilder& builder, ForwardArgs& args, const Inputs& in, const Shape<int64_t>& shape) {
+  builder.add(args.q, in.query, shape.heads_q, shape.len_q, shape.head_dim);
+  builder.add(args.k, in.key, shape.heads_k, shape.len_k, shape.head_dim);
+  builder.add(args.v, in.value, shape.heads_v, shape.len_k, shape.head_dim_v);
+  builder.add(args.mask, in.mask, shape.heads_q, shape.len_q, shape.len_k);
+  builder.add(args.bias, in.bias, shape.heads_q, shape.len_q, shape.len_k);
+  builder.add_per_head(args.alibi, in.alibi_slopes, shape.heads_q);
+}
+
+}  // namespace flash_ext

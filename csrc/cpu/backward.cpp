@@ -1,0 +1,320 @@
+// Backward of the CPU backend: one sweep over the tiles of S^T, five products each.
+//
+//   for each row block:  for each block of keys:  dV += P^T dO    dK += dS^T Q    dQ^T += K^T dS^T
+//
+// Queries are the outer loop: Q and dO of a row block are packed once, dQ^T stays in cache, and dK and dV accumulate in
+// fp32 for all keys, over every query head that shares them. Where there are fewer groups than threads, several
+// chunks sum into slots of their own, which a second pass adds up in order. Called through passes.h.
+// Invariant: an item owns its rows of dq and its slots; whoever owns a whole group writes dk and dv.
+#include "cpu/backward_tiles.h"
+#include "cpu/passes.h"
+
+namespace flash_ext::cpu {
+namespace {
+
+template <class Compute>
+struct BackwardLayout {
+  using Operand = typename Compute::Operand;
+  using Acc = typename Compute::Acc;
+
+  Partition cut;
+  BackwardTiles<Compute> tiles;
+  int64_t n_blocks = 0;
+  int64_t keys = 0;  // len_k, padded
+
+  // One worker's scratch.
+  Operand* k_transposed = nullptr;  // [n_blocks][cols][block_n]
+  Acc* dq_transposed = nullptr;     // [panels][cols][kPanel]
+  Acc* dq_rows = nullptr;           // [kPanel][cols]
+  Acc* dk = nullptr;                // [keys, cols]; without chunks
+  Acc* dv = nullptr;                // [keys, cols_v]; without chunks
+
+  // Shared by all.
+  Acc* dk_slots = nullptr;      // [units, chunks][keys, cols]
+  Acc* dv_slots = nullptr;      // [units, chunks][keys, cols_v]
+  double* slope_sums = nullptr;  // [batch, heads_q, m_blocks]
+
+  BackwardLayout(const Problem& problem, const Partition& partition)
+      : cut(partition), tiles(problem, partition.block_m) {
+    n_blocks = (problem.len_k + tiles.block_n - 1) / tiles.block_n;
+    keys = n_blocks * tiles.block_n;
+  }
+
+  int64_t carve_worker(const Problem& problem, void* base) {
+    Arena arena(base);
+    tiles.carve(arena, problem);
+    if (problem.wants_dq) {
+      k_transposed = arena.take<Operand>(keys * tiles.cols);
+      dq_transposed = arena.take<Acc>(int64_t{tiles.panels} * tiles.cols * kPanel);
+      dq_rows = arena.take<Acc>(int64_t{kPanel} * tiles.cols);
+    }
+    if (cut.chunks == 1) {
+      if (problem.wants_dk) dk = arena.take<Acc>(keys * tiles.cols);
+      if (problem.wants_dv) dv = arena.take<Acc>(keys * tiles.cols_v);
+    }
+    return arena.used();
+  }
+
+  int64_t carve_shared(const Problem& problem, void* base) {
+    Arena arena(base);
+    if (cut.chunks > 1) {
+      if (problem.wants_dk) dk_slots = arena.take<Acc>(cut.items * keys * tiles.cols);
+      if (problem.wants_dv) dv_slots = arena.take<Acc>(cut.items * keys * tiles.cols_v);
+    }
+    if (problem.wants_dalibi) slope_sums = arena.take<double>(problem.batch * problem.heads_q * cut.m_blocks);
+    return arena.used();
+  }
+};
+
+// dk and dv of one key or value head, from their sums.
+template <class Compute>
+void store_keys(const Problem& problem, const TensorView& view, bool in_accum, int64_t batch, int64_t head,
+                const typename Compute::Acc* sums, int cols, int64_t head_dim, double scale) {
+  using Acc = typename Compute::Acc;
+  const Element type = in_accum ? element_of(problem.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32)
+                                : element_of(problem.dtype);
+  vector_table().get<Compute>().store(sums, cols, static_cast<int>(problem.len_k), static_cast<int>(head_dim),
+                                      static_cast<Acc>(scale), nullptr,
+                                      sink_at(problem, view, type, batch, head, 0, 0));
+}
+
+template <class Compute>
+class BackwardWorker : BackwardTileWorker<Compute> {
+ public:
+  using Operand = typename Compute::Operand;
+  using Acc = typename Compute::Acc;
+  using Tiles = BackwardTileWorker<Compute>;
+  using Tiles::args_, Tiles::problem_, Tiles::product_, Tiles::kernels_, Tiles::band_, Tiles::type_;
+
+  BackwardWorker(const BackwardArgs& args, const BackwardLayout<Compute>& layout, const Products<Compute>& product)
+      : Tiles(args, layout.tiles, product), at_(layout), tiles_(layout.tiles) {}
+
+  void run(const Partition::Item& item) {
+    const Partition& cut = at_.cut;
+    const int64_t slot = (item.batch * cut.groups + item.group) * cut.chunks + item.chunk;
+    dk_ = cut.chunks > 1 ? at_.dk_slots + slot * at_.keys * tiles_.cols : at_.dk;
+    dv_ = cut.chunks > 1 ? at_.dv_slots + slot * at_.keys * tiles_.cols_v : at_.dv;
+    summed_k_ = summed_v_ = -1;
+    for (int64_t i = item.row_blocks.first; i < item.row_blocks.last; ++i) {
+      const int64_t head = item.group * cut.heads + i / cut.m_blocks;
+      this->set_head(item.batch, head);
+      change_heads(this->head_k_, this->head_v_);
+      row_block(i % cut.m_blocks);
+    }
+    change_heads(-1, -1);
+  }
+
+ private:
+  // Writes what was summed for the heads before, and starts those to come (-1: none).
+  void change_heads(int64_t head_k, int64_t head_v) {
+    const bool whole = at_.cut.chunks == 1;
+    if (summed_k_ != head_k) {
+      if (problem_.wants_dk && whole && summed_k_ >= 0) {
+        store_keys<Compute>(problem_, args_.dk, args_.dk_in_accum, this->batch_, summed_k_, dk_, tiles_.cols,
+                            problem_.head_dim, problem_.scale);
+      }
+      if (problem_.wants_dk && head_k >= 0) std::fill_n(dk_, at_.keys * tiles_.cols, Acc(0));
+      if (problem_.wants_dq && head_k >= 0) pack_keys(head_k);
+      summed_k_ = head_k;
+    }
+    if (summed_v_ != head_v) {
+      if (problem_.wants_dv && whole && summed_v_ >= 0) {
+        store_keys<Compute>(problem_, args_.dv, args_.dv_in_accum, this->batch_, summed_v_, dv_, tiles_.cols_v,
+                            problem_.head_dim_v, 1.0);
+      }
+      if (problem_.wants_dv && head_v >= 0) std::fill_n(dv_, at_.keys * tiles_.cols_v, Acc(0));
+      summed_v_ = head_v;
+    }
+  }
+
+  // K^T as the left operand of dQ^T += K^T dS^T.
+  void pack_keys(int64_t head_k) {
+    const int d = static_cast<int>(problem_.head_dim);
+    for (int64_t key = 0; key < problem_.len_k; key += tiles_.block_n) {
+      for (int64_t part = key; part < std::min(key + tiles_.block_n, problem_.len_k); part += kPanel) {
+        const int rows = static_cast<int>(std::min({int64_t{kPanel}, problem_.len_k - part, key + tiles_.block_n - part}));
+        const Source src = source_at(problem_, args_.fwd.k, type_, this->batch_, head_k, part, 0);
+        const Left<Compute> k = staged_rows<Compute>(kernels_, src, rows, d, tiles_.staged);
+        kernels_.left_transposed(k.data, static_cast<int>(k.ld), rows, d, at_.k_transposed + key * tiles_.cols + part - key,
+                                 tiles_.block_n, static_cast<int>(round_up(rows, kPad)), tiles_.cols);
+      }
+    }
+  }
+
+  void row_block(int64_t m_block) {
+    const int64_t first = m_block * at_.cut.block_m;
+    const Range queries{first, std::min(first + at_.cut.block_m, problem_.len_q)};
+    Panel panels[Tiles_max()];
+    int count = 0;
+    for (int64_t query = queries.first; query < queries.last; query += kPanel, ++count) {
+      panels[count] = this->prepare(count, {query, std::min(query + kPanel, queries.last)});
+    }
+    if (problem_.wants_dq) {
+      std::fill_n(at_.dq_transposed, int64_t{count} * tiles_.cols * kPanel, Acc(0));
+    }
+    slope_sum_ = 0.0;
+    const Range seen = band_.keys(queries, problem_.len_k);
+    for (int64_t key = seen.first / tiles_.block_n * tiles_.block_n; key < seen.last; key += tiles_.block_n) {
+      const Range keys{key, std::min(key + tiles_.block_n, problem_.len_k)};
+      for (int i = 0; i < count; ++i) {
+        const Range of_panel = band_.keys(panels[i].queries, problem_.len_k);
+        if (of_panel.first < keys.last && keys.first < of_panel.last) step(panels[i], keys);
+      }
+    }
+    for (int i = 0; problem_.wants_dq && i < count; ++i) store_queries(panels[i]);
+    if (at_.slope_sums != nullptr) {
+      at_.slope_sums[(this->batch_ * problem_.heads_q + this->head_) * at_.cut.m_blocks + m_block] = slope_sum_;
+    }
+  }
+
+  static constexpr int Tiles_max() { return cpu::Tiles<Compute>::kBackwardM / kPanel; }
+
+  void step(const Panel& panel, Range keys) {
+    const bool d_scores = problem_.wants_dq || problem_.wants_dk || problem_.wants_dalibi;
+    const int rows =
+        this->evaluate(panel, keys, d_scores, nullptr, 0, problem_.wants_dalibi ? &slope_sum_ : nullptr);
+    const int width = panel.width;
+    const int64_t row = int64_t{panel.index} * kPanel;
+    if (problem_.wants_dv) {
+      product_(rows, tiles_.cols_v, width, tiles_.probs, width, tiles_.d_out_rows + row * tiles_.cols_v, tiles_.cols_v,
+               dv_ + keys.first * tiles_.cols_v, tiles_.cols_v, /*add=*/true);
+    }
+    if (problem_.wants_dk) {
+      product_(rows, tiles_.cols, width, tiles_.d_scores, width, tiles_.q_rows + row * tiles_.cols, tiles_.cols,
+               dk_ + keys.first * tiles_.cols, tiles_.cols, /*add=*/true);
+    }
+    if (problem_.wants_dq) {
+      product_(tiles_.cols, width, rows, at_.k_transposed + keys.first * tiles_.cols, tiles_.block_n,
+               tiles_.d_scores_right, width, at_.dq_transposed + row * tiles_.cols, width, /*add=*/true);
+    }
+  }
+
+  void store_queries(const Panel& panel) {
+    const Element type = args_.dq_in_accum ? (type_ == Element::kFloat64 ? type_ : Element::kFloat32) : type_;
+    kernels_.transpose_acc(at_.dq_transposed + int64_t{panel.index} * kPanel * tiles_.cols, panel.width, tiles_.cols,
+                           panel.width, at_.dq_rows, tiles_.cols);
+    kernels_.store(at_.dq_rows, tiles_.cols, static_cast<int>(panel.queries.size()),
+                   static_cast<int>(problem_.head_dim), static_cast<Acc>(problem_.scale), nullptr,
+                   sink_at(problem_, args_.dq, type, this->batch_, this->head_, panel.queries.first, 0));
+  }
+
+  const BackwardLayout<Compute>& at_;
+  const BackwardTiles<Compute>& tiles_;
+  Acc* dk_ = nullptr;
+  Acc* dv_ = nullptr;
+  int64_t summed_k_ = -1;
+  int64_t summed_v_ = -1;
+  double slope_sum_ = 0.0;
+};
+
+// Adds the slots of one unit, in order, and writes them. chunks > 1 means that a unit is one key head.
+template <class Compute>
+void reduce_unit(const BackwardArgs& args, const BackwardLayout<Compute>& at, int64_t unit) {
+  const Problem& problem = args.fwd.problem;
+  const auto& kernels = vector_table().get<Compute>();
+  const int64_t batch = unit / at.cut.groups, head = unit % at.cut.groups;
+  const int64_t size = at.keys * at.tiles.cols, size_v = at.keys * at.tiles.cols_v;
+  for (int64_t chunk = 1; chunk < at.cut.chunks; ++chunk) {
+    const int64_t first = unit * at.cut.chunks;
+    if (problem.wants_dk) kernels.add(at.dk_slots + first * size, at.dk_slots + (first + chunk) * size, size);
+    if (problem.wants_dv) kernels.add(at.dv_slots + first * size_v, at.dv_slots + (first + chunk) * size_v, size_v);
+  }
+  if (problem.wants_dk) {
+    store_keys<Compute>(problem, args.dk, args.dk_in_accum, batch, head, at.dk_slots + unit * at.cut.chunks * size,
+                        at.tiles.cols, problem.head_dim, problem.scale);
+  }
+  if (problem.wants_dv) {
+    store_keys<Compute>(problem, args.dv, args.dv_in_accum, batch, head, at.dv_slots + unit * at.cut.chunks * size_v,
+                        at.tiles.cols_v, problem.head_dim_v, 1.0);
+  }
+}
+
+// No queries: the keys' gradients are zeros that nobody else writes.
+template <class Compute>
+void store_zeros(const BackwardArgs& args) {
+  const Problem& problem = args.fwd.problem;
+  alignas(64) static constexpr typename Compute::Acc kZeros[256] = {};
+  const auto fill = [&](const TensorView& view, bool in_accum, int64_t heads, int64_t cols) {
+    const Element wide = problem.dtype == DType::kFloat64 ? Element::kFloat64 : Element::kFloat32;
+    const Element type = in_accum ? wide : element_of(problem.dtype);
+    for (int64_t b = 0; b < problem.batch; ++b) {
+      for (int64_t head = 0; head < heads; ++head) {
+        for (int64_t col = 0; col < cols; col += 256) {
+          vector_table().get<Compute>().store(kZeros, 0, static_cast<int>(problem.len_k),
+                                              static_cast<int>(std::min<int64_t>(256, cols - col)), 1, nullptr,
+                                              sink_at(problem, view, type, b, head, 0, col));
+        }
+      }
+    }
+  };
+  if (problem.wants_dk) fill(args.dk, args.dk_in_accum, problem.heads_k, problem.head_dim);
+  if (problem.wants_dv) fill(args.dv, args.dv_in_accum, problem.heads_v, problem.head_dim_v);
+}
+
+}  // namespace
+
+template <class Compute>
+void plan_backward(const Problem& problem, int64_t threads, Plan& plan) {
+  if (work_flops(problem, 5) < kSerialFlops) threads = 1;
+  const bool may_split = problem.heads_k == problem.heads_v;
+  BackwardLayout<Compute> layout(
+      problem, make_partition(problem, Tiles<Compute>::kBackwardM, threads, may_split, int64_t{1} << 40));
+  if (!problem.wants_dbias) threads = std::clamp<int64_t>(layout.cut.items, 1, threads);
+  constexpr int64_t kOperand = sizeof(typename Compute::Operand), kAcc = sizeof(typename Compute::Acc);
+  const BackwardTiles<Compute>& tiles = layout.tiles;
+  plan.block_m = layout.cut.block_m;
+  plan.block_n = tiles.block_n;
+  plan.on_chip[0] = {"s, dp", 2 * plan.block_n * kPanel * kAcc};
+  plan.on_chip[1] = {"p, ds", Compute::kPairs ? 3 * plan.block_n * kPanel * kOperand : 0};
+  plan.on_chip[2] = {"k, v", plan.block_n * (2 * tiles.depth + tiles.depth_v) * kOperand};
+  plan.on_chip[3] = {"q, do", 2 * plan.block_m * (tiles.cols + tiles.cols_v) * kOperand};
+  plan.on_chip[4] = {"dq", plan.block_m * tiles.cols * kAcc};
+  plan.on_chip[5] = {"dk, dv", plan.block_n * (tiles.cols + tiles.cols_v) * kAcc};
+  plan.on_chip_limit = kCacheBytes;
+  int64_t worker = layout.carve_worker(problem, nullptr);
+  if (problem.wants_dbias) worker = std::max(worker, bias_gradient_scratch<Compute>(problem));
+  plan.scratch_bytes = threads * worker + layout.carve_shared(problem, nullptr);
+  plan.grid = layout.cut.items;
+  plan.waves = static_cast<double>(plan.grid) / static_cast<double>(threads);
+}
+
+template <class Compute>
+void run_backward(const BackwardArgs& args, const Plan& plan, Engine engine, void* workspace) {
+  const Problem& problem = args.fwd.problem;
+  const int64_t threads = threads_of(plan);
+  BackwardLayout<Compute> layout(problem, partition_of(problem, Tiles<Compute>::kBackwardM, plan));
+  const int64_t shared = layout.carve_shared(problem, workspace);
+  const int64_t worker_bytes = (plan.scratch_bytes - shared) / threads;
+  char* worker_base = static_cast<char*>(workspace) + shared;
+  const Products<Compute> product(engine, vector_table().get<Compute>());
+  const auto done = [&] { product.release(); };
+
+  if (layout.cut.items == 0) store_zeros<Compute>(args);
+  for_each_item(
+      layout.cut.items, threads,
+      [&](int64_t item, int64_t worker) {
+        BackwardLayout<Compute> own = layout;
+        own.carve_worker(problem, worker_base + worker * worker_bytes);
+        BackwardWorker<Compute>(args, own, product).run(layout.cut.item(item));
+      },
+      done);
+  if (layout.cut.chunks > 1) {
+    for_each_item(
+        layout.cut.units, threads, [&](int64_t unit, int64_t) { reduce_unit<Compute>(args, layout, unit); }, [] {});
+  }
+  for (int64_t i = 0; problem.wants_dalibi && i < problem.batch * problem.heads_q; ++i) {
+    double sum = 0.0;
+    for (int64_t m = 0; m < layout.cut.m_blocks; ++m) sum += layout.slope_sums[i * layout.cut.m_blocks + m];
+    static_cast<typename Compute::Acc*>(args.dalibi)[i] = static_cast<typename Compute::Acc>(sum);
+  }
+  if (problem.wants_dbias) run_bias_gradient<Compute>(args, product, threads, worker_base);
+}
+
+template void plan_backward<ComputeF32>(const Problem&, int64_t, Plan&);
+template void plan_backward<ComputeBf16>(const Problem&, int64_t, Plan&);
+template void plan_backward<ComputeF64>(const Problem&, int64_t, Plan&);
+template void run_backward<ComputeF32>(const BackwardArgs&, const Plan&, Engine, void*);
+template void run_backward<ComputeBf16>(const BackwardArgs&, const Plan&, Engine, void*);
+template void run_backward<ComputeF64>(const BackwardArgs&, const Plan&, Engine, void*);
+
+}  // namespace flash_ext::cpu

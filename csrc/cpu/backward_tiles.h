@@ -1,0 +1,311 @@
+// What both backward passes are made of: operands of a panel of queries, and S^T, dP^T -> P^T, dS^T of one tile.
+//
+//   S^T = K Q^T    dP^T = V dO^T    P^T = e^(scale S^T - lse)    dS^T = P^T (dP^T - delta)    delta = rowsum(dO O) - dlse
+//
+// Tiles hold keys as rows and queries as columns, so lse and delta lie along the vectors, and so dV += P^T dO,
+// dK += dS^T Q and dQ^T += K^T dS^T read what was written without a transpose. Called by backward.cpp and
+// bias_gradient.cpp. Invariant: a query without keys has lse = +inf, delta = 0 and zero rows of Q and dO, so it
+// contributes exactly nothing; keys and queries of the padding likewise.
+#pragma once
+
+#include <limits>
+
+#include "attention/online_softmax.h"
+#include "cpu/operands.h"
+#include "cpu/product.h"
+
+namespace flash_ext::cpu {
+
+// Scratch of `panels` panels of queries and of one tile.
+template <class Compute>
+struct BackwardTiles {
+  using Operand = typename Compute::Operand;
+  using Acc = typename Compute::Acc;
+
+  int block_n = kPad;
+  int panels = 1;
+  int depth = 0, depth_v = 0;  // inner dimensions of S^T and dP^T
+  int cols = 0, cols_v = 0;    // d and d_v, padded
+
+  Operand* q_transposed = nullptr;     // [panels][depth][kPanel]
+  Operand* q_rows = nullptr;           // [panels][kPanel][cols]
+  Operand* d_out_transposed = nullptr;  // [panels][depth_v][kPanel]
+  Operand* d_out_rows = nullptr;        // [panels][kPanel][cols_v]
+  Acc* lse = nullptr;                   // [panels][kPanel]
+  Acc* delta = nullptr;                 // [panels][kPanel]
+  Acc* renorm = nullptr;                // [panels][kPanel]
+  bool* renormalised = nullptr;         // [panels]
+
+  Operand* k_left = nullptr;    // [block_n, staged_ld(d)]
+  Operand* v_left = nullptr;    // [block_n, staged_ld(d_v)]
+  Operand* staged = nullptr;    // [kPanel, staged_ld(max(d, d_v))]
+  Acc* rows_acc = nullptr;      // [kPanel, cols_v]
+  Acc* out_acc = nullptr;       // [cols_v, kPanel]
+  Acc* d_out_acc = nullptr;     // [cols_v, kPanel]; d_out_transposed itself without pairs
+  Acc* scores = nullptr;        // [block_n, kPanel]
+  Acc* d_probs = nullptr;       // [block_n, kPanel]
+  Operand* probs = nullptr;     // [block_n, kPanel]; scores itself where the types agree
+  Operand* d_scores = nullptr;  // [block_n, kPanel]; d_probs itself where the types agree
+  Operand* d_scores_right = nullptr;  // [block_n, kPanel]; d_scores itself without pairs
+  uint8_t* keep = nullptr;            // [block_n, kPanel]
+  ScoreInputLoader<Compute> inputs;
+
+  BackwardTiles(const Problem& problem, int64_t rows) {
+    block_n = static_cast<int>(
+        std::min<int64_t>(Tiles<Compute>::kBackwardN, std::max<int64_t>(round_up(problem.len_k, kPad), kPad)));
+    panels = static_cast<int>((rows + kPanel - 1) / kPanel);
+    depth = depth_of<Compute>(problem.head_dim);
+    depth_v = depth_of<Compute>(problem.head_dim_v);
+    cols = static_cast<int>(round_up(problem.head_dim, kPad));
+    cols_v = static_cast<int>(round_up(problem.head_dim_v, kPad));
+  }
+
+  void carve(Arena& arena, const Problem& problem) {
+    const int64_t queries = int64_t{panels} * kPanel;
+    const int64_t tile = int64_t{block_n} * kPanel;
+    q_transposed = arena.take<Operand>(queries * depth);
+    q_rows = arena.take<Operand>(queries * cols);
+    d_out_transposed = arena.take<Operand>(queries * depth_v);
+    d_out_rows = arena.take<Operand>(queries * cols_v);
+    lse = arena.take<Acc>(queries);
+    delta = arena.take<Acc>(queries);
+    renorm = arena.take<Acc>(queries);
+    renormalised = arena.take<bool>(panels);
+    k_left = arena.take<Operand>(int64_t{block_n} * staged_ld(problem.head_dim));
+    v_left = arena.take<Operand>(int64_t{block_n} * staged_ld(problem.head_dim_v));
+    staged = arena.take<Operand>(int64_t{kPanel} * staged_ld(std::max(problem.head_dim, problem.head_dim_v)));
+    rows_acc = arena.take<Acc>(int64_t{kPanel} * cols_v);
+    out_acc = arena.take<Acc>(int64_t{kPanel} * cols_v);
+    scores = arena.take<Acc>(tile);
+    d_probs = arena.take<Acc>(tile);
+    if constexpr (Compute::kPairs) {
+      d_out_acc = arena.take<Acc>(int64_t{kPanel} * cols_v);
+      probs = arena.take<Operand>(tile);
+      d_scores = arena.take<Operand>(tile);
+      d_scores_right = arena.take<Operand>(tile);
+    } else {
+      probs = scores;
+      d_scores = d_scores_right = d_probs;
+    }
+    if (problem.dropout_p > 0.0) keep = arena.take<uint8_t>(tile);
+    inputs.carve(arena, problem, block_n, kPanel, /*transposed=*/true);
+  }
+};
+
+// One panel: queries [first, last) and their padded number.
+struct Panel {
+  int index;
+  int width;
+  Range queries;
+};
+
+template <class Compute>
+class BackwardTileWorker {
+ public:
+  using Operand = typename Compute::Operand;
+  using Acc = typename Compute::Acc;
+
+  BackwardTileWorker(const BackwardArgs& args, const BackwardTiles<Compute>& tiles, const Products<Compute>& product)
+      : args_(args),
+        problem_(args.fwd.problem),
+        at_(tiles),
+        product_(product),
+        kernels_(vector_table().get<Compute>()),
+        band_(make_band(args.fwd.problem)),
+        type_(element_of(args.fwd.problem.dtype)),
+        general_(ScoreInputLoader<Compute>::needed(args.fwd.problem)) {
+    if (problem_.dropout_p > 0.0) {
+      dropout_ = make_dropout(args.fwd.rng_state[0], args.fwd.rng_state[1], problem_.dropout_p);
+    }
+  }
+
+  void set_head(int64_t batch, int64_t head) {
+    batch_ = batch;
+    head_ = head;
+    head_k_ = head / (problem_.heads_q / problem_.heads_k);
+    head_v_ = head / (problem_.heads_q / problem_.heads_v);
+  }
+
+  // Q and dO as right operands both ways, lse and delta.
+  Panel prepare(int index, Range queries) {
+    const int rows = static_cast<int>(queries.size());
+    const Panel panel{index, static_cast<int>(round_up(rows, kPad)), queries};
+    const int d = static_cast<int>(problem_.head_dim), d_v = static_cast<int>(problem_.head_dim_v);
+    Acc* lse = at_.lse + index * kPanel;
+    Acc* delta = at_.delta + index * kPanel;
+    const int64_t first = (batch_ * problem_.heads_q + head_) * problem_.len_q + queries.first;
+    bool any_empty = false, any_renormalised = false;
+    for (int r = 0; r < panel.width; ++r) {
+      lse[r] = r < rows ? static_cast<const Acc*>(args_.fwd.lse)[first + r] : OnlineSoftmax<Acc>::kEmpty;
+      any_empty |= r < rows && lse[r] == OnlineSoftmax<Acc>::kEmpty;
+      any_renormalised |= needs_renormalisation(lse[r]);
+      if (lse[r] == OnlineSoftmax<Acc>::kEmpty) lse[r] = std::numeric_limits<Acc>::infinity();
+    }
+    const int64_t panel_row = int64_t{index} * kPanel;
+    load_right(args_.fwd.q, panel, d, any_empty, at_.q_transposed + panel_row * at_.depth,
+               at_.q_rows + panel_row * at_.cols, at_.cols);
+    Operand* d_out_transposed = at_.d_out_transposed + panel_row * at_.depth_v;
+    load_right(args_.d_out, panel, d_v, any_empty, d_out_transposed, at_.d_out_rows + panel_row * at_.cols_v,
+               at_.cols_v);
+    load_transposed_acc(args_.fwd.out, panel, at_.out_acc);
+    if constexpr (Compute::kPairs) {
+      load_transposed_acc(args_.d_out, panel, at_.d_out_acc);
+      kernels_.dot_columns(at_.d_out_acc, at_.out_acc, panel.width, d_v, panel.width, delta);
+    } else {
+      kernels_.dot_columns(d_out_transposed, at_.out_acc, panel.width, d_v, panel.width, delta);
+    }
+    for (int r = 0; r < panel.width; ++r) {
+      if (r >= rows || is_empty(lse[r])) {
+        delta[r] = Acc(0);
+      } else if (args_.d_lse != nullptr) {
+        delta[r] -= static_cast<const Acc*>(args_.d_lse)[first + r];
+      }
+    }
+    at_.renormalised[index] = any_renormalised;
+    if (any_renormalised) renormalise(panel);
+    return panel;
+  }
+
+  // P^T (at_.probs) and, with d_scores, dS^T (at_.d_scores, d_scores_right) of keys x panel; leading dimension
+  // panel.width. Only the keys of one block. Returns the padded number of keys.
+  int evaluate(const Panel& panel, Range keys, bool d_scores, Acc* d_bias, int ld_d_bias, double* d_slope) {
+    const int rows = static_cast<int>(round_up(keys.size(), kPad));
+    ScoreInputs<Acc> inputs;
+    TileBand band;
+    GradientTile<Compute> tile = score_tile(panel, keys, inputs, band);
+    if (at_.renormalised[panel.index]) tile.renorm = at_.renorm + panel.index * kPanel;
+    if (d_scores) {
+      const Left<Compute> v = left_rows<Compute>(
+          kernels_, source_at(problem_, args_.fwd.v, type_, batch_, head_v_, keys.first, 0),
+          static_cast<int>(keys.size()), rows, static_cast<int>(problem_.head_dim_v), at_.v_left);
+      product_(rows, panel.width, at_.depth_v, v.data, v.ld,
+               at_.d_out_transposed + int64_t{panel.index} * kPanel * at_.depth_v, panel.width, at_.d_probs,
+               panel.width, /*add=*/false);
+      tile.d_probs = at_.d_probs;
+      tile.d_scores = at_.d_scores;
+      tile.d_scores_right = at_.d_scores_right;
+      tile.d_bias = d_bias;
+      tile.ld_d_bias = ld_d_bias;
+      tile.d_slope = d_slope;
+    }
+    if (at_.keep != nullptr) {
+      kernels_.keep_tile(dropout_, static_cast<uint32_t>(batch_ * problem_.heads_q + head_), panel.queries.first,
+                         keys.first, panel.width, rows, /*transposed=*/true, at_.keep, panel.width);
+      tile.keep = at_.keep;
+      tile.keep_scale = static_cast<Acc>(dropout_.scale);
+    }
+    tile.probs = at_.probs;
+    kernels_.gradient(tile);
+    return rows;
+  }
+
+ protected:
+  static bool is_empty(Acc lse) { return lse == std::numeric_limits<Acc>::infinity(); }
+
+  Source panel_of(const TensorView& view, const Panel& panel) const {
+    return source_at(problem_, view, type_, batch_, head_, panel.queries.first, 0);
+  }
+
+  // Both right operands of a panel of `view`; absent: zeros.
+  void load_right(const TensorView& view, const Panel& panel, int d, bool any_empty, Operand* transposed,
+                  Operand* rows_out, int cols) {
+    const int rows = static_cast<int>(panel.queries.size());
+    const int valid = view ? rows : 0;
+    const Source src = view ? panel_of(view, panel) : Source{};
+    const auto clear_empty = [&](Operand* tile, int ld) {
+      for (int r = 0; any_empty && r < rows; ++r) {
+        if (is_empty(at_.lse[panel.index * kPanel + r])) std::fill_n(tile + int64_t{r} * ld, d, Operand(0));
+      }
+    };
+    if constexpr (Compute::kPairs) {
+      Left<Compute> tile{at_.staged, staged_ld(d)};
+      if (any_empty || !view) {
+        kernels_.load(src, valid, d, at_.staged, staged_ld(d), rows, staged_ld(d));
+        clear_empty(at_.staged, staged_ld(d));
+      } else {
+        tile = staged_rows<Compute>(kernels_, src, rows, d, at_.staged);
+      }
+      const int ld = static_cast<int>(tile.ld);
+      kernels_.right_transposed(tile.data, ld, rows, d, transposed, panel.width, panel.width);
+      kernels_.right_operand(tile.data, ld, rows, cols, rows_out, panel.width);
+    } else {
+      kernels_.load(src, valid, d, rows_out, cols, panel.width, cols);
+      clear_empty(rows_out, cols);
+      kernels_.right_transposed(rows_out, cols, rows, d, transposed, panel.width, panel.width);
+    }
+  }
+
+  // dst[col][query] of out or d_out, with leading dimension panel.width.
+  void load_transposed_acc(const TensorView& view, const Panel& panel, Acc* dst) {
+    const int rows = static_cast<int>(panel.queries.size()), d_v = static_cast<int>(problem_.head_dim_v);
+    kernels_.load_acc(view ? panel_of(view, panel) : Source{}, view ? rows : 0, d_v, at_.rows_acc, at_.cols_v,
+                      panel.width, at_.cols_v);
+    kernels_.transpose_acc(at_.rows_acc, at_.cols_v, panel.width, at_.cols_v, dst, panel.width);
+  }
+
+  // S^T of a tile in at_.scores, and all that turns it into probabilities.
+  GradientTile<Compute> score_tile(const Panel& panel, Range keys, ScoreInputs<Acc>& inputs, TileBand& band) {
+    const int valid = static_cast<int>(keys.size());
+    const int rows = static_cast<int>(round_up(valid, kPad));
+    const Left<Compute> k = left_rows<Compute>(
+        kernels_, source_at(problem_, args_.fwd.k, type_, batch_, head_k_, keys.first, 0), valid, rows,
+        static_cast<int>(problem_.head_dim), at_.k_left);
+    product_(rows, panel.width, at_.depth, k.data, k.ld,
+             at_.q_transposed + int64_t{panel.index} * kPanel * at_.depth, panel.width, at_.scores, panel.width,
+             /*add=*/false);
+    GradientTile<Compute> tile;
+    tile.scores = at_.scores;
+    tile.ld = tile.cols = panel.width;
+    tile.rows = rows;
+    tile.scale = static_cast<Acc>(problem_.scale);
+    tile.lse = at_.lse + panel.index * kPanel;
+    tile.delta = at_.delta + panel.index * kPanel;
+    if (valid < rows || band_.is_boundary(panel.queries, keys)) {
+      band = tile_band_transposed(band_, panel.queries.first, keys.first, valid, panel.width);
+      tile.band = &band;
+    }
+    if (general_) {
+      inputs = at_.inputs.load(kernels_, args_.fwd, batch_, head_, panel.queries, keys, /*transposed=*/true);
+      tile.inputs = &inputs;
+    }
+    return tile;
+  }
+
+  // The factor 1 / sum_j e^(s_j - lse) of every query whose lse is too large to hold its own logarithm.
+  void renormalise(const Panel& panel) {
+    Acc* renorm = at_.renorm + panel.index * kPanel;
+    const Acc* lse = at_.lse + panel.index * kPanel;
+    std::fill_n(renorm, kPanel, Acc(0));
+    const Range seen = band_.keys(panel.queries, problem_.len_k);
+    for (int64_t key = seen.first / at_.block_n * at_.block_n; key < seen.last; key += at_.block_n) {
+      ScoreInputs<Acc> inputs;
+      TileBand band;
+      kernels_.sum_probs(score_tile(panel, {key, std::min(key + at_.block_n, problem_.len_k)}, inputs, band), renorm);
+    }
+    for (int r = 0; r < panel.width; ++r) {
+      renorm[r] = !is_empty(lse[r]) && needs_renormalisation(lse[r]) ? Acc(1) / renorm[r] : Acc(1);
+    }
+  }
+
+  const BackwardArgs& args_;
+  const Problem& problem_;
+  const BackwardTiles<Compute>& at_;
+  const Products<Compute>& product_;
+  const VectorKernels<Compute>& kernels_;
+  const Band band_;
+  const Element type_;
+  const bool general_;
+  Dropout dropout_;
+  int64_t batch_ = 0;
+  int64_t head_ = 0;
+  int64_t head_k_ = 0;
+  int64_t head_v_ = 0;
+};
+
+// The bias gradient's own pass (bias_gradient.cpp); `workspace` holds bias_gradient_scratch() bytes a worker.
+template <class Compute>
+int64_t bias_gradient_scratch(const Problem& problem);
+template <class Compute>
+void run_bias_gradient(const BackwardArgs& args, const Products<Compute>& product, int64_t threads, void* workspace);
+
+}  // namespace flash_ext::cpu

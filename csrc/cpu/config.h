@@ -1,0 +1,54 @@
+// Tile sizes of the CPU backend, and the reason for each.
+//
+// A tile is chosen so that what one step touches (S, P, and the K^T and V blocks of forward; S^T, dP^T, P^T, dS^T and
+// six operands of backward) stays in a private L2 of 1 MiB, while products stay large enough to hide the cost
+// of a call (0.1 us). Called by plan() and by everything that carves its scratch.
+// Invariant: every size is a multiple of kPad, so dropout's 16x16 blocks and vectors never straddle a tile's edge.
+#pragma once
+
+#include <cstdint>
+
+#include "cpu/vector_kernels.h"
+
+namespace flash_ext::cpu {
+
+// Columns of one product with K^T or Q^T on the right: [depth][kPanel] is contiguous, 16 KiB of fp32 at depth 64. A
+// leading dimension of a whole block would put all rows of a panel into a quarter of the L1 cache's sets.
+constexpr int kPanel = 64;
+
+template <class Compute>
+struct Tiles {
+  static constexpr int kForwardM = 128;
+  static constexpr int kForwardN = 512;
+  static constexpr int kBackwardM = 256;
+  static constexpr int kBackwardN = 64;
+};
+// Half the bytes and twice the speed: longer columns amortise the calls.
+template <>
+struct Tiles<ComputeBf16> {
+  static constexpr int kForwardM = 128;
+  static constexpr int kForwardN = 512;
+  static constexpr int kBackwardM = 256;
+  static constexpr int kBackwardN = 128;
+};
+template <>
+struct Tiles<ComputeF64> {
+  static constexpr int kForwardM = 64;
+  static constexpr int kForwardN = 256;
+  static constexpr int kBackwardM = 128;
+  static constexpr int kBackwardN = 64;
+};
+
+// A chunk of forward keeps O for all of its rows while it walks over the keys.
+constexpr int64_t kMaxChunkRows = 4096;
+// Below this many floating-point operations one thread is faster than waking the others (some 10 us).
+constexpr double kSerialFlops = 1.5e6;
+// What plan() shows as the limit of on_chip: a common private L2.
+constexpr int64_t kCacheBytes = 1 << 20;
+
+constexpr int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
+
+// Rows of a product: exact when few, else a multiple of 8, so that the library compiles a bounded number of kernels.
+constexpr int round_rows(int64_t rows) { return static_cast<int>(rows <= 8 ? rows : round_up(rows, 8)); }
+
+}  // namespace flash_ext::cpu

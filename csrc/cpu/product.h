@@ -1,0 +1,57 @@
+// C[m, n] = A[m, k] B[k, n] (+ C): the one place where matrices are multiplied.
+//
+// kBrgemm is torch's oneDNN kernel (fp32 from AVX2 on; bf16 by vdpbf16ps or AMX); kLoops is VectorKernels::product, for
+// fp64, for machines without the former and for torch.backends.mkldnn.enabled = False. Called by every tile step.
+// Invariant: a thread that called a Products object calls release() before it ends its work (AMX state).
+#pragma once
+
+#include <c10/util/BFloat16.h>
+#include <ATen/native/CPUBlas.h>
+
+#include <type_traits>
+
+#include "cpu/vector_kernels.h"
+
+namespace flash_ext::cpu {
+
+enum class Engine : uint8_t { kBrgemm, kLoops };
+
+// Whether the kernel works here and gives the right numbers: tried once, on a small product.
+bool brgemm_works_f32();
+bool brgemm_works_bf16();
+
+template <class Compute>
+class Products {
+ public:
+  using Operand = typename Compute::Operand;
+  using Acc = typename Compute::Acc;
+
+  Products(Engine engine, const VectorKernels<Compute>& kernels) : engine_(engine), kernels_(kernels) {}
+
+  // ld_a is int64: A may lie in the caller's tensor.
+  void operator()(int m, int n, int k, const Operand* a, int64_t ld_a, const Operand* b, int64_t ld_b, Acc* c,
+                  int64_t ld_c, bool add) const {
+    if constexpr (std::is_same_v<Compute, ComputeBf16>) {
+      at::native::cpublas::brgemm(m, n, k, ld_a, ld_b, ld_c, add, reinterpret_cast<const at::BFloat16*>(a),
+                                  reinterpret_cast<const at::BFloat16*>(b), c, /*is_vnni=*/true);
+    } else {
+      if constexpr (std::is_same_v<Compute, ComputeF32>) {
+        if (engine_ == Engine::kBrgemm) {
+          at::native::cpublas::brgemm(m, n, k, ld_a, ld_b, ld_c, add, a, b, c, /*is_vnni=*/false);
+          return;
+        }
+      }
+      kernels_.product(m, n, k, a, static_cast<int>(ld_a), b, static_cast<int>(ld_b), c, static_cast<int>(ld_c), add);
+    }
+  }
+
+  void release() const {
+    if (engine_ == Engine::kBrgemm) at::native::cpublas::brgemm_release(Compute::kPairs);
+  }
+
+ private:
+  Engine engine_;
+  const VectorKernels<Compute>& kernels_;
+};
+
+}  // namespace flash_ext::cpu

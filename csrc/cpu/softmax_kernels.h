@@ -1,0 +1,260 @@
+// The vector code between the two products of forward, and between the four of backward.
+//
+//   forward   x = scale * s   m' = max(m, max x)   p = e^(x - m')   l' = l e^(m - m') + sum p   O *= e^(m - m')
+//   backward  p = e^(x - lse)   ds = p (dp - delta)                on S^T: lse and delta lie along the lanes
+//
+// Included by vector_kernels.cpp alone, once per instruction set; called a tile at a time through VectorKernels.
+// Invariant: a removed element leaves as exactly 0, whatever its score was.
+#pragma once
+
+#include <limits>
+
+#include "attention/online_softmax.h"
+#include "cpu/pack_kernels.h"
+
+namespace flash_ext::cpu::FLASH_CPU_VARIANT {
+namespace {
+
+template <class Compute>
+constexpr Precision kExpPrecision = Compute::kPairs ? Precision::kRounded : Precision::kFull;
+
+[[gnu::always_inline]] inline int clamp(int x, int low, int high) { return x < low ? low : (x > high ? high : x); }
+
+// The kept columns of row r.
+struct Columns {
+  int first;
+  int last;
+};
+[[gnu::always_inline]] inline Columns kept_columns(const TileBand& band, int r) {
+  if (r >= band.rows) return {0, 0};
+  const int first = clamp(band.low + r, 0, band.cols);
+  return {first, clamp(band.high + r, first, band.cols)};
+}
+
+template <class V>
+[[gnu::always_inline]] inline void store_operand(V value, typename V::Scalar* to) { value.store(to); }
+[[gnu::always_inline]] inline void store_operand(F32 value, uint16_t* to) { store_half(to_bf16(value), to); }
+
+// keep ? scale : 0, from bytes of 0 and 1.
+template <class V>
+[[gnu::always_inline]] inline V keep_factor(const uint8_t* keep, V scale) {
+  typename BytesOf<typename V::Scalar>::Type bytes;
+  std::memcpy(&bytes, keep, sizeof(bytes));
+  return V(__builtin_convertvector(bytes, typename V::Raw)) * scale;
+}
+
+template <class Acc>
+void modify_scores(Acc* scores, int ld, int rows, int cols, Acc scale, const ScoreInputs<Acc>& inputs) {
+  using V = Vec<Acc>;
+  const V removed(-std::numeric_limits<Acc>::infinity());
+  for (int r = 0; r < rows; ++r) {
+    Acc* row = scores + int64_t{r} * ld;
+    for (int c = 0; c < cols; c += V::kLanes) {
+      ScoreAt<V> at;
+      at.distance = V(inputs.distance + r) - V::iota(static_cast<Acc>(c));
+      if (inputs.bias != nullptr) at.bias = V::load(inputs.bias + int64_t{r} * inputs.ld_bias + c);
+      typename StandardScoreMods<Acc>::template Saved<V> saved;
+      V score = inputs.mods.forward(V::load(row + c) * V(scale), at, saved);
+      if (inputs.mask != nullptr) {
+        score = keep_nonzero(score, V::load(inputs.mask + int64_t{r} * inputs.ld_mask + c), removed);
+      }
+      score.store(row + c);
+    }
+  }
+}
+
+template <class Compute, bool kDropout>
+void softmax_rows(const SoftmaxTile<Compute>& tile) {
+  using Acc = typename Compute::Acc;
+  using V = Vec<Acc>;
+  constexpr int kLanes = V::kLanes;
+  const V removed(-std::numeric_limits<Acc>::infinity());
+  const V scale(tile.scale);
+  for (int r = 0; r < tile.rows; ++r) {
+    Acc* scores = tile.scores + int64_t{r} * tile.ld_scores;
+    typename Compute::Operand* probs = tile.probs + int64_t{r} * tile.ld_probs;
+    Columns kept{0, tile.cols};
+    if (tile.band != nullptr) {
+      kept = kept_columns(*tile.band, r);
+      if (kept.first % kLanes != 0) {
+        const int c = kept.first / kLanes * kLanes;
+        keep_range(V::load(scores + c), c, kept.first, kept.last, removed).store(scores + c);
+      }
+      if (kept.last % kLanes != 0) {
+        const int c = kept.last / kLanes * kLanes;
+        keep_range(V::load(scores + c), c, kept.first, kept.last, removed).store(scores + c);
+      }
+    }
+    const int first = kept.first / kLanes * kLanes;
+    const int last = (kept.last + kLanes - 1) / kLanes * kLanes;
+
+    V high[4] = {removed, removed, removed, removed};
+    int c = first;
+    for (; c + 4 * kLanes <= last; c += 4 * kLanes) {
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) high[i] = max(high[i], V::load(scores + c + i * kLanes) * scale);
+    }
+    for (; c < last; c += kLanes) high[0] = max(high[0], V::load(scores + c) * scale);
+
+    OnlineSoftmax<Acc> row{tile.row_max[r], tile.row_sum[r]};
+    const Acc before = row.row_max;
+    const Acc factor = row.step(max_lanes(max(max(high[0], high[1]), max(high[2], high[3]))));
+    const V shift(-row.shift());
+    V sum[2] = {V(Acc(0)), V(Acc(0))};
+    for (c = 0; c < first; c += kLanes) store_operand(V(Acc(0)), probs + c);
+    for (c = first; c < last; c += kLanes) {
+      const V p = exp<kExpPrecision<Compute>>(fma(V::load(scores + c), scale, shift));
+      sum[c / kLanes % 2] = sum[c / kLanes % 2] + p;
+      if constexpr (kDropout) {
+        store_operand(p * keep_factor(tile.keep + int64_t{r} * tile.ld_keep + c, V(tile.keep_scale)), probs + c);
+      } else {
+        store_operand(p, probs + c);
+      }
+    }
+    for (c = last; c < tile.cols; c += kLanes) store_operand(V(Acc(0)), probs + c);
+    row.add(sum_lanes(sum[0] + sum[1]));
+    tile.row_max[r] = row.row_max;
+    tile.row_sum[r] = row.row_sum;
+    if (tile.out != nullptr && !(row.row_max == before)) {
+      Acc* out = tile.out + int64_t{r} * tile.ld_out;
+      for (c = 0; c < tile.out_cols; c += kLanes) (V::load(out + c) * V(factor)).store(out + c);
+    }
+  }
+}
+
+template <class Compute>
+void softmax(const SoftmaxTile<Compute>& tile) {
+  if (tile.keep != nullptr) {
+    softmax_rows<Compute, true>(tile);
+  } else {
+    softmax_rows<Compute, false>(tile);
+  }
+}
+
+// Probabilities of one vector of S^T, and what backward of the score needs of it.
+template <class Compute, bool kGeneral, class V>
+[[gnu::always_inline]] inline V probability_at(const GradientTile<Compute>& tile, int r, int c, Columns kept,
+                                               ScoreAt<V>& at,
+                                               typename StandardScoreMods<typename Compute::Acc>::template Saved<V>& saved) {
+  using Acc = typename Compute::Acc;
+  V score = V::load(tile.scores + int64_t{r} * tile.ld + c);
+  const V lse = V::load(tile.lse + c);
+  V p;
+  if constexpr (kGeneral) {
+    score = score * V(tile.scale);
+    const ScoreInputs<Acc>* inputs = tile.inputs;
+    if (inputs != nullptr) {
+      at.distance = V(inputs->distance - r) + V::iota(static_cast<Acc>(c));
+      if (inputs->bias != nullptr) at.bias = V::load(inputs->bias + int64_t{r} * inputs->ld_bias + c);
+      score = inputs->mods.forward(score, at, saved);
+    }
+    p = exp<Precision::kFull>(score - lse);
+    if (tile.renorm != nullptr) p = p * V::load(tile.renorm + c);
+    if (inputs != nullptr && inputs->mask != nullptr) {
+      p = keep_nonzero(p, V::load(inputs->mask + int64_t{r} * inputs->ld_mask + c), V(Acc(0)));
+    }
+  } else {
+    p = exp<kExpPrecision<Compute>>(fma(score, V(tile.scale), V(Acc(0)) - lse));
+  }
+  if (tile.band != nullptr) p = keep_range(p, c, kept.first, kept.last, V(Acc(0)));
+  return p;
+}
+
+template <class Compute, bool kGeneral>
+void gradient_rows(const GradientTile<Compute>& tile) {
+  using Acc = typename Compute::Acc;
+  using V = Vec<Acc>;
+  constexpr int kLanes = V::kLanes;
+  constexpr int kRows = Compute::kPairs ? 2 : 1;
+  V d_slope(Acc(0));
+  for (int r0 = 0; r0 < tile.rows; r0 += kRows) {
+    Columns kept[kRows];
+    for (int i = 0; i < kRows; ++i) kept[i] = tile.band ? kept_columns(*tile.band, r0 + i) : Columns{0, tile.cols};
+    for (int c = 0; c < tile.cols; c += kLanes) {
+      V d_score[kRows];
+#pragma GCC unroll 2
+      for (int i = 0; i < kRows; ++i) {
+        const int r = r0 + i;
+        const int64_t index = int64_t{r} * tile.ld + c;
+        ScoreAt<V> at;
+        typename StandardScoreMods<Acc>::template Saved<V> saved;
+        const V p = probability_at<Compute, kGeneral>(tile, r, c, kept[i], at, saved);
+        V keep(Acc(1));
+        if constexpr (kGeneral) {
+          if (tile.keep != nullptr) keep = keep_factor(tile.keep + index, V(tile.keep_scale));
+        }
+        if (tile.probs != nullptr) store_operand(kGeneral ? p * keep : p, tile.probs + index);
+        d_score[i] = V(Acc(0));
+        if (tile.d_probs == nullptr) continue;
+        V d_prob = V::load(tile.d_probs + index);
+        if constexpr (kGeneral) d_prob = d_prob * keep;
+        d_score[i] = p * (d_prob - V::load(tile.delta + c));
+        if constexpr (kGeneral) {
+          if (tile.d_bias != nullptr) {
+            Acc* d_bias = tile.d_bias + int64_t{r} * tile.ld_d_bias + c;
+            (V::load(d_bias) + d_score[i]).store(d_bias);
+          }
+          if (tile.inputs != nullptr) {
+            ScoreGrads<V> grads;
+            d_score[i] = tile.inputs->mods.backward(d_score[i], at, saved, grads);
+            if (tile.d_slope != nullptr) d_slope = d_slope + grads.slope;
+          }
+        }
+        if (tile.d_scores != nullptr) store_operand(d_score[i], tile.d_scores + index);
+      }
+      if constexpr (Compute::kPairs) {
+        if (tile.d_scores_right != nullptr) {
+          uint32_t* pairs = reinterpret_cast<uint32_t*>(tile.d_scores_right);
+          pairs_of(to_bf16(d_score[0]), to_bf16(d_score[1])).store(pairs + int64_t{r0 / 2} * tile.ld + c);
+        }
+      }
+    }
+  }
+  if (tile.d_slope != nullptr) *tile.d_slope += static_cast<double>(sum_lanes(d_slope));
+}
+
+template <class Compute>
+void gradient(const GradientTile<Compute>& tile) {
+  if (tile.inputs != nullptr || tile.renorm != nullptr || tile.keep != nullptr || tile.d_bias != nullptr) {
+    gradient_rows<Compute, true>(tile);
+  } else {
+    gradient_rows<Compute, false>(tile);
+  }
+}
+
+template <class Compute>
+void sum_probs(const GradientTile<Compute>& tile, typename Compute::Acc* sums) {
+  using Acc = typename Compute::Acc;
+  using V = Vec<Acc>;
+  for (int r = 0; r < tile.rows; ++r) {
+    const Columns kept = tile.band ? kept_columns(*tile.band, r) : Columns{0, tile.cols};
+    for (int c = 0; c < tile.cols; c += V::kLanes) {
+      ScoreAt<V> at;
+      typename StandardScoreMods<Acc>::template Saved<V> saved;
+      (V::load(sums + c) + probability_at<Compute, true>(tile, r, c, kept, at, saved)).store(sums + c);
+    }
+  }
+}
+
+// In the order of a product's inner dimension: where a query sees one key, O is a row of V and the result is the very
+// dP of that key, so that dS is exactly 0 and not the difference of two roundings.
+template <class Acc>
+void dot_columns(const Acc* a, const Acc* b, int ld, int rows, int cols, Acc* out) {
+  using V = Vec<Acc>;
+  for (int c = 0; c < cols; c += V::kLanes) {
+    V sum(Acc(0));
+    for (int r = 0; r < rows; ++r) {
+      sum = fma(V::load(a + int64_t{r} * ld + c), V::load(b + int64_t{r} * ld + c), sum);
+    }
+    sum.store(out + c);
+  }
+}
+
+template <class Acc>
+void add(Acc* dst, const Acc* src, int64_t count) {
+  using V = Vec<Acc>;
+  for (int64_t i = 0; i < count; i += V::kLanes) (V::load(dst + i) + V::load(src + i)).store(dst + i);
+}
+
+}  // namespace
+}  // namespace flash_ext::cpu::FLASH_CPU_VARIANT

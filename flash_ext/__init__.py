@@ -1,0 +1,26 @@
+"""flash_ext: exact attention for PyTorch, forward and backward, that never materialises the score matrix."""
+
+from flash_ext import vmap as _vmap
+from flash_ext.attention import FlashAttention, attention, merge_attention
+from flash_ext.control import disable, enable, enabled_calls, use_backend
+from flash_ext.errors import AttentionError
+from flash_ext.explain import explain
+from flash_ext.ops import build_info
+from flash_ext.sdpa import scaled_dot_product_attention
+
+_vmap.register()
+
+__version__ = build_info()["version"]
+__all__ = [
+    "AttentionError",
+    "FlashAttention",
+    "attention",
+    "build_info",
+    "disable",
+    "enable",
+    "enabled_calls",
+    "explain",
+    "merge_attention",
+    "scaled_dot_product_attention",
+    "use_backend",
+]

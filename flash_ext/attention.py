@@ -1,0 +1,168 @@
+"""The native call, with every option; partial results over disjoint keys joined; and the autograd function to read."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flash_ext import ops
+from flash_ext.errors import AttentionError
+
+_eager = ops.C.attention if ops.C else None
+_operator = torch.ops.flash_ext.attention.default
+_backward = torch.ops.flash_ext.attention_backward.default
+
+Window = tuple[int | None, int | None]
+
+
+def check_native(query: Tensor, key: Tensor, value: Tensor, window: Window | None, align: str) -> Window:
+    """What only the native call knows: 4 dimensions, the form of ``window``, the two alignments."""
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} is of type {type(tensor).__name__}; it must be a torch.Tensor")
+        if tensor.dim() != 4:
+            raise AttentionError(
+                f"{name} of shape {tuple(tensor.shape)} has {tensor.dim()} dimensions; "
+                "attention takes 4: (batch, heads, length, head_dim)"
+            )
+    if not query.shape[0] == key.shape[0] == value.shape[0]:
+        raise AttentionError(
+            f"query, key and value have batch sizes {query.shape[0]}, {key.shape[0]} and {value.shape[0]}; "
+            "they must be equal (expand a shared one)"
+        )
+    if align not in ("top_left", "bottom_right"):
+        raise AttentionError(f'align is {align!r}; it must be "top_left" or "bottom_right"')
+    if window is None:
+        return None, None
+    sides = tuple(window) if isinstance(window, tuple | list) else ()
+    if len(sides) != 2 or not all(side is None or (type(side) is int) for side in sides):
+        raise TypeError(f"window is {window!r}; it must be (left, right), each None or a number of keys")
+    return sides
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool = False,
+    window: Window | None = None,
+    align: str = "top_left",
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    deterministic: bool | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention with every option; all combine.
+
+    Order: scale, softcap, + bias + alibi, masks, softmax, dropout. With offset 0 (``align="top_left"``) or S - L
+    (``"bottom_right"``), query i stands at key i + offset.
+
+    Args:
+        query: (B, Hq, L, E), any strides; float16, bfloat16, float32 or float64, one dtype for all three.
+        key: (B, Hk, S, E); Hk divides Hq, query head h reads key head h // (Hq / Hk).
+        value: (B, Hv, S, Ev); Hv divides Hq and may differ from Hk.
+        causal: key j is seen by query i when j <= i + offset.
+        window: (left, right): key j is seen when i + offset - left <= j <= i + offset + right; None is unbounded.
+        align: where the diagonal lies when L != S: "top_left" or "bottom_right".
+        mask: bool, True = attend; broadcastable to (B, Hq, L, S).
+        bias: float32 or query's dtype, broadcastable to (B, Hq, L, S), added after softcap; with gradient.
+        softcap: c in c * tanh(score / c) on the scaled score; 0 is off.
+        alibi_slopes: (Hq,) or (B, Hq) float32, with gradient; adds -slope * |i + offset - j| (Press et al.,
+            arXiv:2108.12409).
+        dropout_p: probability from 0 to 1.
+        scale: factor of the scores; ``1 / sqrt(E)`` by default; any finite number.
+        deterministic: bit-identical results over runs; None takes ``torch.are_deterministic_algorithms_enabled()``.
+        return_lse: return (out, lse).
+
+    Returns:
+        out (B, Hq, L, Ev) in query's dtype and stride order; with ``return_lse`` also lse (B, Hq, L), the natural
+        logarithm of the sum of exponentials of each row's scores, float32 (float64 for float64), differentiable.
+        A row with nothing to attend to has out 0, lse -inf and gradients of 0.
+
+    Raises:
+        AttentionError: shapes, dtypes, devices or options that do not fit.
+        TypeError: an argument of a wrong type.
+    """
+    left, right = check_native(query, key, value, window, align)
+    bottom_right = align == "bottom_right"
+    if _eager is not None and not torch.compiler.is_compiling():
+        result = _eager(
+            query, key, value, mask, bias, alibi_slopes, causal, left, right, bottom_right, softcap, dropout_p, scale,
+            deterministic, return_lse,
+        )  # fmt: skip
+        if result is not NotImplemented:
+            return result
+    out, lse, _ = _operator(
+        query, key, value, mask, bias, alibi_slopes, causal=causal, window_left=left, window_right=right,
+        bottom_right=bottom_right, softcap=softcap, dropout_p=dropout_p, scale=scale, gqa=True,
+        deterministic=deterministic, return_lse=return_lse,
+    )  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
+def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Joins two partial results over disjoint keys, exactly and differentiably.
+
+    ``lse = log(exp(lse_a) + exp(lse_b))`` and ``out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b``, the recurrence
+    of online softmax (Milakov and Gimelshein, arXiv:1805.02867). Where both lse are -inf: out 0, lse -inf, gradients 0.
+
+    Args:
+        out_a, out_b: (..., L, Ev), one dtype.
+        lse_a, lse_b: (..., L), float32 (float64 for float64), as ``attention(..., return_lse=True)`` returns them.
+
+    Returns:
+        (out, lse), shapes and dtypes as given.
+    """
+    for name, out, lse in (("a", out_a, lse_a), ("b", out_b, lse_b)):
+        if out.shape[:-1] != lse.shape:
+            raise AttentionError(
+                f"lse_{name} of shape {tuple(lse.shape)} does not fit out_{name} of shape {tuple(out.shape)}; "
+                "it must be out's shape without the last dimension"
+            )
+    if out_a.shape != out_b.shape or out_a.dtype != out_b.dtype:
+        raise AttentionError(
+            f"out_a and out_b are {tuple(out_a.shape)}, {out_a.dtype} and {tuple(out_b.shape)}, {out_b.dtype}; "
+            "they must have one shape and dtype"
+        )
+    highest = torch.maximum(lse_a, lse_b).detach()
+    empty = highest == float("-inf")
+    shift = highest.masked_fill(empty, 0.0)
+    # NOTE: an empty side has exp(-inf - shift) = 0 with a derivative of 0, so no where is needed for one side alone.
+    weight_a, weight_b = torch.exp(lse_a - shift), torch.exp(lse_b - shift)
+    total = (weight_a + weight_b).masked_fill(empty, 1.0)
+    lse = (shift + torch.log(total)).masked_fill(empty, float("-inf"))
+    out = (weight_a / total).unsqueeze(-1) * out_a + (weight_b / total).unsqueeze(-1) * out_b
+    return out.to(out_a.dtype), lse
+
+
+class FlashAttention(torch.autograd.Function):
+    """FlashAttention as a Python autograd function, made to be read.
+
+    ``FlashAttention.apply(q, k, v, is_causal=False)``
+
+    q (B, N, D) or (B, H, N, D); k and v alike, with the same number of heads or a divisor of it. Forward keeps q, k, v,
+    out and lse (q's shape without the last dimension), never the N x N probabilities; backward recomputes them tile by
+    tile from lse (Dao et al., arXiv:2205.14135, algorithm 4). No dropout.
+    """
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+        out, lse, rng_state = _operator(q, k, v, causal=is_causal, gqa=q.dim() > 3, return_lse=True)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.is_causal = is_causal
+        ctx.rng_state = rng_state  # empty: nothing is drawn
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        q, k, v, out, lse = ctx.saved_tensors
+        wanted = [*ctx.needs_input_grad[:3], False, False]
+        dq, dk, dv, _, _ = _backward(
+            grad_out, None, q, k, v, out, lse, ctx.rng_state, causal=ctx.is_causal, gqa=q.dim() > 3, grad_mask=wanted
+        )
+        return tuple(g if w else None for g, w in zip((dq, dk, dv), wanted[:3], strict=True)) + (None,)

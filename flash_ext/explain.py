@@ -1,0 +1,160 @@
+"""What a call would run, and why: ``explain`` launches nothing and allocates nothing."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from flash_ext.attention import Window, check_native
+from flash_ext.errors import AttentionError
+from flash_ext.ops import require_c
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One pass as a backend will run it. Tiles in elements, memory in bytes; 0 where a notion does not exist."""
+
+    backend: str
+    kernel: str
+    block_m: int
+    block_n: int
+    stages: int
+    on_chip: tuple[tuple[str, int], ...]
+    on_chip_limit: int
+    scratch_bytes: int
+    registers: int
+    occupancy: float
+    grid: int
+    waves: float
+
+    @property
+    def on_chip_bytes(self) -> int:
+        return sum(size for _, size in self.on_chip)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    backend: str
+    pass_name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Copy:
+    argument: str
+    bytes: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Forward and backward plan, what was refused and what is copied. ``print`` it for a table."""
+
+    forward: Plan
+    backward: Plan
+    refusals: tuple[Refusal, ...] = field(default=())
+    copies: tuple[Copy, ...] = field(default=())
+
+    def __str__(self) -> str:
+        rows = [("", "forward", "backward")]
+        for label, value in _ROWS:
+            rows.append((label, value(self.forward), value(self.backward)))
+        widths = [max(len(row[i]) for row in rows) for i in range(3)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines += [f"{r.backend} refuses ({r.pass_name}): {r.reason}" for r in self.refusals]
+        lines += [f"copies {c.argument}: {c.bytes:,} bytes, {c.reason}" for c in self.copies]
+        return "\n".join(lines)
+
+
+def _uses(plan: Plan) -> str:
+    if not plan.on_chip:
+        return "-"
+    parts = " + ".join(f"{name} {size:,}" for name, size in plan.on_chip)
+    return f"{parts} = {plan.on_chip_bytes:,} of {plan.on_chip_limit:,} bytes"
+
+
+_ROWS = (
+    ("backend", lambda p: p.backend),
+    ("kernel", lambda p: p.kernel),
+    ("tile", lambda p: f"{p.block_m} queries x {p.block_n} keys" if p.block_m else "-"),
+    ("stages", lambda p: str(p.stages) if p.stages else "-"),
+    ("on chip", _uses),
+    ("scratch", lambda p: f"{p.scratch_bytes:,} bytes"),
+    ("registers", lambda p: str(p.registers) if p.registers else "-"),
+    ("occupancy", lambda p: f"{p.occupancy:.0%}" if p.occupancy else "-"),
+    ("grid", lambda p: f"{p.grid:,} in {p.waves:.2f} waves" if p.grid else "-"),
+)
+
+
+def _meta(tensor: Tensor | None) -> Tensor | None:
+    if tensor is None:
+        return None
+    shape, stride = tuple(int(n) for n in tensor.shape), tuple(int(n) for n in tensor.stride())
+    return torch.empty_strided(shape, stride, dtype=tensor.dtype, device="meta")
+
+
+def explain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    sdpa: bool = False,
+    device: str | torch.device | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    align: str = "top_left",
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    scale: float | None = None,
+    deterministic: bool | None = None,
+    enable_gqa: bool = False,
+) -> Explanation:
+    """The plan that ``attention`` (with ``sdpa=True``: ``scaled_dot_product_attention``) executes for these arguments.
+
+    Takes meta and fake tensors. ``device`` plans for a device that is not there; by default the tensors' own (the CPU
+    for meta tensors). Backward is planned for the floating inputs that require gradients, or for all if none does.
+    Launches nothing, allocates nothing, draws no random numbers.
+
+    Raises:
+        AttentionError: as the call itself would.
+    """
+    gqa, left, right, bottom_right = True, None, None, False
+    if sdpa:
+        if attn_mask is not None and is_causal:
+            raise AttentionError("attn_mask is given together with is_causal=True; only one of the two may be set")
+        if attn_mask is not None:
+            mask, bias = (attn_mask, None) if attn_mask.dtype == torch.bool else (None, attn_mask)
+        causal, gqa = is_causal, enable_gqa
+    else:
+        left, right = check_native(query, key, value, window, align)
+        bottom_right = align == "bottom_right"
+    inputs = (query, key, value, bias, alibi_slopes)
+    wanted = [t is not None and t.requires_grad for t in inputs]
+    if not any(wanted):
+        wanted = [t is not None for t in inputs]
+    if device is None:
+        device = "" if query.device.type == "meta" else query.device
+    with _disable_current_modes():
+        q, k, v, mask, bias, alibi_slopes = (_meta(t) for t in (query, key, value, mask, bias, alibi_slopes))
+        options = (causal, left, right, bottom_right, float(softcap), float(dropout_p), scale, gqa, deterministic)
+        text = require_c().explain(q, k, v, mask, bias, alibi_slopes, *options, str(device), wanted)
+    parts = json.loads(text)
+    plans = []
+    for name in ("forward", "backward"):
+        plan = parts[name]
+        plan["on_chip"] = tuple((use, size) for use, size in plan["on_chip"])
+        plans.append(Plan(**plan))
+    return Explanation(
+        *plans,
+        refusals=tuple(Refusal(*r) for r in parts["refusals"]),
+        copies=tuple(Copy(*c) for c in parts["copies"]),
+    )

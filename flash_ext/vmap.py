@@ -1,0 +1,128 @@
+"""vmap of the operators: the mapped dimension becomes one more leading dimension, by strides and without a loop.
+
+The operators broadcast their leading dimensions, so a rule only moves the mapped dimension to the front. Dropout is the
+exception: its map counts (batch, head), so each sample is a call of its own, with its own random state
+(``randomness="different"``) or with one for all (``"same"``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_ops = torch.ops.flash_ext
+_Dims = tuple[int | None, ...]
+
+
+def _pad(values: tuple, count: int) -> list:
+    """Trailing optional arguments may be left out of a call."""
+    return [*values, *[None] * (count - len(values))]
+
+
+def _front(tensor: Tensor | None, dim: int | None, rank: int, batch: int | None = None) -> Tensor | None:
+    """A tensor of ``rank`` logical dimensions with the mapped one in front; ``batch`` also expands an unmapped one."""
+    if tensor is None or (dim is None and batch is None):
+        return tensor
+    tensor = tensor.unsqueeze(0) if dim is None else tensor.movedim(dim, 0)
+    tensor = tensor.reshape(tensor.shape[:1] + (1,) * (rank + 1 - tensor.dim()) + tensor.shape[1:])
+    return tensor if dim is not None else tensor.expand(batch, *tensor.shape[1:])
+
+
+def _logical_rank(qkv: list[Tensor], dims: _Dims) -> int:
+    return max(t.dim() - (d is not None) for t, d in zip(qkv, dims, strict=True))
+
+
+def _ranks(rank: int) -> list[int]:
+    """Logical dimensions of query, key, value, mask, bias and alibi_slopes in a call of ``rank``."""
+    return [rank] * 5 + [rank - 2]
+
+
+def _sample(values: list, dims: _Dims, index: int) -> list:
+    return [v if d is None else v.select(d, index) for v, d in zip(values, dims, strict=True)]
+
+
+def _stack(results: list[tuple[Tensor, ...]]) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    return tuple(torch.stack(parts) for parts in zip(*results, strict=True)), (0,) * len(results[0])
+
+
+def _forward_inputs(batch: int, inputs: list, dims: _Dims) -> list:
+    """query, key, value, mask, bias, alibi_slopes in front form; query is expanded where only a mask is mapped."""
+    rank = _logical_rank(inputs[:3], dims[:3])
+    fronted = [_front(t, d, r) for t, d, r in zip(inputs, dims, _ranks(rank), strict=True)]
+    if all(d is None for d in dims[:3]):
+        fronted[0] = _front(inputs[0], None, rank, batch)
+    return fronted
+
+
+def _attention(info: Any, in_dims: _Dims, *args: Any, **options: Any) -> tuple:
+    inputs, dims = _pad(args, 6), _pad(in_dims, 6)
+    if options.get("dropout_p", 0.0) > 0:
+        if info.randomness == "error":
+            raise RuntimeError(
+                "vmap: called a random operation (attention with dropout_p > 0) while in randomness error mode; "
+                "pass randomness='different' or randomness='same' to vmap"
+            )
+        if info.randomness == "different":
+            return _stack([_ops.attention(*_sample(inputs, dims, i), **options) for i in range(info.batch_size)])
+        first = _ops.attention(*_sample(inputs, dims, 0), **options)
+        state = first[2]
+        rest = [_with_state(_sample(inputs, dims, i), state, options) for i in range(1, info.batch_size)]
+        (out, lse), _ = _stack([first[:2], *rest])
+        return (out, lse, state), (0, 0, None)
+    result = _ops.attention(*_forward_inputs(info.batch_size, inputs, dims), **options)
+    return result, (0, 0 if options.get("return_lse", False) else None, None)
+
+
+def _with_state(inputs: list, state: Tensor, options: dict) -> tuple[Tensor, Tensor]:
+    return _ops.attention_with_rng_state(*inputs[:3], state, *inputs[3:], **options)
+
+
+def _attention_with_rng_state(info: Any, in_dims: _Dims, *args: Any, **options: Any) -> tuple:
+    args, in_dims = _pad(args, 7), _pad(in_dims, 7)
+    state, state_dim = args.pop(3), in_dims.pop(3)
+    if options.get("dropout_p", 0.0) > 0:
+        results = []
+        for i in range(info.batch_size):
+            one = state if state_dim is None else state.select(state_dim, i)
+            results.append(_with_state(_sample(args, in_dims, i), one, options))
+        return _stack(results)
+    state = state if state_dim is None else state.select(state_dim, 0)
+    result = _with_state(_forward_inputs(info.batch_size, args, in_dims), state, options)
+    return result, (0, 0 if options.get("return_lse", False) else None)
+
+
+def _attention_backward(info: Any, in_dims: _Dims, *args: Any, **options: Any) -> tuple:
+    args, dims = _pad(args, 11), _pad(in_dims, 11)
+    if options.get("dropout_p", 0.0) > 0:
+        return _stack([_ops.attention_backward(*_sample(args, dims, i), **options) for i in range(info.batch_size)])
+    rank = _logical_rank(args[2:5], dims[2:5])
+    # Every sample has gradients of its own, so inputs that are shared between samples are expanded, not summed over.
+    ranks = [rank, rank - 1, rank, rank, rank, rank, rank - 1, 1, rank, rank, rank - 2]
+    state = args[7] if dims[7] is None else args[7].select(dims[7], 0)
+    fronted = [_front(t, d, r, info.batch_size) for t, d, r in zip(args, dims, ranks, strict=True)]
+    fronted[7] = state
+    grads = _ops.attention_backward(*fronted, **options)
+    result, out_dims = [], []
+    for grad, index in zip(grads, (2, 3, 4, 9, 10), strict=True):
+        wanted = args[index] is not None and grad.shape[:1] == (info.batch_size,) and grad.dim() > 1
+        if wanted:
+            logical = args[index].shape if dims[index] is None else args[index].select(dims[index], 0).shape
+            grad = grad.reshape(info.batch_size, *logical)
+        result.append(grad)
+        out_dims.append(0 if wanted else None)
+    return tuple(result), tuple(out_dims)
+
+
+def _dropout_mask(info: Any, in_dims: _Dims, *args: Any, **options: Any) -> tuple:
+    masks = [_ops.dropout_mask(*_sample(list(args), in_dims, i), **options) for i in range(info.batch_size)]
+    return torch.stack(masks), 0
+
+
+def register() -> None:
+    """Registers the rules; called once, when the operators have been loaded."""
+    torch.library.register_vmap("flash_ext::attention", _attention)
+    torch.library.register_vmap("flash_ext::attention_with_rng_state", _attention_with_rng_state)
+    torch.library.register_vmap("flash_ext::attention_backward", _attention_backward)
+    torch.library.register_vmap("flash_ext::dropout_mask", _dropout_mask)

@@ -1,0 +1,91 @@
+"""Fixtures of every test: where it runs (`device`) and which backend computes (`backend`).
+
+A test that takes both runs once for each pair below; a pair without its hardware skips and says so. Inside the test
+`flash_ext.use_backend(backend)` is active, so only that backend may answer. It may refuse only what REFUSALS grants it:
+such a refusal is a visible skip, any other is a failure.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Generator, Iterator
+
+import hypothesis
+import pytest
+import torch
+
+import flash_ext
+
+PLACES = {
+    "cpu": ("cpu", "chunked"),
+    "cuda": ("sm80", "sm90", "chunked"),
+}
+
+# What a backend may refuse: patterns of its reasons. The chunked backend refuses nothing.
+REFUSALS = {
+    "cpu": r"head_dim(_v)? \d+ is more than 256",
+    "sm80": r"head_dim(_v)? \d+ is (more than 256|not a multiple of 8)|dtype \w+",
+    "sm90": r"head_dim(_v)? \d+ is (more than 256|not a multiple of 8)|dtype \w+|compute capability",
+    "chunked": r"(?!)",
+}
+
+hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, database=None)
+hypothesis.settings.register_profile("random", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("random" if os.environ.get("FLASH_EXT_FUZZ") == "random" else "ci")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs a CUDA GPU; skips visibly where there is none")
+    config.addinivalue_line("markers", "slow: heavier than the rest; -m 'not slow' leaves it out")
+    config.addinivalue_line("markers", "fuzz: many random examples")
+
+
+def _device_params() -> list[object]:
+    return [pytest.param(name, marks=[pytest.mark.gpu] if name == "cuda" else []) for name in PLACES]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    names = metafunc.fixturenames
+    if "backend" in names:
+        pairs = [
+            pytest.param(device, backend, marks=[pytest.mark.gpu] if device == "cuda" else [], id=f"{device}-{backend}")
+            for device, backends in PLACES.items()
+            for backend in backends
+        ]
+        metafunc.parametrize(("device", "backend"), pairs, indirect=True)
+    elif "device" in names:
+        metafunc.parametrize("device", _device_params(), indirect=True)
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> str:
+    """'cpu' or 'cuda'."""
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    return request.param
+
+
+@pytest.fixture
+def backend(request: pytest.FixtureRequest, device: str) -> Iterator[str]:
+    """The only backend that may answer during the test."""
+    with flash_ext.use_backend(request.param):
+        yield request.param
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """Turns a granted refusal into a skip with its reason."""
+    try:
+        return (yield)
+    except flash_ext.AttentionError as error:
+        params = getattr(getattr(item, "callspec", None), "params", {})
+        name = params.get("backend")
+        if name in REFUSALS and re.search(rf"{name} refuses: ({REFUSALS[name]})", str(error)):
+            pytest.skip(str(error))
+        raise

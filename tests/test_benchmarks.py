@@ -1,0 +1,244 @@
+"""The benchmarks run, on a CPU and in seconds: model, data, timing arithmetic, and each command as a user starts it.
+
+No test here reads a clock's value; what is measured is only required to be there.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import math
+import subprocess
+import sys
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("rich")
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+MODULES = ("harness", "data", "model", "shapes", "accuracy", "train_lm")
+
+
+@pytest.fixture(scope="module")
+def bench():
+    """The benchmark files as modules; they are scripts in a folder, not a package, so the names are removed again."""
+    before = {name: sys.modules.pop(name, None) for name in MODULES}
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        yield type("Bench", (), {name: importlib.import_module(name) for name in MODULES})
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+        for name, module in before.items():
+            sys.modules.pop(name, None)
+            if module is not None:
+                sys.modules[name] = module
+
+
+def start(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Runs a benchmark as a user does, without a terminal."""
+    command = [sys.executable, str(BENCHMARKS / script), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+# ---- model and data ----
+
+
+@pytest.mark.parametrize("attention", ["naive", "flash_ext"])
+def test_every_attention_gives_the_same_logits_and_gradients(bench, attention):
+    size = bench.model.Size(d_model=64, d_ff=96, layers=2, heads=2, lr=1e-3)
+    tokens = torch.randint(256, (2, 37), generator=torch.Generator().manual_seed(0))
+    results = []
+    for name in ("sdpa", attention):
+        torch.manual_seed(1)
+        model = bench.model.TransformerLM(size, bench.model.ATTENTIONS[name](), context=48)
+        logits = model(tokens)
+        logits.square().mean().backward()
+        results.append([logits.detach(), *(p.grad for p in model.parameters())])
+    for theirs, ours in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_the_model_is_causal(bench):
+    torch.manual_seed(0)
+    model = bench.model.TransformerLM(bench.model.SIZES["tiny"], bench.model.ATTENTIONS["sdpa"](), context=32)
+    tokens = torch.randint(256, (1, 32))
+    changed = tokens.clone()
+    changed[0, 20:] = (changed[0, 20:] + 1) % 256
+    torch.testing.assert_close(model(tokens)[:, :20], model(changed)[:, :20], rtol=1e-4, atol=1e-5)
+
+
+def test_generated_text_depends_on_the_seed_only(bench):
+    torch.manual_seed(0)
+    model = bench.model.TransformerLM(bench.model.SIZES["tiny"], bench.model.ATTENTIONS["sdpa"](), context=16)
+    first = model.generate(b"def ", 20, seed=3)  # longer than the context
+    assert len(first) == 20
+    assert first == model.generate(b"def ", 20, seed=3)
+
+
+def test_text_is_split_without_overlap_and_batches_repeat(bench, tmp_path):
+    content = "".join(chr(97 + i % 26) for i in range(1000)) + "ä"
+    (tmp_path / "text").write_text(content, encoding="utf-8")
+    text = bench.data.load_text(tmp_path / "text", context=16)
+    assert bytes(torch.cat((text.train, text.validation)).tolist()).decode() == content
+    assert text.validation.numel() == int(1002 * bench.data.VALIDATION_SHARE)
+    one, two = (list(islice(bench.data.batches(text.train, 3, 16, seed=5, device="cpu"), 4)) for _ in range(2))
+    for (inputs, targets), (again, _) in zip(one, two, strict=True):
+        assert inputs.shape == targets.shape == (3, 16)
+        assert torch.equal(inputs, again)
+        assert torch.equal(inputs[:, 1:], targets[:, :-1])
+
+
+def test_the_standard_library_is_enough_text(bench):
+    assert bench.data.load_text(None, context=512).train.numel() > 1_000_000
+
+
+def test_learning_rate_rises_to_its_peak_and_falls_to_a_tenth(bench):
+    rates = [bench.train_lm.learning_rate(step, 100, 1.0) for step in range(100)]
+    assert max(rates) == 1.0
+    assert rates[0] == pytest.approx(0.2)
+    assert rates[-1] == pytest.approx(0.1, abs=0.01)
+
+
+# ---- arithmetic of the attention benchmark ----
+
+
+@pytest.mark.parametrize(("sq", "sk"), [(5, 5), (3, 7), (7, 3)])
+def test_causal_pairs_are_counted_as_the_mask_keeps_them(bench, sq, sk):
+    kept = torch.ones(sq, sk).tril().sum()
+    assert bench.shapes.Case(1, 1, sq, 8, causal=True, sk=sk).pairs() == kept
+
+
+def test_flop_and_traffic_of_the_published_grid(bench):
+    case = bench.shapes.Case(32, 32, 512, 64, causal=True, suite="grid")
+    assert case.flop("bwd") / 0.4392e-3 / 1e12 == pytest.approx(195.6, abs=0.1)  # fa3's backward in the grid
+    assert case.traffic("fwd", torch.bfloat16) == 4 * 32 * 32 * 512 * 64 * 2
+
+
+def test_case_names_are_unique_and_quick_cases_are_small(bench):
+    cases = bench.shapes.cpu_cases()
+    assert len({case.name for case in cases}) == len(cases)
+    assert all(case.sq * case.sk <= 2**16 and case.b * case.h <= 4 for case in bench.shapes.quick(cases))
+
+
+def test_err_is_small_for_a_right_result_and_large_for_a_wrong_one(bench):
+    for case in bench.shapes.quick(bench.shapes.cpu_cases()):
+        if case.dropout:
+            continue
+        x = bench.shapes.make_inputs(case, torch.float32, "cpu")
+        found = bench.accuracy.truth(case, x)
+        out = bench.accuracy.eager_attention(case, x.query, x.key, x.value, x.mask)
+        results = [out.detach(), *torch.autograd.grad(out, x.wanting_gradients(), x.grad_out)]
+        for direction in ("fwd", "bwd"):
+            assert bench.accuracy.err(case, found, results, direction) < 1, case.name
+            wrong = [result * (1 + 1e-3) for result in results]
+            assert bench.accuracy.err(case, found, wrong, direction) > 1, case.name
+        assert bench.accuracy.err(case, found, [result * math.nan for result in results], "bwd") == math.inf
+
+
+def test_rounds_rotate_the_order_and_a_failing_peer_is_a_row(bench):
+    order = []
+
+    def failing():
+        raise RuntimeError("head_dim 7 is refused\nand more")
+
+    peers = {"a": lambda: order.append("a"), "b": lambda: order.append("b"), "c": failing}
+    timings = bench.harness.interleave(peers, "cpu", rounds=2, sample_s=0.0)
+    assert order == ["a", "a", "b", "b", "a", "b", "b", "a"]  # two warm-ups each, then the rounds
+    assert [len(t.samples) for t in timings.values()] == [2, 2, 0]
+    assert timings["c"].failure == "head_dim 7 is refused"
+    assert math.isnan(timings["c"].median)
+
+
+# ---- the commands ----
+
+
+@pytest.mark.parametrize("script", ["train_lm.py", "attention.py"])
+def test_help(script):
+    done = start(script, "--help")
+    assert done.returncode == 0, done.stderr
+    assert "--out DIR" in done.stdout
+
+
+def test_train_lm_compares_two_attentions(tmp_path):
+    small = ("--device", "cpu", "--steps", 3, "--batch", 2, "--context", 24)
+    done = start("train_lm.py", "--compare", "sdpa", "naive", *small, "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "max |difference|" in done.stdout
+    assert "sdpa      3/3" in done.stderr
+    rows = rows_of(tmp_path / "train_lm.csv")
+    assert [(row["attention"], row["step"]) for row in rows] == [
+        (a, str(s)) for a in ("sdpa", "naive") for s in (1, 2, 3)
+    ]
+    losses = [float(row["loss"]) for row in rows]
+    assert losses[:3] == pytest.approx(losses[3:], abs=1e-3)
+    assert losses[2] < losses[0]
+    assert {"commit", "dirty", "torch", "cpu", "command"} <= rows[0].keys()
+    assert (tmp_path / "train_lm.png").stat().st_size > 5000
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_train_lm_with_flash_ext_follows_sdpa_in_every_precision(tmp_path, precision):
+    small = ("--device", "cpu", "--steps", 3, "--batch", 2, "--context", 24, "--no-sample", "--precision", precision)
+    done = start("train_lm.py", "--compare", *small, "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    losses = [float(row["loss"]) for row in rows_of(tmp_path / "train_lm.csv")]
+    assert losses[:3] == pytest.approx(losses[3:], abs=1e-3 if precision == "fp32" else 0.05)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--size", "huge"), "invalid choice: 'huge'"),
+        (("--steps", "0"), "not a whole number of at least 1"),
+        (("--lr", "-1"), "--lr -1.0 must be a number above 0"),
+        (("--data", "no/such/file"), "--data no/such/file cannot be read: No such file or directory."),
+        (("--data", "."), "--data . cannot be read: Is a directory."),
+        (("--data", "binary"), "--data binary is not UTF-8 text: byte 2 is wrong."),
+        (("--data", "short", "--context", "100"), "--context 100 is too long for short of 1,000 bytes"),
+        (("--compare", "sdpa", "sdpa"), "--compare takes two different names"),
+        (("--compare", "sdpa", "other"), "--compare takes two different names"),
+    ],
+)
+def test_train_lm_tells_bad_arguments_in_one_sentence(bench, monkeypatch, capsys, tmp_path, arguments, words):
+    (tmp_path / "binary").write_bytes(b"ok\xff" * 500)
+    (tmp_path / "short").write_text("x" * 1000)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        sys, "argv", ["train_lm.py", "--attention", "sdpa", "--device", "cpu", "--out", ".", *arguments]
+    )
+    with pytest.raises(SystemExit, match="2"):
+        bench.harness.run_main(bench.train_lm.main)
+    assert words in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_wrong_command_line_ends_without_a_traceback(tmp_path):
+    done = start("train_lm.py", "--data", tmp_path, "--out", tmp_path / "out")
+    assert done.returncode == 2
+    assert done.stderr == f"train_lm.py: --data {tmp_path} cannot be read: Is a directory.\n"
+
+
+def test_attention_prints_a_table_and_writes_the_grid_columns(tmp_path):
+    chosen = ("--quick", "--dtypes", "fp32", "--case", "GQA", "--peers", "torch", "eager", "--out", tmp_path)
+    done = start("attention.py", "--suite", "cpu", *chosen)
+    assert done.returncode == 0, done.stderr
+    assert "GQA 4/1" in done.stdout
+    assert "Host time of one call" in done.stdout
+    rows = rows_of(tmp_path / "attention_cpu.csv")
+    columns = "peer,suite,B,H,Hkv,Sq,Sk,D,dtype,causal,pass,ms,tflops,gbs,err"
+    assert ",".join(list(rows[0])[:15]) == columns
+    assert [(row["peer"], row["pass"]) for row in rows] == [(p, d) for d in ("fwd", "bwd") for p in ("torch", "eager")]
+    assert all(float(row["ms"]) > 0 and float(row["err"]) <= 1 for row in rows)
+    assert {row["peer"] for row in rows_of(tmp_path / "host_overhead.csv")} == {"aten op", "F.sdpa"}
+
+
+def test_attention_names_the_cases_when_none_fits():
+    done = start("attention.py", "--case", "nothing like this")
+    assert done.returncode == 2
+    assert "4x12x512x64" in done.stderr

@@ -1,0 +1,180 @@
+"""The build decides by itself, says why, and a library in the wrong place is told in one sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import flash_ext
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = Path(flash_ext.__file__).parent
+
+needs_source = pytest.mark.skipif(
+    shutil.which("cmake") is None or shutil.which("c++") is None, reason="needs cmake and a C++ compiler"
+)
+
+
+def run(*command: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """Runs a command with a few environment variables more and returns its output as text."""
+    return subprocess.run([str(c) for c in command], env=os.environ | env, capture_output=True, text=True, cwd=ROOT)
+
+
+def one_line(text: str) -> str:
+    """CMake wraps its messages."""
+    return " ".join(text.split())
+
+
+@pytest.fixture
+def fake_libtorch(tmp_path: Path) -> Path:
+    """A LibTorch of a CUDA that nobody has (9.9), as far as configure looks at it."""
+    header = tmp_path / "torch/include/torch/csrc/api/include/torch/version.h"
+    header.parent.mkdir(parents=True)
+    header.touch()
+    (tmp_path / "torch/lib").mkdir()
+    (tmp_path / "torch/lib/libc10.so").write_text("_ZN3c105errorERKNSt7__cxx1112basic_stringE")
+    (tmp_path / "torch/build-version").write_text("2.11.0+cu99\n")
+    return tmp_path / "torch"
+
+
+@pytest.fixture
+def no_gpu(tmp_path: Path) -> str:
+    """A PATH on which nvidia-smi sees nothing, whatever this machine has."""
+    return fake_nvidia_smi(tmp_path, "exit 9")
+
+
+def fake_nvidia_smi(folder: Path, script: str) -> str:
+    tool = folder / "bin/nvidia-smi"
+    tool.parent.mkdir(exist_ok=True)
+    tool.write_text(f"#!/bin/sh\n{script}\n")
+    tool.chmod(0o755)
+    return f"{tool.parent}{os.pathsep}{os.environ['PATH']}"
+
+
+def configure(libtorch: Path, **env: str) -> tuple[int, str, Path]:
+    """Configures for that LibTorch; returns the exit code, what was printed and the build folder."""
+    build = libtorch.parent / "build"
+    result = run("cmake", "-S", ROOT, "-B", build, "-DFLASH_EXT_PYTHON=OFF", f"-DCMAKE_PREFIX_PATH={libtorch}", **env)
+    return result.returncode, one_line(result.stdout + result.stderr), build
+
+
+@needs_source
+def test_auto_without_a_gpu_is_cpu_only_and_says_how_to_get_kernels(fake_libtorch: Path, no_gpu: str) -> None:
+    code, text, _ = configure(fake_libtorch, FLASH_EXT_CUDA="AUTO", PATH=no_gpu)
+    assert code == 0, text
+    assert "CUDA: off (CPU-only build), AUTO sees no GPU here (FLASH_EXT_CUDA=ON builds the kernels anyway)" in text
+
+
+@needs_source
+def test_auto_with_a_gpu_but_without_nvcc_is_cpu_only_with_the_reason(fake_libtorch: Path, tmp_path: Path) -> None:
+    path = fake_nvidia_smi(tmp_path, "echo 9.0")
+    code, text, build = configure(fake_libtorch, FLASH_EXT_CUDA="AUTO", PATH=path, CUDA_VISIBLE_DEVICES="0")
+    assert code == 0, text
+    assert "CUDA: off (CPU-only build), AUTO sees a GPU, but there is no nvcc of CUDA 9, the version of this" in text
+    info = (build / "build_info.json.in").read_text()
+    assert '"enabled": false' in info and "there is no nvcc of CUDA 9" in info and '"cxx11_abi": true' in info
+
+
+@needs_source
+def test_off_is_off(fake_libtorch: Path, tmp_path: Path) -> None:
+    path = fake_nvidia_smi(tmp_path, "echo 9.0")
+    code, text, _ = configure(fake_libtorch, FLASH_EXT_CUDA="OFF", PATH=path)
+    assert code == 0 and "CUDA: off (CPU-only build), FLASH_EXT_CUDA=OFF" in text
+
+
+@needs_source
+def test_on_without_nvcc_names_what_to_install(fake_libtorch: Path, no_gpu: str) -> None:
+    code, text, _ = configure(fake_libtorch, FLASH_EXT_CUDA="ON", PATH=no_gpu)
+    assert code != 0
+    assert "FLASH_EXT_CUDA=ON, but there is no nvcc of CUDA 9, the version of this torch" in text
+    assert "'nvidia-cuda-nvcc==9.9.*'" in text
+
+
+@needs_source
+@pytest.mark.parametrize(
+    ("version", "env", "sentence"),
+    [
+        ("2.8.0+cu99", {}, "flash_ext needs torch 2.9 or later"),
+        ("2.11.0+cpu", {"FLASH_EXT_CUDA": "ON"}, "torch 2.11.0+cpu is a build without CUDA"),
+        ("2.11.0+cpu", {"FLASH_EXT_CUDA": "yes"}, "FLASH_EXT_CUDA is 'yes': it must be AUTO, ON or OFF."),
+    ],
+)
+def test_refused_configurations(fake_libtorch: Path, version: str, env: dict[str, str], sentence: str) -> None:
+    (fake_libtorch / "build-version").write_text(version)
+    code, text, _ = configure(fake_libtorch, **env)
+    assert code != 0 and sentence in text
+
+
+@needs_source
+def test_a_build_isolated_from_torch_ends_in_one_sentence() -> None:
+    hide_torch = (
+        "import importlib.util, runpy, sys; find = importlib.util.find_spec; "
+        "importlib.util.find_spec = lambda name, *rest: None if name == 'torch' else find(name, *rest); "
+        "sys.argv = ['setup.py', '-q', 'build_ext']; runpy.run_path('setup.py', run_name='__main__')"
+    )
+    result = run(sys.executable, "-c", hide_torch)
+    assert result.returncode != 0
+    assert "built against the torch that it will run with" in result.stderr.splitlines()[-1]
+    assert "pip install --no-build-isolation ." in result.stderr.splitlines()[-1]
+    assert "Traceback" not in result.stderr
+
+
+def link_or_copy(source: str, target: str) -> None:
+    """Libraries are large."""
+    (os.symlink if source.endswith(".so") else shutil.copy)(source, target)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"torch": "1.13.1"}, ("1.13", torch.__version__)),
+        ({"cxx11_abi": not torch.compiled_with_cxx11_abi()}, ("cxx11_abi",)),
+    ],
+)
+def test_a_library_of_another_torch_is_one_sentence_at_import(
+    tmp_path: Path, change: dict[str, object], words: tuple[str, ...]
+) -> None:
+    package = tmp_path / "flash_ext"
+    shutil.copytree(PACKAGE, package, copy_function=link_or_copy, ignore=shutil.ignore_patterns("__pycache__"))
+    info = json.loads((PACKAGE / "build_info.json").read_text())
+    (package / "build_info.json").write_text(json.dumps(info | change))
+    result = run(sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import flash_ext")
+    assert result.returncode != 0
+    sentence = result.stderr.splitlines()[-1]
+    assert all(word in sentence for word in words) and "undefined symbol" not in result.stderr
+
+
+def test_build_info_is_the_file_beside_the_library() -> None:
+    info = json.loads((PACKAGE / "build_info.json").read_text())
+    assert json.loads(torch.ops.flash_ext.build_info()) == info
+    assert flash_ext.build_info().items() >= info.items()
+    assert info["torch"].split(".")[:2] == torch.__version__.split(".")[:2]
+    assert isinstance(info["cuda"]["enabled"], bool) and info["cuda"]["reason"]
+    assert re.fullmatch("[0-9a-f]{40}|", info["git_commit"])
+    assert info["cpu_variants"][0] == "baseline"
+
+
+@pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm (binutils)")
+def test_the_library_needs_no_python() -> None:
+    symbols = run("nm", "-D", "--undefined-only", PACKAGE / "libflash_ext.so").stdout
+    assert "aten" in symbols.lower() or "c10" in symbols
+    assert not re.findall(r"\bU (_?Py\w+|\w*THPVariable\w*)", symbols)
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
+def test_one_openmp_runtime_in_the_process() -> None:
+    code = (
+        "import torch, flash_ext; q = torch.randn(2, 4, 300, 32); flash_ext.scaled_dot_product_attention(q, q, q); "
+        "print({line.split()[-1] for line in open('/proc/self/maps') if 'libgomp' in line or 'libomp' in line})"
+    )
+    result = run(sys.executable, "-c", code)
+    assert result.returncode == 0, result.stderr
+    assert len(eval(result.stdout)) == 1, result.stdout

@@ -1,0 +1,123 @@
+"""Promise: outputs, lse and every gradient obey the error rule for every dtype, at means 0, 0.5, 2 and 8."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import DTYPES, HALF, MEANS, Inputs, check, evaluate, make_inputs, name_of, rand
+from torch import Tensor
+
+import flash_ext
+from flash_ext import reference
+
+B, H, L, S, E = 2, 4, 70, 83, 32
+
+
+def _plain(dtype: torch.dtype, device: str, mean: float) -> tuple[Inputs, dict[str, Any]]:
+    return make_inputs((B, H, L, E), (B, H, S, E), dtype=dtype, device=device, mean=mean), {}
+
+
+def _causal_gqa(dtype: torch.dtype, device: str, mean: float) -> tuple[Inputs, dict[str, Any]]:
+    inputs = make_inputs((B, H, L, E), (B, 2, S, E), (B, 1, S, E), dtype=dtype, device=device, mean=mean)
+    return inputs, {"causal": True, "align": "bottom_right"}
+
+
+def _biased(dtype: torch.dtype, device: str, mean: float) -> tuple[Inputs, dict[str, Any]]:
+    inputs = make_inputs((B, H, L, E), (B, H, S, E), (B, H, S, 48), dtype=dtype, device=device, mean=mean)
+    inputs["bias"] = rand(H, L, S, dtype=dtype, device=device, mean=mean)
+    return inputs, {"return_lse": True}
+
+
+def _everything(dtype: torch.dtype, device: str, mean: float) -> tuple[Inputs, dict[str, Any]]:
+    inputs = make_inputs((B, H, L, E), (B, 2, S, E), dtype=dtype, device=device, mean=mean)
+    inputs["bias"] = rand(1, 1, L, S, device=device, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    inputs["alibi_slopes"] = torch.rand(B, H).to(device)
+    inputs["mask"] = (torch.rand(B, 1, 1, S) > 0.2).to(device)
+    return inputs, {"window": (20, 30), "softcap": 5.0, "scale": 0.1, "align": "bottom_right", "return_lse": True}
+
+
+CASES: dict[str, Callable[..., tuple[Inputs, dict[str, Any]]]] = {
+    "plain": _plain,
+    "causal_gqa": _causal_gqa,
+    "biased": _biased,
+    "everything": _everything,
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("mean", MEANS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_rule_at_every_mean(dtype: torch.dtype, mean: float, case: str, device: str, backend: str) -> None:
+    inputs, options = CASES[case](dtype, device, mean)
+    check(flash_ext.attention, inputs, options)
+
+
+@pytest.mark.parametrize("head_dim", [1, 2, 7, 16, 40, 64, 80, 96, 128, 192, 256, 264])
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_rule_for_every_head_dim(dtype: torch.dtype, head_dim: int, device: str, backend: str) -> None:
+    inputs = make_inputs((1, 2, 37, head_dim), (1, 2, 65, head_dim), dtype=dtype, device=device, mean=0.5)
+    check(flash_ext.attention, inputs, {"causal": True})
+
+
+@pytest.mark.parametrize("dims", [(192, 128), (128, 256), (64, 1), (1, 64), (24, 40)], ids=name_of)
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_value_head_dim_may_differ(dtype: torch.dtype, dims: tuple[int, int], device: str, backend: str) -> None:
+    inputs = make_inputs((1, 2, 33, dims[0]), (1, 2, 50, dims[0]), (1, 2, 50, dims[1]), dtype=dtype, device=device)
+    check(flash_ext.attention, inputs, {"return_lse": True})
+
+
+@pytest.mark.parametrize(
+    "length", [(1, 1), (1, 300), (300, 1), (15, 17), (64, 64), (129, 257), (257, 129)], ids=name_of
+)
+@pytest.mark.parametrize("align", ["top_left", "bottom_right"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_rule_around_tile_edges(
+    dtype: torch.dtype, align: str, length: tuple[int, int], device: str, backend: str
+) -> None:
+    inputs = make_inputs((1, 2, length[0], 32), (1, 2, length[1], 32), dtype=dtype, device=device, mean=0.5)
+    check(flash_ext.attention, inputs, {"causal": True, "align": align, "return_lse": True})
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_large_scores_do_not_overflow(dtype: torch.dtype, device: str, backend: str) -> None:
+    """Scores far beyond exp's range: the row maximum is subtracted in natural units first."""
+    inputs = make_inputs((1, 2, 40, 64), (1, 2, 40, 64), dtype=dtype, device=device)
+    check(flash_ext.attention, inputs, {"scale": 30.0})
+
+
+def test_fp16_gradients_survive_a_loss_scale(device: str, backend: str) -> None:
+    """Loss scale 65,536 as under a GradScaler: no overflow inside, and the scaled gradients obey the rule."""
+    inputs = make_inputs((1, 2, 96, 64), (1, 2, 96, 64), dtype=torch.float16, device=device)
+    leaves = [tensor.requires_grad_() for tensor in inputs.values()]
+    cotangent = (rand(1, 2, 96, 64, device=device) * 1e-5 * 65536).half()
+
+    def gradients(call: Callable[..., Tensor], tensors: list[Tensor], **options: Any) -> tuple[Tensor, ...]:
+        out = call(*tensors, causal=True, **options)
+        return torch.autograd.grad(out, tensors, cotangent.to(out.dtype))
+
+    got = gradients(flash_ext.attention, leaves)
+    truth = gradients(reference.attention, [t.detach().double().requires_grad_() for t in leaves])
+    eager = gradients(reference.attention, leaves, rounded=True)
+    for g, t, e in zip(got, truth, eager, strict=True):
+        assert g.isfinite().all()
+        limit = max(2 * float((e.double() - t).abs().max()), float(t.abs().max()) * 2**-11)
+        assert float((g.double() - t).abs().max()) <= limit
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=name_of)
+def test_rule_on_a_longer_sequence(dtype: torch.dtype, device: str, backend: str) -> None:
+    inputs = make_inputs((1, 2, 1000, 64), (1, 2, 1100, 64), dtype=dtype, device=device, mean=0.5)
+    check(flash_ext.attention, inputs, {"causal": True, "align": "bottom_right", "return_lse": True})
+
+
+def test_the_rule_can_fail(device: str) -> None:
+    """The measure itself: an answer off by one part in a thousand is refused in every precision but bf16."""
+    for dtype in (torch.float32, torch.float64):
+        inputs = make_inputs((1, 2, 9, 8), (1, 2, 11, 8), dtype=dtype, device=device)
+        with pytest.raises(AssertionError, match="of what the rule allows"):
+            check(lambda *a, **k: reference.attention(*a, **k) * 1.001, inputs)
+        assert set(evaluate(flash_ext.attention, inputs)) == {"out", "grad of query", "grad of key", "grad of value"}

@@ -1,0 +1,109 @@
+"""Promise: explain tells what would run and why, runs nothing, and refuses what the call refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from helpers import make_inputs, rand
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import flash_ext
+
+Q, K = (2, 4, 30, 64), (2, 2, 40, 64)
+
+
+def test_is_a_frozen_dataclass(device: str) -> None:
+    plan = flash_ext.explain(**make_inputs(Q, K, device=device))
+    assert dataclasses.is_dataclass(plan)
+    for part, name in ((plan, "forward"), (plan.forward, "backend"), (plan.backward, "kernel")):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(part, name, None)
+
+
+def test_names_the_backend_of_each_pass(device: str, backend: str) -> None:
+    plan = flash_ext.explain(**make_inputs(Q, K, device=device), causal=True)
+    assert plan.forward.backend == backend and plan.backward.backend == backend
+    assert plan.forward.scratch_bytes >= 0 and plan.forward.kernel and plan.backward.kernel
+
+
+def test_prints_as_a_table(device: str) -> None:
+    plan = flash_ext.explain(**make_inputs(Q, K, device=device))
+    text = str(plan)
+    assert len(text.splitlines()) >= 4
+    for word in ("forward", "backward", plan.forward.backend, plan.forward.kernel):
+        assert word in text
+
+
+def test_refusals_name_backend_pass_and_reason() -> None:
+    """A head dimension over 256 goes to the chunked backend, and both passes say why."""
+    plan = flash_ext.explain(**make_inputs((1, 2, 8, 300), (1, 2, 8, 300)))
+    assert plan.forward.backend == "chunked" and plan.backward.backend == "chunked"
+    reasons = {(r.backend, r.pass_name): r.reason for r in plan.refusals}
+    assert {("cpu", "forward"), ("cpu", "backward")} <= reasons.keys()
+    assert "300" in reasons["cpu", "forward"] and "256" in reasons["cpu", "forward"]
+    assert reasons["cpu", "forward"] in str(plan)
+
+
+def test_a_named_backend_that_refuses_is_an_error() -> None:
+    inputs = make_inputs((1, 2, 8, 300), (1, 2, 8, 300))
+    with flash_ext.use_backend("cpu"):
+        for call in (flash_ext.explain, flash_ext.attention):
+            with pytest.raises(flash_ext.AttentionError, match=r"cpu refuses: .*300.*256"):
+                call(**inputs)
+    assert flash_ext.attention(**inputs).shape == (1, 2, 8, 300)
+
+
+def test_draws_and_allocates_nothing(device: str) -> None:
+    q = torch.empty(1, device=device).expand(64, 64, 1 << 20, 64)
+    state = torch.get_rng_state()
+    flash_ext.explain(q, q, q, dropout_p=0.5, causal=True)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_takes_meta_and_fake_tensors() -> None:
+    real = flash_ext.explain(**make_inputs(Q, K), causal=True)
+    meta = {name: tensor.to("meta") for name, tensor in make_inputs(Q, K).items()}
+    assert flash_ext.explain(**meta, causal=True) == real
+    with FakeTensorMode():
+        fake = make_inputs(Q, K)
+        assert flash_ext.explain(**fake, causal=True) == real
+
+
+def test_drop_in_arguments(device: str) -> None:
+    q, k, v = make_inputs((4, 30, 64), (4, 40, 64), device=device).values()
+    plan = flash_ext.explain(q, k, v, attn_mask=rand(30, 40, device=device), sdpa=True)
+    assert plan.forward.backend
+    assert flash_ext.explain(q, k, v, is_causal=True, sdpa=True).forward.backend == plan.forward.backend
+
+
+def test_refuses_what_the_call_refuses(device: str) -> None:
+    q, k, v = make_inputs(Q, K, device=device).values()
+    bad = {
+        "scale": {"scale": float("nan")},
+        "softcap": {"softcap": -1.0},
+        "mask": {"mask": torch.ones(3, 3, dtype=torch.bool, device=device)},
+        "window": {"window": (-1, 0)},
+    }
+    for name, options in bad.items():
+        messages = []
+        for call in (flash_ext.explain, flash_ext.attention):
+            with pytest.raises(flash_ext.AttentionError, match=name) as caught:
+                call(q, k, v, **options)
+            messages.append(str(caught.value))
+        assert messages[0] == messages[1]
+
+
+def test_what_it_says_is_what_runs(device: str, backend: str) -> None:
+    """The plan of a case that the named backend takes is that backend; the call then agrees with it."""
+    inputs = make_inputs(Q, K, device=device)
+    assert flash_ext.explain(**inputs).forward.backend == backend
+    flash_ext.attention(**inputs)
+
+
+def test_build_info_is_there() -> None:
+    info = flash_ext.build_info()
+    assert info["version"] == flash_ext.__version__
+    assert str(info["torch"]).split("+")[0] == torch.__version__.split("+")[0]
+    assert "cuda" in info

@@ -1,0 +1,135 @@
+"""Promise: random shapes, strides, dtypes and options obey the error rule.
+
+The same examples on every run, so that a failure is one of the change under test; FLASH_EXT_FUZZ=random draws new ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import DTYPES, Inputs, check, rand
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_drop_in import check_drop_in
+from torch import Tensor
+
+import flash_ext
+
+SETTINGS = settings(suppress_health_check=list(HealthCheck), max_examples=120)
+LENGTHS = st.one_of(
+    st.integers(1, 9), st.integers(10, 70), st.sampled_from([0, 1, 16, 17, 31, 32, 33, 64, 65, 127, 129])
+)
+HEAD_DIMS = st.one_of(st.integers(1, 20), st.sampled_from([24, 32, 40, 64, 72, 96, 100, 128]))
+
+
+@st.composite
+def views(draw: st.DrawFn, shape: tuple[int, ...], dtype: torch.dtype, device: str, mean: float) -> Tensor:
+    """A tensor of the given shape with random strides: permuted, stepped, offset or expanded, NaN in the gaps."""
+    rank = len(shape)
+    order = draw(st.permutations(range(rank)))
+    steps = [draw(st.sampled_from([1, 1, 1, 2])) for _ in range(rank)]
+    pads = [draw(st.sampled_from([0, 0, 1])) for _ in range(rank)]
+    expanded = [draw(st.sampled_from([False] * 7 + [True])) for _ in range(rank)]
+    small = [1 if grown else size for grown, size in zip(expanded, shape, strict=True)]
+    storage = [small[i] * steps[i] + 2 * pads[i] for i in order]
+    wide = torch.full(storage, torch.nan, dtype=dtype, device=device).permute([order.index(i) for i in range(rank)])
+    index = tuple(slice(p, p + n * s, s) for p, n, s in zip(pads, small, steps, strict=True))
+    view = wide[index]
+    view.copy_(rand(*small, dtype=dtype, device=device, mean=mean))
+    return view.expand(shape)
+
+
+def broadcastable(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape that broadcasts to `shape`: some dims 1, some leading ones missing."""
+    sizes = [draw(st.sampled_from([size, size, 1])) for size in shape]
+    return tuple(sizes[draw(st.integers(0, len(shape) - 1)) :])
+
+
+@st.composite
+def native_calls(draw: st.DrawFn, device: str) -> tuple[Inputs, dict[str, Any]]:
+    torch.manual_seed(draw(st.integers(0, 2**31)))
+    dtype, mean = draw(st.sampled_from(DTYPES)), draw(st.sampled_from([0.0, 0.0, 0.5, 2.0]))
+    batch, heads = draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 4, 6]))
+    queries, keys, e, ev = draw(LENGTHS), draw(LENGTHS), draw(HEAD_DIMS), draw(HEAD_DIMS)
+    divisors = st.sampled_from([d for d in (1, 2, 3, 4, 6) if heads % d == 0])
+    shapes = {
+        "query": (batch, heads, queries, e),
+        "key": (batch, draw(divisors), keys, e),
+        "value": (batch, draw(divisors), keys, ev),
+    }
+    inputs = {name: draw(views(shape, dtype, device, mean)) for name, shape in shapes.items()}
+    scores = (batch, heads, queries, keys)
+    options: dict[str, Any] = {
+        "causal": draw(st.booleans()),
+        "align": draw(st.sampled_from(["top_left", "bottom_right"])),
+        "return_lse": draw(st.booleans()),
+    }
+    side = st.one_of(st.none(), st.integers(0, 80))
+    if draw(st.booleans()):
+        options["window"] = (draw(side), draw(side))
+    if draw(st.booleans()):
+        options["softcap"] = draw(st.sampled_from([0.0, 1.0, 20.0]))
+    if draw(st.booleans()):
+        options["scale"] = draw(st.sampled_from([0.0, -0.2, 0.05, 0.3, 1.0]))
+    if draw(st.booleans()):
+        inputs["mask"] = (torch.rand(broadcastable(draw, scores)) > draw(st.sampled_from([0.1, 0.6]))).to(device)
+    if draw(st.booleans()):
+        bias_dtype = draw(st.sampled_from([dtype, dtype if dtype == torch.float64 else torch.float32]))
+        bias = draw(views(broadcastable(draw, scores), bias_dtype, device, 0.0))
+        removed = (torch.rand(bias.shape) > 0.8).to(device) if draw(st.booleans()) else None
+        inputs["bias"] = bias if removed is None else bias.masked_fill(removed, -torch.inf)
+    if draw(st.booleans()):
+        inputs["alibi_slopes"] = torch.rand((heads,) if draw(st.booleans()) else (batch, heads)).to(device)
+    options["deterministic"] = draw(st.sampled_from([None, True, False]))
+    return inputs, options
+
+
+@st.composite
+def drop_in_calls(draw: st.DrawFn, device: str) -> tuple[Inputs, dict[str, Any]]:
+    torch.manual_seed(draw(st.integers(0, 2**31)))
+    dtype, mean = draw(st.sampled_from(DTYPES)), draw(st.sampled_from([0.0, 0.5, 2.0]))
+    lead = tuple(draw(st.lists(st.integers(1, 3), min_size=0, max_size=3)))
+    queries, keys, e, ev = draw(LENGTHS), draw(LENGTHS), draw(HEAD_DIMS), draw(HEAD_DIMS)
+    gqa = bool(lead) and draw(st.booleans())
+    heads = (4, draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2, 4]))) if gqa else None
+
+    def lead_of(index: int) -> tuple[int, ...]:
+        if heads is not None:
+            return (*lead[:-1], heads[index])
+        return lead if index == 0 else tuple(draw(st.sampled_from([size, size, size, 1])) for size in lead)
+
+    inputs = {
+        "query": draw(views((*lead_of(0), queries, e), dtype, device, mean)),
+        "key": draw(views((*lead_of(1), keys, e), dtype, device, mean)),
+        "value": draw(views((*lead_of(2), keys, ev), dtype, device, mean)),
+    }
+    options: dict[str, Any] = {"enable_gqa": gqa}
+    kind = draw(st.sampled_from(["none", "causal", "bool", "float"]))
+    scores = (*lead_of(0), queries, keys)
+    if kind == "causal":
+        options["is_causal"] = True
+    elif kind == "bool":
+        inputs["attn_mask"] = (torch.rand(broadcastable(draw, scores)) > 0.3).to(device)
+    elif kind == "float":
+        inputs["attn_mask"] = draw(views(broadcastable(draw, scores), dtype, device, 0.0))
+    if draw(st.booleans()):
+        options["scale"] = draw(st.sampled_from([0.0, -0.2, 0.05, 1.0]))
+    return inputs, options
+
+
+@pytest.mark.fuzz
+@SETTINGS
+@given(data=st.data())
+def test_native(data: st.DataObject, device: str, backend: str) -> None:
+    inputs, options = data.draw(native_calls(device))
+    check(flash_ext.attention, inputs, options)
+
+
+@pytest.mark.fuzz
+@SETTINGS
+@given(data=st.data())
+def test_drop_in(data: st.DataObject, device: str, backend: str) -> None:
+    inputs, options = data.draw(drop_in_calls(device))
+    check_drop_in(inputs, **options)

@@ -1,0 +1,179 @@
+"""Promise: autograd saves references to the caller's tensors, out, lse and rng_state, and nothing grows as L x S."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import leaf, make_inputs, rand
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import flash_ext
+
+Q, K = (2, 4, 10, 8), (2, 2, 12, 8)
+
+
+def saved_by(call: Any) -> list[Tensor]:
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.detach()) or t, lambda t: t):
+        call()
+    return saved
+
+
+def key_of(tensor: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]:
+    return tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
+
+
+@pytest.mark.parametrize("p", [0.0, 0.5])
+@pytest.mark.parametrize("extras", [False, True])
+def test_saved_tensors(extras: bool, p: float, device: str, backend: str) -> None:
+    """Exactly the caller's own tensors (expanded ones not copied), out, lse and, with dropout, rng_state."""
+    inputs = {name: leaf(t) for name, t in make_inputs(Q, K, device=device).items()}
+    if extras:
+        inputs["bias"] = leaf(rand(10, 1, device=device)).expand(10, 12)
+        inputs["mask"] = torch.ones(12, dtype=torch.bool, device=device)
+        inputs["alibi_slopes"] = leaf(torch.rand(4).to(device))
+    results: list[Tensor] = []
+    saved = saved_by(lambda: results.extend(flash_ext.attention(**inputs, dropout_p=p, return_lse=True)))
+    expected = [key_of(t) for t in (*inputs.values(), *results)]
+    rest = [t for t in saved if key_of(t) not in expected]
+    assert {key_of(t) for t in saved} >= set(expected)
+    assert len(saved) == len(expected) + (p > 0)
+    assert [(t.dtype, t.shape) for t in rest] == ([(torch.int64, (2,))] if p > 0 else [])
+
+
+def test_saved_tensors_without_lse_asked(device: str, backend: str) -> None:
+    inputs = [leaf(t) for t in make_inputs(Q, K, device=device).values()]
+    saved = saved_by(lambda: flash_ext.attention(*inputs))
+    sizes = sorted(t.numel() for t in saved if t.numel())
+    assert sizes == sorted([*(t.numel() for t in inputs), inputs[0].numel(), 2 * 4 * 10])
+
+
+def test_nothing_is_saved_without_gradients(device: str, backend: str) -> None:
+    inputs = make_inputs(Q, K, device=device)
+    assert saved_by(lambda: flash_ext.attention(**inputs, return_lse=True)) == []
+    inputs["query"].requires_grad_()
+    with torch.no_grad():
+        assert saved_by(lambda: flash_ext.attention(**inputs)) == []
+    _, lse, _ = torch.ops.flash_ext.attention(**make_inputs(Q, Q, device=device))
+    assert lse.numel() == 0
+
+
+@pytest.mark.parametrize("which", ["query", "key", "value", "bias", "mask", "out"])
+def test_in_place_change_raises(which: str, device: str, backend: str) -> None:
+    inputs = {name: leaf(t) for name, t in make_inputs(Q, K, device=device).items()}
+    moved = {name: t.sin() for name, t in inputs.items()}
+    moved["bias"] = leaf(rand(10, 12, device=device)).sin()
+    moved["mask"] = torch.ones(12, dtype=torch.bool, device=device)
+    out = flash_ext.attention(**moved)
+    with torch.no_grad():
+        (out if which == "out" else moved[which]).zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_backward_twice_needs_retain_graph(device: str, backend: str) -> None:
+    inputs = [leaf(t) for t in make_inputs(Q, K, device=device).values()]
+    out = flash_ext.attention(*inputs)
+    first = torch.autograd.grad(out.sum(), inputs, retain_graph=True)
+    second = torch.autograd.grad(out.sum(), inputs)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(out.sum(), inputs)
+
+
+def test_offload_to_the_cpu(device: str, backend: str) -> None:
+    """save_on_cpu replaces what was saved; the gradients are the same bits."""
+    inputs = [leaf(t) for t in make_inputs(Q, K, device=device).values()]
+    expected = torch.autograd.grad(flash_ext.attention(*inputs, causal=True).sum(), inputs)
+    with torch.autograd.graph.save_on_cpu():
+        out = flash_ext.attention(*inputs, causal=True)
+    for a, b in zip(torch.autograd.grad(out.sum(), inputs), expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_graph_is_freed(device: str, backend: str) -> None:
+    """No reference cycle keeps tensors alive after the output is gone."""
+    import weakref
+
+    inputs = [leaf(t).sin() for t in make_inputs(Q, K, device=device).values()]
+    alive = weakref.ref(inputs[0].grad_fn)
+    out = flash_ext.attention(*inputs)
+    del out, inputs
+    assert alive() is None
+
+
+PEAK = """
+    import resource, torch, flash_ext
+    torch.set_num_threads(2)
+    length, options = {length}, dict({options})
+    flash_ext.use_backend({backend!r}).__enter__()
+
+    def step(n, differentiate_twice=False):
+        q, k, v = (torch.randn(1, 1, n, 16, requires_grad=True) for _ in range(3))
+        out = flash_ext.attention(q, k, v, **options)
+        if differentiate_twice:
+            (dq,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+            dq.sum().backward()
+        else:
+            out.sum().backward()
+
+    step(64, {twice})
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    step(length, {twice})
+    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+"""
+
+
+def peak_growth(length: int, options: str, backend: str, twice: bool = False) -> int:
+    """Bytes by which a long call raises the resident peak of a fresh process."""
+    code = textwrap.dedent(PEAK.format(length=length, options=options, backend=backend, twice=twice))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return int(done.stdout)
+
+
+@pytest.mark.parametrize("options", ["", "causal=True, softcap=5.0, dropout_p=0.1"], ids=["plain", "options"])
+def test_cpu_peak_does_not_grow_as_the_scores(options: str) -> None:
+    """Forward and backward at 12,288 x 12,288: the scores would be 576 MiB in float32."""
+    assert peak_growth(12288, options, "cpu") < 48 << 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("twice", [False, True], ids=["backward", "double_backward"])
+def test_chunked_peak_is_that_of_a_block(twice: bool) -> None:
+    """A block of queries holds 64 MiB of scores; the whole would be 2,304 MiB."""
+    assert peak_growth(24576, "", "chunked", twice) < 1600 << 20
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("shape", [(2, 16, 4096, 128), (4, 8, 2048, 64)])
+def test_cuda_peak_is_that_of_the_leanest(shape: tuple[int, ...], is_causal: bool) -> None:
+    """max_memory_allocated of forward and backward: at most 1.01x + 4 MiB of PyTorch's leanest fused backend."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+
+    def peak(call: Any) -> int:
+        inputs = [rand(*shape, dtype=torch.bfloat16, device="cuda").requires_grad_() for _ in range(3)]
+        grad = torch.ones_like(inputs[0])
+        for _ in range(2):
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            torch.autograd.grad(call(*inputs, is_causal=is_causal), inputs, grad)
+        return torch.cuda.max_memory_allocated() - before
+
+    peers = []
+    for kind in (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+        try:
+            with sdpa_kernel(kind):
+                peers.append(peak(F.scaled_dot_product_attention))
+        except RuntimeError:
+            continue
+    assert peak(flash_ext.scaled_dot_product_attention) <= 1.01 * min(peers) + (4 << 20)

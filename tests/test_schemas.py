@@ -1,0 +1,83 @@
+"""Promise: operators stay callable by programs exported earlier: arguments are only appended, keyword-only, defaulted.
+
+`python tests/test_schemas.py` prints the current schemas; a line of the golden file changes only by growing.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import flash_ext  # noqa: F401  loads the operators
+
+GOLDEN = Path(__file__).parent / "golden" / "schemas.txt"
+
+
+def current() -> dict[str, torch._C.FunctionSchema]:
+    schemas = {}
+    for schema in torch._C._jit_get_all_schemas():
+        if schema.name.startswith("flash_ext::"):
+            schemas[f"{schema.name}.{schema.overload_name}".rstrip(".")] = schema
+    return schemas
+
+
+def golden() -> dict[str, torch._C.FunctionSchema]:
+    lines = [line for line in GOLDEN.read_text().splitlines() if line and not line.startswith("#")]
+    parsed = [torch._C.parse_schema(line) for line in lines]
+    return {f"{schema.name}.{schema.overload_name}".rstrip("."): schema for schema in parsed}
+
+
+def described(argument: torch._C.Argument) -> tuple[object, ...]:
+    default = argument.default_value if argument.has_default_value() else "no default"
+    return argument.name, str(argument.real_type), default, argument.kwarg_only
+
+
+def incompatibility(old: torch._C.FunctionSchema, new: torch._C.FunctionSchema) -> str | None:
+    """Why a call of `old` would not be a call of `new`, or None."""
+    before, after = ([described(argument) for argument in schema.arguments] for schema in (old, new))
+    if after[: len(before)] != before:
+        return f"arguments changed: {before} -> {after}"
+    for name, _, default, keyword_only in after[len(before) :]:
+        if not keyword_only or default == "no default":
+            return f"new argument {name} must be keyword-only and have a default"
+    if [str(r.real_type) for r in old.returns] != [str(r.real_type) for r in new.returns]:
+        return "returns changed"
+    return None
+
+
+def test_every_golden_operator_is_still_there() -> None:
+    assert golden() and golden().keys() <= current().keys()
+
+
+@pytest.mark.parametrize("name", golden() if GOLDEN.exists() else ["golden file is missing"])
+def test_arguments_are_only_appended(name: str) -> None:
+    assert incompatibility(golden()[name], current()[name]) is None
+
+
+def test_every_operator_is_in_the_golden_file() -> None:
+    """A new operator, or a new argument, is written down with the change that makes it."""
+    assert {name: str(schema) for name, schema in current().items()} == {
+        name: str(schema) for name, schema in golden().items()
+    }
+
+
+def test_the_comparison_can_fail() -> None:
+    old = torch._C.parse_schema("x::f(Tensor a, *, bool b=False) -> Tensor")
+    good = "x::f(Tensor a, *, bool b=False, float? c=None) -> Tensor"
+    bad = [
+        "x::f(Tensor a, *, float? c=None, bool b=False) -> Tensor",
+        "x::f(Tensor a, Tensor? c=None, *, bool b=False) -> Tensor",
+        "x::f(Tensor a, *, bool b=False, float c) -> Tensor",
+        "x::f(Tensor a, *, bool b=True) -> Tensor",
+        "x::f(Tensor a, *, int b=0) -> Tensor",
+        "x::f(Tensor a, *, bool b=False) -> (Tensor, Tensor)",
+        "x::f(Tensor a) -> Tensor",
+    ]
+    assert incompatibility(old, torch._C.parse_schema(good)) is None
+    assert all(incompatibility(old, torch._C.parse_schema(text)) is not None for text in bad)
+
+
+if __name__ == "__main__":
+    print("\n".join(str(schema) for _, schema in sorted(current().items())))
