@@ -22,9 +22,9 @@ PLACES = {
     "cuda": ("sm80", "sm90", "chunked"),
 }
 
-# What a backend may refuse: patterns of its reasons. The chunked backend refuses nothing.
+# What a backend may refuse: patterns of its reasons. The CPU and the chunked backend refuse nothing.
 REFUSALS = {
-    "cpu": r"head_dim(_v)? \d+ is more than 256",
+    "cpu": r"(?!)",
     "sm80": r"head_dim(_v)? \d+ is (more than 256|not a multiple of 8)|dtype \w+",
     "sm90": r"head_dim(_v)? \d+ is (more than 256|not a multiple of 8)|dtype \w+|compute capability",
     "chunked": r"(?!)",

@@ -113,7 +113,8 @@ PEAK = """
     import resource, torch, flash_ext
     torch.set_num_threads(2)
     length, options = {length}, dict({options})
-    flash_ext.use_backend({backend!r}).__enter__()
+    inside = flash_ext.use_backend({backend!r})
+    inside.__enter__()
 
     def step(n, differentiate_twice=False):
         q, k, v = (torch.randn(1, 1, n, 16, requires_grad=True) for _ in range(3))

@@ -104,7 +104,7 @@ def test_environment_variable_names_the_backend() -> None:
     code = (
         "import torch, flash_ext; q = torch.zeros(1, 1, 4, 8); "
         "print(flash_ext.explain(q, q, q).forward.backend); "
-        "flash_ext.use_backend('cpu').__enter__(); print(flash_ext.explain(q, q, q).forward.backend)"
+        "inner = flash_ext.use_backend('cpu'); inner.__enter__(); print(flash_ext.explain(q, q, q).forward.backend)"
     )
     import os
 

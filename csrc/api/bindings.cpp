@@ -56,6 +56,11 @@ double number(py::handle object, const char* name) {
   return value;
 }
 
+bool flag(py::handle object, const char* name) {
+  if (object.ptr() == Py_True || object.ptr() == Py_False) return object.ptr() == Py_True;
+  throw py::type_error(std::string(name) + " is of type " + Py_TYPE(object.ptr())->tp_name + "; it must be a bool");
+}
+
 template <class T, class Convert>
 std::optional<T> optional_value(py::handle object, const Convert& convert) {
   if (object.is_none()) return std::nullopt;
@@ -83,32 +88,33 @@ py::object guarded(const Call& call) {
 }
 
 py::object sdpa(py::handle query, py::handle key, py::handle value, py::handle attn_mask, py::handle dropout_p,
-                bool is_causal, py::handle scale, bool enable_gqa) {
+                py::handle is_causal, py::handle scale, py::handle enable_gqa) {
   return guarded([&] {
     if (at::impl::torch_function_mode_enabled()) throw Overridden();
     const Tensor q = tensor(query, "query"), k = tensor(key, "key"), v = tensor(value, "value");
     const OptionalTensor mask = optional_tensor(attn_mask, "attn_mask");
     const double p = number(dropout_p, "dropout_p");
     const auto s = optional_value<double>(scale, [](py::handle x) { return number(x, "scale"); });
+    const bool causal = flag(is_causal, "is_causal"), gqa = flag(enable_gqa, "enable_gqa");
     Tensor out;
     {
       py::gil_scoped_release release;
-      out = flash_ext::scaled_dot_product_attention(q, k, v, mask, p, is_causal, s, enable_gqa);
+      out = flash_ext::scaled_dot_product_attention(q, k, v, mask, p, causal, s, gqa);
     }
     return py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(out)));
   });
 }
 
 py::object attention(py::handle query, py::handle key, py::handle value, py::handle mask, py::handle bias,
-                     py::handle alibi_slopes, bool causal, std::optional<int64_t> window_left,
+                     py::handle alibi_slopes, py::handle causal, std::optional<int64_t> window_left,
                      std::optional<int64_t> window_right, bool bottom_right, py::handle softcap, py::handle dropout_p,
-                     py::handle scale, std::optional<bool> deterministic, bool return_lse) {
+                     py::handle scale, py::handle deterministic, py::handle return_lse) {
   return guarded([&]() -> py::object {
     if (at::impl::torch_function_mode_enabled()) throw Overridden();
     const Inputs in(tensor(query, "query"), tensor(key, "key"), tensor(value, "value"), optional_tensor(mask, "mask"),
                     optional_tensor(bias, "bias"), optional_tensor(alibi_slopes, "alibi_slopes"));
     Options options;
-    options.causal = causal;
+    options.causal = flag(causal, "causal");
     options.window_left = window_left;
     options.window_right = window_right;
     options.bottom_right = bottom_right;
@@ -116,14 +122,15 @@ py::object attention(py::handle query, py::handle key, py::handle value, py::han
     options.dropout_p = number(dropout_p, "dropout_p");
     options.scale = optional_value<double>(scale, [](py::handle x) { return number(x, "scale"); });
     options.gqa = true;
-    options.deterministic = deterministic;
+    options.deterministic = optional_value<bool>(deterministic, [](py::handle x) { return flag(x, "deterministic"); });
+    const bool with_lse = flag(return_lse, "return_lse");
     ForwardResult result;
     {
       py::gil_scoped_release release;
-      result = call_attention(in, options, return_lse);
+      result = call_attention(in, options, with_lse);
     }
     py::object out = py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(result.out)));
-    if (!return_lse) return out;
+    if (!with_lse) return out;
     return py::make_tuple(out, py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(result.lse))));
   });
 }

@@ -50,8 +50,9 @@ std::vector<std::unique_ptr<torch::Library>> register_all() {
   Quiet quiet;
   c10::WarningUtils::WarningHandlerGuard guard(&quiet);
   std::vector<std::unique_ptr<torch::Library>> libraries;
-  for (const auto key : {c10::DispatchKey::CPU, c10::DispatchKey::CUDA, c10::DispatchKey::AutogradCPU,
-                         c10::DispatchKey::AutogradCUDA, c10::DispatchKey::FuncTorchBatched}) {
+  for (const auto key :
+       {c10::DispatchKey::CPU, c10::DispatchKey::CUDA, c10::DispatchKey::AutogradCPU, c10::DispatchKey::AutogradCUDA,
+        c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchVmapMode}) {
     auto library = std::make_unique<torch::Library>(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
     library->impl("scaled_dot_product_attention", TORCH_FN(kernel));
     libraries.push_back(std::move(library));
