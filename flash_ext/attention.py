@@ -152,6 +152,9 @@ class FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+        if torch.is_autocast_enabled(q.device.type):  # what backward reads is what forward read
+            dtype = torch.get_autocast_dtype(q.device.type)
+            q, k, v = (t if t.dtype == torch.float64 else t.to(dtype) for t in (q, k, v))
         out, lse, rng_state = _operator(q, k, v, causal=is_causal, gqa=q.dim() > 3, return_lse=True)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.is_causal = is_causal

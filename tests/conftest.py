@@ -19,7 +19,7 @@ import flash_ext
 
 PLACES = {
     "cpu": ("cpu", "chunked"),
-    "cuda": ("sm80", "sm90", "chunked"),
+    "cuda": ("chunked",),
 }
 
 # What a backend may refuse: patterns of its reasons. The CPU and the chunked backend refuse nothing.

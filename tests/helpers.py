@@ -18,6 +18,7 @@ from flash_ext import reference
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 HALF = (torch.bfloat16, torch.float16)
 MEANS = (0.0, 0.5, 2.0, 8.0)
+RESAMPLES = 7
 DIFFERENTIABLE = ("query", "key", "value", "bias", "attn_mask", "alibi_slopes")
 
 Inputs = dict[str, Tensor]
@@ -81,26 +82,52 @@ def evaluate(
 
 
 def floor_of(truth: Tensor, dtype: torch.dtype) -> float:
-    if dtype in HALF:
-        finite = truth[truth.isfinite()]
-        return float(finite.abs().max()) * torch.finfo(dtype).eps / 2 if finite.numel() else 0.0
-    return {torch.float32: 1e-6, torch.float64: 1e-12}[dtype]
+    finite = truth[truth.isfinite()]
+    largest = float(finite.abs().max()) if finite.numel() else 0.0
+    if dtype in HALF:  # sums are kept in float32, whose own floor holds where the truth is 0
+        return max(largest * torch.finfo(dtype).eps / 2, 1e-6)
+    # The truth of float64 is float64 itself, so its floor follows the size of the numbers.
+    return 1e-6 if dtype == torch.float32 else 1e-12 * max(1.0, largest)
 
 
-def assert_within_rule(name: str, got: Tensor, truth: Tensor, eager: Tensor, factor: float = 2.0) -> None:
-    """The error rule for one tensor; NaN and infinities must stand exactly where the truth has them."""
-    assert got.shape == truth.shape, f"{name}: shape {tuple(got.shape)}, expected {tuple(truth.shape)}"
+MEASURES: dict[str, Callable[[Tensor], float]] = {
+    "max": lambda error: float(error.abs().max()) if error.numel() else 0.0,
+    "rms": lambda error: float(error.square().mean().sqrt()) if error.numel() else 0.0,
+}
+
+
+def violations(name: str, got: Tensor, truth: Tensor, eager_errors: list[Tensor], factor: float = 2.0) -> list[str]:
+    """What breaks the error rule for one tensor; NaN and infinities must stand exactly where the truth has them.
+
+    ``eager_errors`` holds eager's error at the finite elements, for each draw; the worst draw counts.
+    """
+    if got.shape != truth.shape:
+        return [f"{name}: shape {tuple(got.shape)}, expected {tuple(truth.shape)}"]
     floor = floor_of(truth, got.dtype)
-    got, truth, eager = (tensor.double().cpu() for tensor in (got, truth, eager))
-    assert torch.equal(got.isnan(), truth.isnan()), f"{name}: NaN in the wrong places"
+    got, truth = got.double().cpu(), truth.double().cpu()
     finite = truth.isfinite()
-    assert torch.equal(got[~finite].nan_to_num(1.0), truth[~finite].nan_to_num(1.0)), f"{name}: wrong infinities"
-    if not finite.any():
-        return
-    error, allowed = (got - truth)[finite], (eager - truth)[finite]
-    for measure, reduce in (("max", lambda x: x.abs().max()), ("rms", lambda x: x.square().mean().sqrt())):
-        seen, limit = float(reduce(error)), max(factor * float(reduce(allowed)), floor)
-        assert seen <= limit, f"{name}: {measure} error {seen:.3g} is {seen / limit:.2f} of what the rule allows"
+    if not torch.equal(got[~finite], truth[~finite]) and not torch.equal(
+        got[~finite].nan_to_num(1.0), truth[~finite].nan_to_num(1.0)
+    ):
+        return [f"{name}: NaN or infinities in the wrong places"]
+    error = (got - truth)[finite]
+    found = []
+    for measure, value_of in MEASURES.items():
+        seen, limit = value_of(error), max(factor * max(map(value_of, eager_errors)), floor)
+        if not seen <= limit:
+            found.append(f"{name}: {measure} error {seen:.3g} is {seen / limit:.2f} of what the rule allows")
+    return found
+
+
+def jittered(inputs: Mapping[str, Tensor]) -> Inputs:
+    """The same problem nudged by a part in 64: as hard, with other roundings. Infinite and huge elements stay."""
+    result = {}
+    for name, tensor in inputs.items():
+        if tensor.is_floating_point():
+            factor = 1 + torch.randn(tensor.shape, dtype=torch.float64).to(tensor.device) / 64
+            tensor = torch.where(tensor.abs() < 1e3, (tensor.double() * factor).to(tensor.dtype), tensor)
+        result[name] = tensor
+    return result
 
 
 def check(
@@ -120,13 +147,27 @@ def check(
     """
     options, extra = dict(options or {}), dict(extra or {})
     narrow = inputs["query"].dtype
-    wide = {name: t.double() if t.is_floating_point() else t for name, t in inputs.items()}
     meaning = {name: value for name, value in options.items() if name != "deterministic"} | extra
-    got = evaluate(call, inputs, options, backward=backward)
-    expected = evaluate(truth, wide, meaning, backward=backward, cotangent_dtype=narrow)
     rounding = {"rounded": narrow in HALF} if eager is None else {}
-    yardstick = evaluate(eager or truth, inputs, meaning | rounding, backward=backward)
-    assert got.keys() == expected.keys() == yardstick.keys()
-    for name, tensor in got.items():
-        assert_within_rule(name, tensor, expected[name], yardstick[name])
+
+    def measure(tensors: Mapping[str, Tensor]) -> tuple[Results, dict[str, Tensor]]:
+        """(truth, eager's error at its finite elements)"""
+        wide = {name: t.double() if t.is_floating_point() else t for name, t in tensors.items()}
+        true = evaluate(truth, wide, meaning, backward=backward, cotangent_dtype=narrow)
+        rough = evaluate(eager or truth, tensors, meaning | rounding, backward=backward)
+        return true, {name: (rough[name].double() - t)[t.isfinite()].cpu() for name, t in true.items()}
+
+    got = evaluate(call, inputs, options, backward=backward)
+    expected, error = measure(inputs)
+    assert got.keys() == expected.keys()
+    drawn = {name: [error[name]] for name in got}
+
+    def broken() -> list[str]:
+        return [text for name in got for text in violations(name, got[name], expected[name], drawn[name])]
+
+    # Eager's error is a random number; over a few elements one draw may be luckily small: draw again before failing.
+    for _ in range(RESAMPLES if broken() else 0):
+        for name, again in measure(jittered(inputs))[1].items():
+            drawn[name].append(again)
+    assert not broken(), "\n".join(broken())
     return got

@@ -61,7 +61,7 @@ Tensor dropout_mask_composite(const Tensor& rng_state, double dropout_p, int64_t
 }
 
 Tensor dropout_mask_meta(const Tensor& rng_state, double dropout_p, c10::SymInt batch_heads, c10::SymInt rows,
-                         c10::SymInt cols, const c10::SymInt&, const c10::SymInt&) {
+                         c10::SymInt cols, c10::SymInt, c10::SymInt) {
   check(rng_state, dropout_p);
   return at::empty_symint({std::move(batch_heads), std::move(rows), std::move(cols)},
                           rng_state.options().dtype(at::kBool));

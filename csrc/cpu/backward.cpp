@@ -12,6 +12,8 @@
 namespace flash_ext::cpu {
 namespace {
 
+constexpr int kSlopeRows = 6;  // gradient, dS, what both lost, distance, P
+
 template <class Compute>
 struct BackwardLayout {
   using Operand = typename Compute::Operand;
@@ -26,6 +28,7 @@ struct BackwardLayout {
   Operand* k_transposed = nullptr;  // [n_blocks][cols][block_n]
   Acc* dq_transposed = nullptr;     // [panels][cols][kPanel]
   Acc* dq_rows = nullptr;           // [kPanel][cols]
+  Acc* slope = nullptr;             // [panels][kSlopeRows][kPanel] SlopeSums
   Acc* dk = nullptr;                // [keys, cols]; without chunks
   Acc* dv = nullptr;                // [keys, cols_v]; without chunks
 
@@ -48,6 +51,7 @@ struct BackwardLayout {
       dq_transposed = arena.take<Acc>(int64_t{tiles.panels} * tiles.cols * kPanel);
       dq_rows = arena.take<Acc>(int64_t{kPanel} * tiles.cols);
     }
+    if (problem.wants_dalibi) slope = arena.take<Acc>(int64_t{tiles.panels} * kSlopeRows * kPanel);
     if (cut.chunks == 1) {
       if (problem.wants_dk) dk = arena.take<Acc>(keys * tiles.cols);
       if (problem.wants_dv) dv = arena.take<Acc>(keys * tiles.cols_v);
@@ -144,7 +148,7 @@ class BackwardWorker : BackwardTileWorker<Compute> {
   void row_block(int64_t m_block) {
     const int64_t first = m_block * at_.cut.block_m;
     const Range queries{first, std::min(first + at_.cut.block_m, problem_.len_q)};
-    Panel panels[Tiles_max()];
+    Panel panels[cpu::Tiles<Compute>::kBackwardM / kPanel];
     int count = 0;
     for (int64_t query = queries.first; query < queries.last; query += kPanel, ++count) {
       panels[count] = this->prepare(count, {query, std::min(query + kPanel, queries.last)});
@@ -152,7 +156,7 @@ class BackwardWorker : BackwardTileWorker<Compute> {
     if (problem_.wants_dq) {
       std::fill_n(at_.dq_transposed, int64_t{count} * tiles_.cols * kPanel, Acc(0));
     }
-    slope_sum_ = 0.0;
+    if (problem_.wants_dalibi) std::fill_n(at_.slope, int64_t{count} * kSlopeRows * kPanel, Acc(0));
     const Range seen = band_.keys(queries, problem_.len_k);
     for (int64_t key = seen.first / tiles_.block_n * tiles_.block_n; key < seen.last; key += tiles_.block_n) {
       const Range keys{key, std::min(key + tiles_.block_n, problem_.len_k)};
@@ -162,17 +166,17 @@ class BackwardWorker : BackwardTileWorker<Compute> {
       }
     }
     for (int i = 0; problem_.wants_dq && i < count; ++i) store_queries(panels[i]);
-    if (at_.slope_sums != nullptr) {
-      at_.slope_sums[(this->batch_ * problem_.heads_q + this->head_) * at_.cut.m_blocks + m_block] = slope_sum_;
+    if (problem_.wants_dalibi) {
+      double sum = 0.0;
+      for (int i = 0; i < count; ++i) sum += slope_gradient(panels[i]);
+      at_.slope_sums[(this->batch_ * problem_.heads_q + this->head_) * at_.cut.m_blocks + m_block] = sum;
     }
   }
 
-  static constexpr int Tiles_max() { return cpu::Tiles<Compute>::kBackwardM / kPanel; }
-
   void step(const Panel& panel, Range keys) {
     const bool d_scores = problem_.wants_dq || problem_.wants_dk || problem_.wants_dalibi;
-    const int rows =
-        this->evaluate(panel, keys, d_scores, nullptr, 0, problem_.wants_dalibi ? &slope_sum_ : nullptr);
+    const SlopeSums<Acc> slope = slope_sums(panel);
+    const int rows = this->evaluate(panel, keys, d_scores, nullptr, 0, problem_.wants_dalibi ? &slope : nullptr);
     const int width = panel.width;
     const int64_t row = int64_t{panel.index} * kPanel;
     if (problem_.wants_dv) {
@@ -187,6 +191,28 @@ class BackwardWorker : BackwardTileWorker<Compute> {
       product_(tiles_.cols, width, rows, at_.k_transposed + keys.first * tiles_.cols, tiles_.block_n,
                tiles_.d_scores_right, width, at_.dq_transposed + row * tiles_.cols, width, /*add=*/true);
     }
+  }
+
+  SlopeSums<Acc> slope_sums(const Panel& panel) const {
+    Acc* sums = at_.slope + int64_t{panel.index} * kSlopeRows * kPanel;
+    return {sums, sums + kPanel, sums + 4 * kPanel, sums + 5 * kPanel, 2 * kPanel};
+  }
+
+  // Sum of -distance * dS over a panel. The sum of dS over all keys is dlse by definition; what was found instead came
+  // from the rounding of delta, which put that much times P into dS, so it is taken out. NOTE: 4x less error.
+  double slope_gradient(const Panel& panel) const {
+    const SlopeSums<Acc> sums = slope_sums(panel);
+    const Acc* d_lse = static_cast<const Acc*>(args_.d_lse);
+    const int64_t first = (this->batch_ * problem_.heads_q + this->head_) * problem_.len_q + panel.queries.first;
+    double total = 0.0;
+    for (int r = 0; r < static_cast<int>(panel.queries.size()); ++r) {
+      if (sums.prob[r] == Acc(0)) continue;
+      const double d_score = double{sums.d_score[r]} + double{sums.d_score[r + sums.lost]};
+      const double gradient = double{sums.gradient[r]} + double{sums.gradient[r + sums.lost]};
+      const double excess = d_score - (d_lse != nullptr ? double{d_lse[first + r]} : 0.0);
+      total += gradient + excess * double{sums.distance[r]} / double{sums.prob[r]};
+    }
+    return total;
   }
 
   void store_queries(const Panel& panel) {
@@ -204,7 +230,6 @@ class BackwardWorker : BackwardTileWorker<Compute> {
   Acc* dv_ = nullptr;
   int64_t summed_k_ = -1;
   int64_t summed_v_ = -1;
-  double slope_sum_ = 0.0;
 };
 
 // Adds the slots of one unit, in order, and writes them. chunks > 1 means that a unit is one key head.

@@ -92,11 +92,12 @@ struct BackwardTiles {
   }
 };
 
-// One panel: queries [first, last) and their padded number.
+// One panel: queries [first, last) and their padded number. exact: all keys that it sees lie in one block.
 struct Panel {
   int index;
   int width;
   Range queries;
+  bool exact;
 };
 
 template <class Compute>
@@ -129,7 +130,10 @@ class BackwardTileWorker {
   // Q and dO as right operands both ways, lse and delta.
   Panel prepare(int index, Range queries) {
     const int rows = static_cast<int>(queries.size());
-    const Panel panel{index, static_cast<int>(round_up(rows, kPad)), queries};
+    const Range seen = band_.keys(queries, problem_.len_k);
+    const bool one_block = !seen.empty() && seen.first / at_.block_n == (seen.last - 1) / at_.block_n;
+    const Panel panel{index, static_cast<int>(round_up(rows, kPad)), queries,
+                      one_block && type_ >= Element::kFloat32};
     const int d = static_cast<int>(problem_.head_dim), d_v = static_cast<int>(problem_.head_dim_v);
     Acc* lse = at_.lse + index * kPanel;
     Acc* delta = at_.delta + index * kPanel;
@@ -162,18 +166,19 @@ class BackwardTileWorker {
       }
     }
     at_.renormalised[index] = any_renormalised;
-    if (any_renormalised) renormalise(panel);
+    if (any_renormalised && !panel.exact) renormalise(panel);
     return panel;
   }
 
   // P^T (at_.probs) and, with d_scores, dS^T (at_.d_scores, d_scores_right) of keys x panel; leading dimension
   // panel.width. Only the keys of one block. Returns the padded number of keys.
-  int evaluate(const Panel& panel, Range keys, bool d_scores, Acc* d_bias, int ld_d_bias, double* d_slope) {
+  int evaluate(const Panel& panel, Range keys, bool d_scores, Acc* d_bias, int ld_d_bias,
+               const SlopeSums<Acc>* slope) {
     const int rows = static_cast<int>(round_up(keys.size(), kPad));
     ScoreInputs<Acc> inputs;
     TileBand band;
     GradientTile<Compute> tile = score_tile(panel, keys, inputs, band);
-    if (at_.renormalised[panel.index]) tile.renorm = at_.renorm + panel.index * kPanel;
+    if (at_.renormalised[panel.index] && !panel.exact) tile.renorm = at_.renorm + panel.index * kPanel;
     if (d_scores) {
       const Left<Compute> v = left_rows<Compute>(
           kernels_, source_at(problem_, args_.fwd.v, type_, batch_, head_v_, keys.first, 0),
@@ -186,7 +191,7 @@ class BackwardTileWorker {
       tile.d_scores_right = at_.d_scores_right;
       tile.d_bias = d_bias;
       tile.ld_d_bias = ld_d_bias;
-      tile.d_slope = d_slope;
+      tile.slope = slope;
     }
     if (at_.keep != nullptr) {
       kernels_.keep_tile(dropout_, static_cast<uint32_t>(batch_ * problem_.heads_q + head_), panel.queries.first,
@@ -194,6 +199,7 @@ class BackwardTileWorker {
       tile.keep = at_.keep;
       tile.keep_scale = static_cast<Acc>(dropout_.scale);
     }
+    if (panel.exact) normalise(panel, tile);
     tile.probs = at_.probs;
     kernels_.gradient(tile);
     return rows;
@@ -271,19 +277,36 @@ class BackwardTileWorker {
     return tile;
   }
 
+  // Where one tile holds all keys of its queries, P is divided by its own sum and delta is rowsum(P dP), as eager
+  // attention has them. NOTE: without it, a query that sees one key or two gets dS as the difference of two
+  // independent roundings: 4x the error of eager fp32 attention. Half types round more than that anyway.
+  void normalise(const Panel& panel, GradientTile<Compute>& tile) {
+    Acc* renorm = at_.renorm + panel.index * kPanel;
+    Acc* delta = at_.delta + panel.index * kPanel;
+    const int64_t first = (batch_ * problem_.heads_q + head_) * problem_.len_q + panel.queries.first;
+    Acc sums[4][kPanel] = {};
+    kernels_.sum_probs(tile, sums[0]);
+    for (int r = 0; r < panel.width; ++r) {
+      renorm[r] = is_empty(tile.lse[r]) ? Acc(1) : Acc(1) / (sums[0][r] + sums[2][r]);
+      delta[r] = (sums[1][r] + sums[3][r]) * renorm[r];
+      if (args_.d_lse != nullptr && !is_empty(tile.lse[r])) delta[r] -= static_cast<const Acc*>(args_.d_lse)[first + r];
+    }
+    tile.renorm = renorm;
+  }
+
   // The factor 1 / sum_j e^(s_j - lse) of every query whose lse is too large to hold its own logarithm.
   void renormalise(const Panel& panel) {
     Acc* renorm = at_.renorm + panel.index * kPanel;
     const Acc* lse = at_.lse + panel.index * kPanel;
-    std::fill_n(renorm, kPanel, Acc(0));
+    Acc sums[4][kPanel] = {};
     const Range seen = band_.keys(panel.queries, problem_.len_k);
     for (int64_t key = seen.first / at_.block_n * at_.block_n; key < seen.last; key += at_.block_n) {
       ScoreInputs<Acc> inputs;
       TileBand band;
-      kernels_.sum_probs(score_tile(panel, {key, std::min(key + at_.block_n, problem_.len_k)}, inputs, band), renorm);
+      kernels_.sum_probs(score_tile(panel, {key, std::min(key + at_.block_n, problem_.len_k)}, inputs, band), sums[0]);
     }
     for (int r = 0; r < panel.width; ++r) {
-      renorm[r] = !is_empty(lse[r]) && needs_renormalisation(lse[r]) ? Acc(1) / renorm[r] : Acc(1);
+      renorm[r] = !is_empty(lse[r]) && needs_renormalisation(lse[r]) ? Acc(1) / (sums[0][r] + sums[2][r]) : Acc(1);
     }
   }
 

@@ -1,6 +1,6 @@
 // Gradient of a bias of any broadcast shape, in a pass of its own.
 //
-//   dbias[b', h', i', j'] = sum of dS over every (b, h, i, j) that broadcasting maps to it
+//   dbias[b', h', i', j'] = sum of dS over every (b, h, i, j) that broadcasting maps to it;  over all j: of dlse
 //
 // An item owns a tile of the *gradient* and walks over all that maps to it in a fixed order, recomputing S and dP: two
 // products more than a sweep that scatters, but no scratch of L x S, no atomics, the same bits on every run.
@@ -32,7 +32,7 @@ struct BiasShape {
 template <class Compute>
 struct BiasScratch {
   BackwardTiles<Compute> tiles;
-  typename Compute::Acc* sums = nullptr;        // [kTileKeys or block_n, kPanel]
+  typename Compute::Acc* sums = nullptr;        // [kTileKeys, kPanel]
   typename Compute::Acc* transposed = nullptr;  // the other way round
 
   explicit BiasScratch(const Problem& problem) : tiles(problem, kPanel) {}
@@ -64,6 +64,7 @@ class BiasWorker : BackwardTileWorker<Compute> {
     std::fill_n(at_.sums, BiasScratch<Compute>::sum_keys(problem_) * kPanel, Acc(0));
     const Range rows = shape_.sums_rows ? Range{0, problem_.len_q} : tile_of(row_tile, kPanel, problem_.len_q);
     const Range cols = shape_.sums_cols ? Range{0, problem_.len_k} : tile_of(col_tile, kTileKeys, problem_.len_k);
+    double column[kPanel] = {};
     const int64_t place = batch_offset(problem_, args_.dbias, owner);
     for (int64_t b = owner; b < problem_.batch; ++b) {
       if (batch_offset(problem_, args_.dbias, b) != place) continue;
@@ -72,9 +73,17 @@ class BiasWorker : BackwardTileWorker<Compute> {
       for (int64_t h = first_head; h < last_head; ++h) {
         this->set_head(b, h);
         for (int64_t query = rows.first; query < rows.last; query += kPanel) {
-          add_panel({query, std::min(query + kPanel, rows.last)}, cols);
+          const Range queries{query, std::min(query + kPanel, rows.last)};
+          if (shape_.sums_cols) {
+            add_d_lse(b, h, queries, column);
+          } else {
+            add_panel(queries, cols);
+          }
         }
       }
+    }
+    if (shape_.sums_cols) {
+      for (int c = 0; c < kPanel; ++c) at_.sums[c] = static_cast<Acc>(column[c]);
     }
     write(owner, head, rows, cols);
   }
@@ -91,25 +100,32 @@ class BiasWorker : BackwardTileWorker<Compute> {
     for (int64_t key = cols.first; key < cols.last; key += at_.tiles.block_n) {
       const Range keys{key, std::min(key + at_.tiles.block_n, cols.last)};
       if (seen.first >= keys.last || keys.first >= seen.last) continue;
-      const int64_t row = shape_.sums_cols ? 0 : key - cols.first;
-      this->evaluate(panel, keys, /*d_scores=*/true, at_.sums + row * kPanel, kPanel, nullptr);
+      this->evaluate(panel, keys, /*d_scores=*/true, at_.sums + (key - cols.first) * kPanel, kPanel, nullptr);
+    }
+  }
+
+  // A bias that is the same for all keys moves lse and nothing else: the sum of dS over the keys is dlse, exactly.
+  void add_d_lse(int64_t b, int64_t h, Range queries, double (&column)[kPanel]) {
+    if (args_.d_lse == nullptr) return;
+    const int64_t first = (b * problem_.heads_q + h) * problem_.len_q;
+    const Acc* lse = static_cast<const Acc*>(args_.fwd.lse) + first;
+    const Acc* d_lse = static_cast<const Acc*>(args_.d_lse) + first;
+    for (int64_t i = queries.first; i < queries.last; ++i) {
+      if (lse[i] != OnlineSoftmax<Acc>::kEmpty) column[i - queries.first] += d_lse[i];
     }
   }
 
   // Sums what is left to sum inside the tile.
   void write(int64_t owner, int64_t head, Range rows, Range cols) {
     const Element type = problem_.dtype == DType::kFloat64 ? Element::kFloat64 : Element::kFloat32;
-    const int keys = static_cast<int>(shape_.sums_cols ? at_.tiles.block_n : round_up(cols.size(), kPad));
-    int queries_out = static_cast<int>(rows.size()), keys_out = static_cast<int>(cols.size());
-    if (shape_.sums_cols) {
-      for (int r = 1; r < keys; ++r) kernels_.add(at_.sums, at_.sums + r * kPanel, kPanel);
-      keys_out = 1;
-    }
+    const int keys = static_cast<int>(shape_.sums_cols ? kPad : round_up(cols.size(), kPad));
+    const int keys_out = static_cast<int>(shape_.sums_cols ? 1 : cols.size());
+    int queries_out = static_cast<int>(rows.size());
     if (shape_.sums_rows) {
       for (int r = 0; r < keys_out; ++r) {
-        Acc sum(0);
+        double sum = 0.0;
         for (int c = 0; c < kPanel; ++c) sum += at_.sums[r * kPanel + c];
-        at_.sums[r * kPanel] = sum;
+        at_.sums[r * kPanel] = static_cast<Acc>(sum);
       }
       queries_out = 1;
     }

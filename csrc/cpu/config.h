@@ -12,16 +12,12 @@
 
 namespace flash_ext::cpu {
 
-// Columns of one product with K^T or Q^T on the right: [depth][kPanel] is contiguous, 16 KiB of fp32 at depth 64. A
-// leading dimension of a whole block would put all rows of a panel into a quarter of the L1 cache's sets.
-constexpr int kPanel = 64;
-
 template <class Compute>
 struct Tiles {
   static constexpr int kForwardM = 128;
   static constexpr int kForwardN = 512;
   static constexpr int kBackwardM = 256;
-  static constexpr int kBackwardN = 64;
+  static constexpr int kBackwardN = 128;
 };
 // Half the bytes and twice the speed: longer columns amortise the calls.
 template <>
@@ -36,7 +32,7 @@ struct Tiles<ComputeF64> {
   static constexpr int kForwardM = 64;
   static constexpr int kForwardN = 256;
   static constexpr int kBackwardM = 128;
-  static constexpr int kBackwardN = 64;
+  static constexpr int kBackwardN = 512;
 };
 
 // A chunk of forward keeps O for all of its rows while it walks over the keys.

@@ -35,6 +35,21 @@ template <class V>
 [[gnu::always_inline]] inline void store_operand(V value, typename V::Scalar* to) { value.store(to); }
 [[gnu::always_inline]] inline void store_operand(F32 value, uint16_t* to) { store_half(to_bf16(value), to); }
 
+template <class V>
+[[gnu::always_inline]] inline void accumulate(V value, typename V::Scalar* sum) {
+  (V::load(sum) + value).store(sum);
+}
+
+// The same with what rounding lost, for sums that nearly cancel (Knuth's two-sum).
+template <class V>
+[[gnu::always_inline]] inline void accumulate_exactly(V value, typename V::Scalar* sum, int lost) {
+  const V before = V::load(sum);
+  const V after = before + value;
+  const V added = after - before;
+  after.store(sum);
+  accumulate((before - (after - added)) + (value - added), sum + lost);
+}
+
 // keep ? scale : 0, from bytes of 0 and 1.
 template <class V>
 [[gnu::always_inline]] inline V keep_factor(const uint8_t* keep, V scale) {
@@ -166,7 +181,6 @@ void gradient_rows(const GradientTile<Compute>& tile) {
   using V = Vec<Acc>;
   constexpr int kLanes = V::kLanes;
   constexpr int kRows = Compute::kPairs ? 2 : 1;
-  V d_slope(Acc(0));
   for (int r0 = 0; r0 < tile.rows; r0 += kRows) {
     Columns kept[kRows];
     for (int i = 0; i < kRows; ++i) kept[i] = tile.band ? kept_columns(*tile.band, r0 + i) : Columns{0, tile.cols};
@@ -190,14 +204,17 @@ void gradient_rows(const GradientTile<Compute>& tile) {
         if constexpr (kGeneral) d_prob = d_prob * keep;
         d_score[i] = p * (d_prob - V::load(tile.delta + c));
         if constexpr (kGeneral) {
-          if (tile.d_bias != nullptr) {
-            Acc* d_bias = tile.d_bias + int64_t{r} * tile.ld_d_bias + c;
-            (V::load(d_bias) + d_score[i]).store(d_bias);
-          }
+          if (tile.d_bias != nullptr) accumulate(d_score[i], tile.d_bias + int64_t{r} * tile.ld_d_bias + c);
           if (tile.inputs != nullptr) {
             ScoreGrads<V> grads;
-            d_score[i] = tile.inputs->mods.backward(d_score[i], at, saved, grads);
-            if (tile.d_slope != nullptr) d_slope = d_slope + grads.slope;
+            const V modified = d_score[i];
+            d_score[i] = tile.inputs->mods.backward(modified, at, saved, grads);
+            if (tile.slope != nullptr) {
+              accumulate_exactly(grads.slope, tile.slope->gradient + c, tile.slope->lost);
+              accumulate_exactly(modified, tile.slope->d_score + c, tile.slope->lost);
+              accumulate(p * abs(at.distance), tile.slope->distance + c);
+              accumulate(p, tile.slope->prob + c);
+            }
           }
         }
         if (tile.d_scores != nullptr) store_operand(d_score[i], tile.d_scores + index);
@@ -210,7 +227,6 @@ void gradient_rows(const GradientTile<Compute>& tile) {
       }
     }
   }
-  if (tile.d_slope != nullptr) *tile.d_slope += static_cast<double>(sum_lanes(d_slope));
 }
 
 template <class Compute>
@@ -231,20 +247,28 @@ void sum_probs(const GradientTile<Compute>& tile, typename Compute::Acc* sums) {
     for (int c = 0; c < tile.cols; c += V::kLanes) {
       ScoreAt<V> at;
       typename StandardScoreMods<Acc>::template Saved<V> saved;
-      (V::load(sums + c) + probability_at<Compute, true>(tile, r, c, kept, at, saved)).store(sums + c);
+      V p = probability_at<Compute, true>(tile, r, c, kept, at, saved);
+      accumulate_exactly(p, sums + c, 2 * kPanel);
+      if (tile.d_probs == nullptr) continue;
+      const int64_t index = int64_t{r} * tile.ld + c;
+      if (tile.keep != nullptr) p = p * keep_factor(tile.keep + index, V(tile.keep_scale));
+      accumulate_exactly(p * V::load(tile.d_probs + index), sums + kPanel + c, 2 * kPanel);
     }
   }
 }
 
-// In the order of a product's inner dimension: where a query sees one key, O is a row of V and the result is the very
-// dP of that key, so that dS is exactly 0 and not the difference of two roundings.
+// Sixteen rows at a time, so that roundings grow with the root of the groups and not of the rows.
 template <class Acc>
 void dot_columns(const Acc* a, const Acc* b, int ld, int rows, int cols, Acc* out) {
   using V = Vec<Acc>;
   for (int c = 0; c < cols; c += V::kLanes) {
     V sum(Acc(0));
-    for (int r = 0; r < rows; ++r) {
-      sum = fma(V::load(a + int64_t{r} * ld + c), V::load(b + int64_t{r} * ld + c), sum);
+    for (int r0 = 0; r0 < rows; r0 += 16) {
+      V part(Acc(0));
+      for (int r = r0; r < rows && r < r0 + 16; ++r) {
+        part = fma(V::load(a + int64_t{r} * ld + c), V::load(b + int64_t{r} * ld + c), part);
+      }
+      sum = sum + part;
     }
     sum.store(out + c);
   }

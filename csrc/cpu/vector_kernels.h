@@ -17,6 +17,11 @@ namespace flash_ext::cpu {
 
 constexpr int kPad = 16;
 
+// Queries of one tile of backward and keys of one product of forward. [depth][kPanel] is then contiguous, 16 KiB of
+// fp32 at depth 64; a leading dimension of a whole block would put all rows of a panel into a quarter of the L1
+// cache's sets.
+constexpr int kPanel = 64;
+
 enum class Element : uint8_t { kFloat16, kBFloat16, kFloat32, kFloat64, kBool };
 
 // Rows and columns of a tensor of the caller, already at the tile's first element; strides in elements.
@@ -91,6 +96,16 @@ struct SoftmaxTile {
   int out_cols = 0;
 };
 
+// Sums over the keys of every query, [cols] each, from which the slope's gradient is made.
+template <class Acc>
+struct SlopeSums {
+  Acc* gradient = nullptr;  // of -distance * dS
+  Acc* d_score = nullptr;   // of dS
+  Acc* distance = nullptr;  // of distance * P
+  Acc* prob = nullptr;      // of P
+  int lost = 0;             // where the lost low parts of gradient and d_score lie, relative to them
+};
+
 // S^T and dP^T -> P^T and dS^T of one tile; rows are keys, columns are queries.
 template <class Compute>
 struct GradientTile {
@@ -115,7 +130,7 @@ struct GradientTile {
   Operand* d_scores_right = nullptr;  // the same as a right operand; only with kPairs
   Acc* d_bias = nullptr;              // [rows, ld_d_bias] += gradient of the modified score
   int ld_d_bias = 0;
-  double* d_slope = nullptr;  // += sum of the slope's gradient
+  const SlopeSums<Acc>* slope = nullptr;
 };
 
 template <class Compute>
@@ -140,7 +155,8 @@ struct VectorKernels {
 
   void (*modify_scores)(Acc* scores, int ld, int rows, int cols, Acc scale, const ScoreInputs<Acc>& inputs);
   void (*softmax)(const SoftmaxTile<Compute>& tile);
-  // sums[c] += probabilities of column c.
+  // Column sums, compensated: sums[0][c] += P, and with d_probs sums[1][c] += P (dropped) dP; sums[2] and sums[3] hold
+  // what rounding lost of them. Rows of kPanel.
   void (*sum_probs)(const GradientTile<Compute>& tile, Acc* sums);
   void (*gradient)(const GradientTile<Compute>& tile);
 

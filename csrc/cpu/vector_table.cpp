@@ -29,16 +29,18 @@ const VectorTable& table();
 }
 #endif
 
-const VectorTable& vector_table() {
-  static const VectorTable& chosen = []() -> const VectorTable& {
+static const VectorTable* choose() {
 #if defined(__x86_64__)
-    const std::string capability = at::get_cpu_capability();
-    if (capability == "AVX512") return __builtin_cpu_supports("avx512bf16") ? avx512_bf16::table() : avx512::table();
-    if (capability == "AVX2" && __builtin_cpu_supports("f16c")) return avx2::table();
+  const std::string capability = at::get_cpu_capability();
+  if (capability == "AVX512") return __builtin_cpu_supports("avx512bf16") ? &avx512_bf16::table() : &avx512::table();
+  if (capability == "AVX2" && __builtin_cpu_supports("f16c")) return &avx2::table();
 #endif
-    return baseline::table();
-  }();
-  return chosen;
+  return &baseline::table();
+}
+
+const VectorTable& vector_table() {
+  static const VectorTable* const chosen = choose();
+  return *chosen;
 }
 
 }  // namespace flash_ext::cpu
