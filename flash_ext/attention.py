@@ -168,4 +168,4 @@ class FlashAttention(torch.autograd.Function):
         dq, dk, dv, _, _ = _backward(
             grad_out, None, q, k, v, out, lse, ctx.rng_state, causal=ctx.is_causal, gqa=q.dim() > 3, grad_mask=wanted
         )
-        return tuple(g if w else None for g, w in zip((dq, dk, dv), wanted[:3], strict=True)) + (None,)
+        return (*(g if w else None for g, w in zip((dq, dk, dv), wanted[:3], strict=True)), None)

@@ -149,9 +149,10 @@ class Composite {
     if (in_.bias.sym_size(-1) == 1) return sum;
     return at::constant_pad_nd(sum, {b.cols.first, len_k - b.cols.last}, 0);
   }
-  // sum over rows and columns of x o R, for each head
-  static Tensor to_slopes(const Tensor& x, const Block& b) { return (x * b.distance).sum({-1, -2}); }
-
+  // Sum over rows and columns of x o R, for each head; in double, because large terms of both signs cancel.
+  static Tensor to_slopes(const Tensor& x, const Block& b) {
+    return (x * b.distance).sum({-1, -2}, false, at::kDouble).to(x.scalar_type());
+  }
   // Rows of a (.., Hq, L, *) tensor, or of one that is broadcast over heads as query may be, in the accumulate dtype.
   Tensor rows_of(const Tensor& tensor, Range rows) const {
     const Tensor all = with_heads(tensor);

@@ -5,6 +5,8 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
+#include <limits>
+
 #include "api/checks.h"
 #include "api/chunked.h"
 #include "api/dispatch.h"
@@ -53,6 +55,13 @@ struct GradBuffer {
   }
 };
 
+// No query or no key: the results are known, and no backend has to think of it.
+bool attends_to_nothing(const Shape<int64_t>& shape) {
+  int64_t pairs = shape.heads_q * shape.len_q * shape.len_k;
+  for (const int64_t size : shape.batch) pairs *= size;
+  return pairs == 0;
+}
+
 // ---- kernels --------------------------------------------------------------------------------------------------------
 
 void warn_without_kernels(const Tensor& query) {
@@ -71,6 +80,12 @@ ForwardResult forward_with_rng_state(c10::DispatchKeySet, const Inputs& in, cons
   result.out = empty_in_order_of(shape.out_sizes(), in.query, dtype);
   result.lse =
       return_lse ? at::empty(shape.lse_sizes(), in.query.options().dtype(accumulate_type(dtype))) : absent(in.query);
+
+  if (attends_to_nothing(shape)) {
+    result.out.zero_();
+    result.lse.fill_(-std::numeric_limits<double>::infinity());
+    return result;
+  }
 
   ForwardArgs args;
   ProblemBuilder builder(in, options, shape);
@@ -105,6 +120,17 @@ Gradients backward(c10::DispatchKeySet, const Tensor& grad_out, const Tensor& gr
                    const ForwardResult& saved, const Options& options, const GradMask& wanted) {
   const auto shape = check_call<int64_t>(in, options);
   check_saved<int64_t>(shape, in, grad_out, grad_lse, saved, options.dropout_p);
+  const Tensor* const all_inputs[] = {&in.query, &in.key, &in.value, &in.bias, &in.alibi_slopes};
+  if (attends_to_nothing(shape)) {
+    Gradients zeros;
+    for (int i = 0; i < 5; ++i) {
+      if (!wanted[i]) continue;
+      zeros[i] =
+          empty_in_order_of(Sizes<int64_t>(all_inputs[i]->sizes()), *all_inputs[i], all_inputs[i]->scalar_type());
+      zeros[i].zero_();
+    }
+    return zeros;
+  }
 
   BackwardArgs args;
   ProblemBuilder builder(in, options, shape);
@@ -143,10 +169,9 @@ Gradients backward(c10::DispatchKeySet, const Tensor& grad_out, const Tensor& gr
   const Backend* backend = fits ? select_backend(problem, Pass::kBackward, device, options.backend) : nullptr;
   if (backend == nullptr) {
     const Gradients whole_grads = chunked::backward(grad_out, grad_lse, in, saved.rng_state, options, wanted);
-    const Tensor* const all[] = {&in.query, &in.key, &in.value, &in.bias, &in.alibi_slopes};
     Gradients result;
     for (int i = 0; i < 5; ++i) {
-      if (wanted[i]) result[i] = GradBuffer::cast_like(whole_grads[i], *all[i]);
+      if (wanted[i]) result[i] = GradBuffer::cast_like(whole_grads[i], *all_inputs[i]);
     }
     return result;
   }

@@ -48,9 +48,12 @@ const Flavour& flavour_of(const Plan& plan) {
 template <class Function>
 void with_compute(Type type, const Function& function) {
   switch (type) {
-    case Type::kF32: return function(ComputeF32{});
-    case Type::kBf16: return function(ComputeBf16{});
-    case Type::kF64: return function(ComputeF64{});
+    case Type::kF32:
+      return function(ComputeF32{});
+    case Type::kBf16:
+      return function(ComputeBf16{});
+    case Type::kF64:
+      return function(ComputeF64{});
   }
 }
 

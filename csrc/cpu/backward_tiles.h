@@ -1,6 +1,7 @@
 // What both backward passes are made of: operands of a panel of queries, and S^T, dP^T -> P^T, dS^T of one tile.
 //
-//   S^T = K Q^T    dP^T = V dO^T    P^T = e^(scale S^T - lse)    dS^T = P^T (dP^T - delta)    delta = rowsum(dO O) - dlse
+//   S^T = K Q^T    dP^T = V dO^T    P^T = e^(scale S^T - lse)    dS^T = P^T (dP^T - delta)    delta = rowsum(dO O) -
+//   dlse
 //
 // Tiles hold keys as rows and queries as columns, so lse and delta lie along the vectors, and so dV += P^T dO,
 // dK += dS^T Q and dQ^T += K^T dS^T read what was written without a transpose. Called by backward.cpp and
@@ -27,8 +28,8 @@ struct BackwardTiles {
   int depth = 0, depth_v = 0;  // inner dimensions of S^T and dP^T
   int cols = 0, cols_v = 0;    // d and d_v, padded
 
-  Operand* q_transposed = nullptr;     // [panels][depth][kPanel]
-  Operand* q_rows = nullptr;           // [panels][kPanel][cols]
+  Operand* q_transposed = nullptr;      // [panels][depth][kPanel]
+  Operand* q_rows = nullptr;            // [panels][kPanel][cols]
   Operand* d_out_transposed = nullptr;  // [panels][depth_v][kPanel]
   Operand* d_out_rows = nullptr;        // [panels][kPanel][cols_v]
   Acc* lse = nullptr;                   // [panels][kPanel]
@@ -36,16 +37,16 @@ struct BackwardTiles {
   Acc* renorm = nullptr;                // [panels][kPanel]
   bool* renormalised = nullptr;         // [panels]
 
-  Operand* k_left = nullptr;    // [block_n, staged_ld(d)]
-  Operand* v_left = nullptr;    // [block_n, staged_ld(d_v)]
-  Operand* staged = nullptr;    // [kPanel, staged_ld(max(d, d_v))]
-  Acc* rows_acc = nullptr;      // [kPanel, cols_v]
-  Acc* out_acc = nullptr;       // [cols_v, kPanel]
-  Acc* d_out_acc = nullptr;     // [cols_v, kPanel]; d_out_transposed itself without pairs
-  Acc* scores = nullptr;        // [block_n, kPanel]
-  Acc* d_probs = nullptr;       // [block_n, kPanel]
-  Operand* probs = nullptr;     // [block_n, kPanel]; scores itself where the types agree
-  Operand* d_scores = nullptr;  // [block_n, kPanel]; d_probs itself where the types agree
+  Operand* k_left = nullptr;          // [block_n, staged_ld(d)]
+  Operand* v_left = nullptr;          // [block_n, staged_ld(d_v)]
+  Operand* staged = nullptr;          // [kPanel, staged_ld(max(d, d_v))]
+  Acc* rows_acc = nullptr;            // [kPanel, cols_v]
+  Acc* out_acc = nullptr;             // [cols_v, kPanel]
+  Acc* d_out_acc = nullptr;           // [cols_v, kPanel]; d_out_transposed itself without pairs
+  Acc* scores = nullptr;              // [block_n, kPanel]
+  Acc* d_probs = nullptr;             // [block_n, kPanel]
+  Operand* probs = nullptr;           // [block_n, kPanel]; scores itself where the types agree
+  Operand* d_scores = nullptr;        // [block_n, kPanel]; d_probs itself where the types agree
   Operand* d_scores_right = nullptr;  // [block_n, kPanel]; d_scores itself without pairs
   uint8_t* keep = nullptr;            // [block_n, kPanel]
   ScoreInputLoader<Compute> inputs;
@@ -132,8 +133,7 @@ class BackwardTileWorker {
     const int rows = static_cast<int>(queries.size());
     const Range seen = band_.keys(queries, problem_.len_k);
     const bool one_block = !seen.empty() && seen.first / at_.block_n == (seen.last - 1) / at_.block_n;
-    const Panel panel{index, static_cast<int>(round_up(rows, kPad)), queries,
-                      one_block && type_ >= Element::kFloat32};
+    const Panel panel{index, static_cast<int>(round_up(rows, kPad)), queries, one_block && type_ >= Element::kFloat32};
     const int d = static_cast<int>(problem_.head_dim), d_v = static_cast<int>(problem_.head_dim_v);
     Acc* lse = at_.lse + index * kPanel;
     Acc* delta = at_.delta + index * kPanel;
@@ -172,17 +172,16 @@ class BackwardTileWorker {
 
   // P^T (at_.probs) and, with d_scores, dS^T (at_.d_scores, d_scores_right) of keys x panel; leading dimension
   // panel.width. Only the keys of one block. Returns the padded number of keys.
-  int evaluate(const Panel& panel, Range keys, bool d_scores, Acc* d_bias, int ld_d_bias,
-               const SlopeSums<Acc>* slope) {
+  int evaluate(const Panel& panel, Range keys, bool d_scores, Acc* d_bias, int ld_d_bias, const SlopeSums<Acc>* slope) {
     const int rows = static_cast<int>(round_up(keys.size(), kPad));
     ScoreInputs<Acc> inputs;
     TileBand band;
     GradientTile<Compute> tile = score_tile(panel, keys, inputs, band);
     if (at_.renormalised[panel.index] && !panel.exact) tile.renorm = at_.renorm + panel.index * kPanel;
     if (d_scores) {
-      const Left<Compute> v = left_rows<Compute>(
-          kernels_, source_at(problem_, args_.fwd.v, type_, batch_, head_v_, keys.first, 0),
-          static_cast<int>(keys.size()), rows, static_cast<int>(problem_.head_dim_v), at_.v_left);
+      const Left<Compute> v =
+          left_rows<Compute>(kernels_, source_at(problem_, args_.fwd.v, type_, batch_, head_v_, keys.first, 0),
+                             static_cast<int>(keys.size()), rows, static_cast<int>(problem_.head_dim_v), at_.v_left);
       product_(rows, panel.width, at_.depth_v, v.data, v.ld,
                at_.d_out_transposed + int64_t{panel.index} * kPanel * at_.depth_v, panel.width, at_.d_probs,
                panel.width, /*add=*/false);
@@ -253,11 +252,11 @@ class BackwardTileWorker {
   GradientTile<Compute> score_tile(const Panel& panel, Range keys, ScoreInputs<Acc>& inputs, TileBand& band) {
     const int valid = static_cast<int>(keys.size());
     const int rows = static_cast<int>(round_up(valid, kPad));
-    const Left<Compute> k = left_rows<Compute>(
-        kernels_, source_at(problem_, args_.fwd.k, type_, batch_, head_k_, keys.first, 0), valid, rows,
-        static_cast<int>(problem_.head_dim), at_.k_left);
-    product_(rows, panel.width, at_.depth, k.data, k.ld,
-             at_.q_transposed + int64_t{panel.index} * kPanel * at_.depth, panel.width, at_.scores, panel.width,
+    const Left<Compute> k =
+        left_rows<Compute>(kernels_, source_at(problem_, args_.fwd.k, type_, batch_, head_k_, keys.first, 0), valid,
+                           rows, static_cast<int>(problem_.head_dim), at_.k_left);
+    product_(rows, panel.width, at_.depth, k.data, k.ld, at_.q_transposed + int64_t{panel.index} * kPanel * at_.depth,
+             panel.width, at_.scores, panel.width,
              /*add=*/false);
     GradientTile<Compute> tile;
     tile.scores = at_.scores;

@@ -15,6 +15,11 @@ namespace flash_ext::cpu {
 namespace {
 
 template <class Compute>
+int tile_m(const Problem& problem) {
+  return problem.causal ? Tiles<Compute>::kForwardCausalM : Tiles<Compute>::kForwardM;
+}
+
+template <class Compute>
 struct ForwardLayout {
   using Operand = typename Compute::Operand;
   using Acc = typename Compute::Acc;
@@ -28,6 +33,7 @@ struct ForwardLayout {
 
   // One worker's scratch.
   Operand* q = nullptr;         // [block_m, staged_ld(d)]
+  Acc* few_q = nullptr;         // [kFewQueries, staged_ld(d)]
   Operand* staged = nullptr;    // [kPanel, staged_ld(max(d, d_v))]
   Operand* k_panels = nullptr;  // [block_n / kPanel][depth][kPanel]
   Operand* v_block = nullptr;   // [block_n][out_cols]
@@ -53,6 +59,7 @@ struct ForwardLayout {
     Arena arena(base);
     const int64_t tile = int64_t{cut.block_m} * block_n;
     q = arena.take<Operand>(int64_t{cut.block_m} * staged_ld(problem.head_dim));
+    if (problem.len_q <= kFewQueries) few_q = arena.take<Acc>(kFewQueries * staged_ld(problem.head_dim));
     staged = arena.take<Operand>(int64_t{kPanel} * staged_ld(std::max(problem.head_dim, problem.head_dim_v)));
     k_panels = arena.take<Operand>(int64_t{depth} * block_n);
     v_block = arena.take<Operand>(int64_t{block_n} * out_cols);
@@ -85,7 +92,10 @@ class ForwardWorker {
         product_(product),
         kernels_(vector_table().get<Compute>()),
         dropout_(dropout),
-        band_(make_band(args.problem)) {}
+        band_(make_band(args.problem)),
+        type_(element_of(args.problem.dtype)),
+        few_(problem_.len_q <= kFewQueries && problem_.head_dim % kPad == 0 && problem_.head_dim_v % kPad == 0 &&
+             args.k.col_stride == 1 && args.v.col_stride == 1) {}
 
   void run(const Partition::Item& item) {
     const Partition& cut = at_.cut;
@@ -117,22 +127,27 @@ class ForwardWorker {
 
   // O and the statistics of row block `slot` with the keys of one block that it sees.
   void step(int64_t head, Range queries, Range keys, Range block, int64_t slot, bool first) {
-    pack(head, block);
     const int first_col = static_cast<int>((keys.first - block.first) / kPanel * kPanel);
     const int cols = static_cast<int>(round_up(keys.last - block.first, kPad)) - first_col;
     const int64_t key = block.first + first_col;
     const int valid_cols = static_cast<int>(std::min<int64_t>(cols, block.last - key));
     const int rows = static_cast<int>(queries.size());
     const int rows_padded = round_rows(rows);
-    const Left<Compute> q = left_rows<Compute>(
-        kernels_, source_at(problem_, args_.q, element_of(problem_.dtype), batch_, head, queries.first, 0), rows,
-        rows_padded, static_cast<int>(problem_.head_dim), at_.q);
-
-    for (int c = 0; c < cols; c += kPanel) {  // S = Q K^T
-      const int panel = first_col + c;
-      const int packed = std::min<int>(kPanel, static_cast<int>(round_up(block.size(), kPad)) - panel);
-      product_(rows_padded, std::min(packed, cols - c), at_.depth, q.data, q.ld, at_.k_panels + int64_t{panel} * at_.depth,
-               packed, at_.scores + c, at_.block_n, /*add=*/false);
+    const int d = static_cast<int>(problem_.head_dim);
+    const Source q_tile = source_at(problem_, args_.q, type_, batch_, head, queries.first, 0);
+    if (few_) {
+      kernels_.load_acc(q_tile, rows, d, at_.few_q, d, rows, d);
+      kernels_.few_scores(at_.few_q, d, rows, keys_at(args_.k, head / (problem_.heads_q / problem_.heads_k), key),
+                          valid_cols, d, at_.scores, at_.block_n);
+    } else {
+      pack(head, block);
+      const Left<Compute> q = left_rows<Compute>(kernels_, q_tile, rows, rows_padded, d, at_.q);
+      for (int c = 0; c < cols; c += kPanel) {  // S = Q K^T
+        const int panel = first_col + c;
+        const int packed = std::min<int>(kPanel, static_cast<int>(round_up(block.size(), kPad)) - panel);
+        product_(rows_padded, std::min(packed, cols - c), at_.depth, q.data, q.ld,
+                 at_.k_panels + int64_t{panel} * at_.depth, packed, at_.scores + c, at_.block_n, /*add=*/false);
+      }
     }
 
     SoftmaxTile<Compute> tile;
@@ -163,23 +178,31 @@ class ForwardWorker {
     tile.ld_out = tile.out_cols = at_.out_cols;
     kernels_.softmax(tile);
 
+    if (few_) {
+      kernels_.few_outputs(at_.probs, at_.block_n, rows,
+                           keys_at(args_.v, head / (problem_.heads_q / problem_.heads_v), key), valid_cols,
+                           at_.out_cols, out, at_.out_cols, /*add=*/!first);
+      return;
+    }
     product_(rows_padded, at_.out_cols, cols, at_.probs, at_.block_n, at_.v_block + int64_t{first_col} * at_.out_cols,
              at_.out_cols, out, at_.out_cols, /*add=*/!first);  // O += P V
+  }
+
+  Source keys_at(const TensorView& view, int64_t head, int64_t key) const {
+    return source_at(problem_, view, type_, batch_, head, key, 0);
   }
 
   // K^T in panels and V of the heads that `head` reads, unless they are there already.
   void pack(int64_t head, Range block) {
     const int64_t head_k = head / (problem_.heads_q / problem_.heads_k);
     const int64_t head_v = head / (problem_.heads_q / problem_.heads_v);
-    const Element type = element_of(problem_.dtype);
     if (packed_k_ != head_k) {
       packed_k_ = head_k;
       for (int64_t key = block.first; key < block.last; key += kPanel) {
         const int rows = static_cast<int>(std::min<int64_t>(kPanel, block.last - key));
         const int width = static_cast<int>(round_up(rows, kPad));
-        const Left<Compute> k =
-            staged_rows<Compute>(kernels_, source_at(problem_, args_.k, type, batch_, head_k, key, 0), rows,
-                                 static_cast<int>(problem_.head_dim), at_.staged);
+        const Left<Compute> k = staged_rows<Compute>(kernels_, keys_at(args_.k, head_k, key), rows,
+                                                     static_cast<int>(problem_.head_dim), at_.staged);
         kernels_.right_transposed(k.data, static_cast<int>(k.ld), rows, static_cast<int>(problem_.head_dim),
                                   at_.k_panels + (key - block.first) * at_.depth, width, width);
       }
@@ -189,7 +212,7 @@ class ForwardWorker {
       for (int64_t key = block.first; key < block.last; key += kPanel) {
         const int rows = static_cast<int>(std::min<int64_t>(kPanel, block.last - key));
         const int rows_padded = static_cast<int>(round_up(rows, kPad));
-        const Source src = source_at(problem_, args_.v, type, batch_, head_v, key, 0);
+        const Source src = keys_at(args_.v, head_v, key);
         Operand* to = at_.v_block + (key - block.first) * at_.out_cols;
         const int d_v = static_cast<int>(problem_.head_dim_v);
         if constexpr (Compute::kPairs) {
@@ -206,15 +229,15 @@ class ForwardWorker {
     const int rows = static_cast<int>(queries.size());
     const Acc* row_max = at_.row_max + slot * at_.cut.block_m;
     const Acc* row_sum = at_.row_sum + slot * at_.cut.block_m;
-    Acc* lse = args_.lse == nullptr ? nullptr
-                                    : static_cast<Acc*>(args_.lse) +
-                                          (batch_ * problem_.heads_q + head) * problem_.len_q + queries.first;
+    Acc* lse = args_.lse == nullptr
+                   ? nullptr
+                   : static_cast<Acc*>(args_.lse) + (batch_ * problem_.heads_q + head) * problem_.len_q + queries.first;
     for (int r = 0; r < rows; ++r) {
       if (lse != nullptr) lse[r] = OnlineSoftmax<Acc>{row_max[r], row_sum[r]}.finish().lse;
     }
     kernels_.store(at_.out + slot * at_.cut.block_m * at_.out_cols, at_.out_cols, rows,
                    static_cast<int>(problem_.head_dim_v), Acc(1), row_sum,
-                   sink_at(problem_, args_.out, element_of(problem_.dtype), batch_, head, queries.first, 0));
+                   sink_at(problem_, args_.out, type_, batch_, head, queries.first, 0));
   }
 
   const ForwardArgs& args_;
@@ -223,7 +246,9 @@ class ForwardWorker {
   const Products<Compute>& product_;
   const VectorKernels<Compute>& kernels_;
   const Dropout& dropout_;
-  Band band_;
+  const Band band_;
+  const Element type_;
+  const bool few_;
   int64_t batch_ = 0;
   int64_t packed_k_ = -1;
   int64_t packed_v_ = -1;
@@ -234,8 +259,8 @@ class ForwardWorker {
 template <class Compute>
 void plan_forward(const Problem& problem, int64_t threads, Plan& plan) {
   if (work_flops(problem, 2) < kSerialFlops) threads = 1;
-  const int tile_m = Tiles<Compute>::kForwardM;
-  ForwardLayout<Compute> layout(problem, make_partition(problem, tile_m, threads, /*may_split=*/true, kMaxChunkRows));
+  ForwardLayout<Compute> layout(
+      problem, make_partition(problem, tile_m<Compute>(problem), threads, /*may_split=*/true, kMaxChunkRows));
   threads = std::clamp<int64_t>(layout.cut.items, 1, threads);
   constexpr int64_t kOperand = sizeof(typename Compute::Operand), kAcc = sizeof(typename Compute::Acc);
   plan.block_m = layout.cut.block_m;
@@ -255,7 +280,7 @@ void plan_forward(const Problem& problem, int64_t threads, Plan& plan) {
 template <class Compute>
 void run_forward(const ForwardArgs& args, const Plan& plan, Engine engine, void* workspace) {
   const int64_t threads = threads_of(plan);
-  const ForwardLayout<Compute> layout(args.problem, partition_of(args.problem, Tiles<Compute>::kForwardM, plan));
+  const ForwardLayout<Compute> layout(args.problem, partition_of(args.problem, tile_m<Compute>(args.problem), plan));
   const int64_t scratch = plan.scratch_bytes / threads;
   const Products<Compute> product(engine, vector_table().get<Compute>());
   Dropout dropout;

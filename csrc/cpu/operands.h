@@ -1,5 +1,5 @@
-// Tiles of the caller's tensors as a product or the score chain wants them: in place where that is possible, else loaded
-// into scratch.
+// Tiles of the caller's tensors as a product or the score chain wants them: in place where that is possible, else
+// loaded into scratch.
 //
 // Called by forward, backward and the bias gradient for every tile. Invariant: a tile used in place is never read
 // outside the tensor: padding rows or columns always mean a copy.
@@ -18,7 +18,9 @@ constexpr Element kNative = std::is_same_v<Compute, ComputeBf16>  ? Element::kBF
 
 // The inner dimension of a product: even for pairs.
 template <class Compute>
-int depth_of(int64_t head_dim) { return static_cast<int>(Compute::kPairs ? round_up(head_dim, 2) : head_dim); }
+int depth_of(int64_t head_dim) {
+  return static_cast<int>(Compute::kPairs ? round_up(head_dim, 2) : head_dim);
+}
 
 // Leading dimension of a staged copy, so that a transpose may read whole vectors.
 inline int staged_ld(int64_t head_dim) { return static_cast<int>(round_up(head_dim, 2 * kPad)); }
@@ -82,7 +84,8 @@ class ScoreInputLoader {
     static_cast<Bias&>(inputs.mods).on = problem.has_bias;
     if (problem.has_alibi) {
       const int64_t index = batch_offset(problem, args.alibi, b) + head * args.alibi.head_stride;
-      static_cast<Alibi<Acc>&>(inputs.mods) = {true, static_cast<Acc>(static_cast<const float*>(args.alibi.data)[index])};
+      static_cast<Alibi<Acc>&>(inputs.mods) = {true,
+                                               static_cast<Acc>(static_cast<const float*>(args.alibi.data)[index])};
     }
     const int64_t offset = problem.bottom_right ? problem.len_k - problem.len_q : 0;
     inputs.distance = static_cast<Acc>(queries.first + offset - keys.first);

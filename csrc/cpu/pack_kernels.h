@@ -251,7 +251,8 @@ void store(const Acc* src, int ld, int rows, int cols, Acc scale, const Acc* row
         }
       }
     }
-    for (; c < cols; ++c) store_element(divides ? from[c] / factor : from[c] * factor, sink, first + c * sink.col_stride);
+    for (; c < cols; ++c)
+      store_element(divides ? from[c] / factor : from[c] * factor, sink, first + c * sink.col_stride);
   }
 }
 

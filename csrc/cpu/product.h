@@ -5,8 +5,8 @@
 // Invariant: a thread that called a Products object calls release() before it ends its work (AMX state).
 #pragma once
 
-#include <c10/util/BFloat16.h>
 #include <ATen/native/CPUBlas.h>
+#include <c10/util/BFloat16.h>
 
 #include <type_traits>
 

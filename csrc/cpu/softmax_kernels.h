@@ -32,7 +32,9 @@ struct Columns {
 }
 
 template <class V>
-[[gnu::always_inline]] inline void store_operand(V value, typename V::Scalar* to) { value.store(to); }
+[[gnu::always_inline]] inline void store_operand(V value, typename V::Scalar* to) {
+  value.store(to);
+}
 [[gnu::always_inline]] inline void store_operand(F32 value, uint16_t* to) { store_half(to_bf16(value), to); }
 
 template <class V>
@@ -148,9 +150,9 @@ void softmax(const SoftmaxTile<Compute>& tile) {
 
 // Probabilities of one vector of S^T, and what backward of the score needs of it.
 template <class Compute, bool kGeneral, class V>
-[[gnu::always_inline]] inline V probability_at(const GradientTile<Compute>& tile, int r, int c, Columns kept,
-                                               ScoreAt<V>& at,
-                                               typename StandardScoreMods<typename Compute::Acc>::template Saved<V>& saved) {
+[[gnu::always_inline]] inline V probability_at(
+    const GradientTile<Compute>& tile, int r, int c, Columns kept, ScoreAt<V>& at,
+    typename StandardScoreMods<typename Compute::Acc>::template Saved<V>& saved) {
   using Acc = typename Compute::Acc;
   V score = V::load(tile.scores + int64_t{r} * tile.ld + c);
   const V lse = V::load(tile.lse + c);
@@ -271,6 +273,16 @@ void dot_columns(const Acc* a, const Acc* b, int ld, int rows, int cols, Acc* ou
       sum = sum + part;
     }
     sum.store(out + c);
+  }
+}
+
+template <class Acc>
+void add_row_sums(const Acc* src, int ld, int rows, int cols, Acc* out) {
+  using V = Vec<Acc>;
+  for (int r = 0; r < rows; ++r) {
+    V sum = V::load(src + int64_t{r} * ld);
+    for (int c = V::kLanes; c < cols; c += V::kLanes) sum = sum + V::load(src + int64_t{r} * ld + c);
+    out[r] += sum_lanes(sum);
   }
 }
 

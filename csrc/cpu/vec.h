@@ -30,25 +30,41 @@ constexpr int kVecBytes = 16;
 template <class T>
 struct RawOf;
 template <>
-struct RawOf<float> { typedef float Type __attribute__((vector_size(kVecBytes))); };
+struct RawOf<float> {
+  typedef float Type __attribute__((vector_size(kVecBytes)));
+};
 template <>
-struct RawOf<double> { typedef double Type __attribute__((vector_size(kVecBytes))); };
+struct RawOf<double> {
+  typedef double Type __attribute__((vector_size(kVecBytes)));
+};
 template <>
-struct RawOf<int32_t> { typedef int32_t Type __attribute__((vector_size(kVecBytes))); };
+struct RawOf<int32_t> {
+  typedef int32_t Type __attribute__((vector_size(kVecBytes)));
+};
 template <>
-struct RawOf<uint32_t> { typedef uint32_t Type __attribute__((vector_size(kVecBytes))); };
+struct RawOf<uint32_t> {
+  typedef uint32_t Type __attribute__((vector_size(kVecBytes)));
+};
 template <>
-struct RawOf<int64_t> { typedef int64_t Type __attribute__((vector_size(kVecBytes))); };
+struct RawOf<int64_t> {
+  typedef int64_t Type __attribute__((vector_size(kVecBytes)));
+};
 template <>
-struct RawOf<uint64_t> { typedef uint64_t Type __attribute__((vector_size(kVecBytes))); };
+struct RawOf<uint64_t> {
+  typedef uint64_t Type __attribute__((vector_size(kVecBytes)));
+};
 
 // One byte a lane.
 template <class T>
 struct BytesOf;
 template <>
-struct BytesOf<float> { typedef uint8_t Type __attribute__((vector_size(kVecBytes / 4))); };
+struct BytesOf<float> {
+  typedef uint8_t Type __attribute__((vector_size(kVecBytes / 4)));
+};
 template <>
-struct BytesOf<double> { typedef uint8_t Type __attribute__((vector_size(kVecBytes / 8))); };
+struct BytesOf<double> {
+  typedef uint8_t Type __attribute__((vector_size(kVecBytes / 8)));
+};
 
 template <class T>
 struct Vec {
@@ -108,9 +124,13 @@ template <class T>
   return Vec<T>(a.raw > b.raw ? a.raw : b.raw);
 }
 #if defined(__AVX512F__)
-[[gnu::always_inline]] inline F32 max(F32 a, F32 b) { return F32((F32::Raw)_mm512_max_ps((__m512)a.raw, (__m512)b.raw)); }
+[[gnu::always_inline]] inline F32 max(F32 a, F32 b) {
+  return F32((F32::Raw)_mm512_max_ps((__m512)a.raw, (__m512)b.raw));
+}
 #elif defined(__AVX2__)
-[[gnu::always_inline]] inline F32 max(F32 a, F32 b) { return F32((F32::Raw)_mm256_max_ps((__m256)a.raw, (__m256)b.raw)); }
+[[gnu::always_inline]] inline F32 max(F32 a, F32 b) {
+  return F32((F32::Raw)_mm256_max_ps((__m256)a.raw, (__m256)b.raw));
+}
 #endif
 
 // Lanes first + l of [low, high) keep their value, the others take `other`.
@@ -271,8 +291,7 @@ typedef uint16_t HalfRaw __attribute__((vector_size(kVecBytes / 2)));
   const U32::Raw bits = bit_cast<U32>(v).raw;
   const U32::Raw magnitude = bits & 0x7FFFFFFF;
   const F32 half(0.5f);  // its last bit is worth 2^-24, as that of a denormal fp16: the addition rounds
-  const U32::Raw denormal =
-      bit_cast<U32>(bit_cast<F32>(U32(magnitude)) + half).raw - bit_cast<U32>(half).raw;
+  const U32::Raw denormal = bit_cast<U32>(bit_cast<F32>(U32(magnitude)) + half).raw - bit_cast<U32>(half).raw;
   const U32::Raw normal = (magnitude - (112u << 23) + 0xFFF + ((magnitude >> 13) & 1)) >> 13;
   const U32::Raw infinity = U32::Raw{} + 0x7C00;
   const U32::Raw quiet = U32::Raw{} + 0x7E00;

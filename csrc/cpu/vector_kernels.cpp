@@ -13,7 +13,7 @@
 #undef FLASH_DEVICE
 #define FLASH_DEVICE [[gnu::always_inline]] inline
 
-#include "cpu/pack_kernels.h"
+#include "cpu/few_rows_kernels.h"
 #include "cpu/softmax_kernels.h"
 
 namespace flash_ext::cpu::FLASH_CPU_VARIANT {
@@ -124,12 +124,15 @@ VectorKernels<Compute> make_kernels() {
   VectorKernels<Compute> kernels{};
   kernels.load_acc = load_acc<Acc>;
   kernels.transpose_acc = transpose_acc<Acc>;
+  kernels.few_scores = few_scores<Acc>;
+  kernels.few_outputs = few_outputs<Acc, typename Compute::Operand>;
   kernels.modify_scores = modify_scores<Acc>;
   kernels.softmax = softmax<Compute>;
   kernels.sum_probs = sum_probs<Compute>;
   kernels.gradient = gradient<Compute>;
   kernels.store = store<Acc>;
   kernels.dot_columns = dot_columns<Acc>;
+  kernels.add_row_sums = add_row_sums<Acc>;
   kernels.add = add<Acc>;
   kernels.keep_tile = keep_tile;
   if constexpr (Compute::kPairs) {

@@ -67,7 +67,7 @@ struct TileBand {
 template <class Acc>
 struct ScoreInputs {
   StandardScoreMods<Acc> mods;
-  Acc distance = 0;          // i + offset - j of the tile's first element
+  Acc distance = 0;           // i + offset - j of the tile's first element
   const Acc* bias = nullptr;  // [rows, cols]
   int ld_bias = 0;
   const Acc* mask = nullptr;  // [rows, cols], zero: removed
@@ -85,8 +85,8 @@ struct SoftmaxTile {
   int rows = 0;
   int cols = 0;
   Acc scale = 1;
-  const TileBand* band = nullptr;     // null: every element is kept
-  const uint8_t* keep = nullptr;      // [rows, cols] dropout; null: none
+  const TileBand* band = nullptr;  // null: every element is kept
+  const uint8_t* keep = nullptr;   // [rows, cols] dropout; null: none
   int ld_keep = 0;
   Acc keep_scale = 1;
   Acc* row_max = nullptr;  // [rows] in and out
@@ -117,16 +117,16 @@ struct GradientTile {
   int rows = 0;
   int cols = 0;
   Acc scale = 1;
-  const Acc* lse = nullptr;         // [cols], +inf for a query without keys
-  const Acc* delta = nullptr;       // [cols]
-  const TileBand* band = nullptr;   // null: every element is kept
-  const uint8_t* keep = nullptr;    // [rows, cols] dropout; null: none
+  const Acc* lse = nullptr;        // [cols], +inf for a query without keys
+  const Acc* delta = nullptr;      // [cols]
+  const TileBand* band = nullptr;  // null: every element is kept
+  const uint8_t* keep = nullptr;   // [rows, cols] dropout; null: none
   Acc keep_scale = 1;
   const ScoreInputs<Acc>* inputs = nullptr;  // null: plain scores
   const Acc* renorm = nullptr;               // [cols] factor of every probability; null: 1
 
-  Operand* probs = nullptr;     // [rows, cols] P^T, with dropout
-  Operand* d_scores = nullptr;  // [rows, cols] dS^T as a left operand
+  Operand* probs = nullptr;           // [rows, cols] P^T, with dropout
+  Operand* d_scores = nullptr;        // [rows, cols] dS^T as a left operand
   Operand* d_scores_right = nullptr;  // the same as a right operand; only with kPairs
   Acc* d_bias = nullptr;              // [rows, ld_d_bias] += gradient of the modified score
   int ld_d_bias = 0;
@@ -148,10 +148,16 @@ struct VectorKernels {
   void (*right_transposed)(const Operand* src, int ld_src, int rows, int cols, Operand* dst, int ld_dst,
                            int rows_padded);
   // Left operand dst[col][row], zeros up to [cols_padded, rows_padded].
-  void (*left_transposed)(const Operand* src, int ld_src, int rows, int cols, Operand* dst, int ld_dst,
-                          int rows_padded, int cols_padded);
+  void (*left_transposed)(const Operand* src, int ld_src, int rows, int cols, Operand* dst, int ld_dst, int rows_padded,
+                          int cols_padded);
   // dst[col][row] = src[row][col]; both extents multiples of kPad.
   void (*transpose_acc)(const Acc* src, int ld_src, int rows, int cols, Acc* dst, int ld_dst);
+
+  // The two products of forward for a few rows, on K and V as they lie (few_rows_kernels.h); depth and d_v are
+  // multiples of kPad, columns are contiguous.
+  void (*few_scores)(const Acc* q, int ld_q, int rows, const Source& k, int keys, int depth, Acc* scores, int ld);
+  void (*few_outputs)(const Operand* p, int ld_p, int rows, const Source& v, int keys, int d_v, Acc* out, int ld_out,
+                      bool add);
 
   void (*modify_scores)(Acc* scores, int ld, int rows, int cols, Acc scale, const ScoreInputs<Acc>& inputs);
   void (*softmax)(const SoftmaxTile<Compute>& tile);
@@ -164,6 +170,8 @@ struct VectorKernels {
   void (*store)(const Acc* src, int ld, int rows, int cols, Acc scale, const Acc* row_sums, const Sink& sink);
   // out[c] = sum over r of a[r][c] * b[r][c], cols a multiple of kPad.
   void (*dot_columns)(const Acc* a, const Acc* b, int ld, int rows, int cols, Acc* out);
+  // out[r] += sum of row r; cols a multiple of kPad.
+  void (*add_row_sums)(const Acc* src, int ld, int rows, int cols, Acc* out);
   void (*add)(Acc* dst, const Acc* src, int64_t count);
   // keep[r][c] of the dropout map at (bh, q0 + r, k0 + c), or [c][r] when transposed; all multiples of 16.
   void (*keep_tile)(const Dropout& dropout, uint32_t bh, int64_t q0, int64_t k0, int rows, int cols, bool transposed,
@@ -182,11 +190,17 @@ struct VectorTable {
   const VectorKernels<Compute>& get() const;
 };
 template <>
-inline const VectorKernels<ComputeF32>& VectorTable::get<ComputeF32>() const { return f32; }
+inline const VectorKernels<ComputeF32>& VectorTable::get<ComputeF32>() const {
+  return f32;
+}
 template <>
-inline const VectorKernels<ComputeBf16>& VectorTable::get<ComputeBf16>() const { return bf16; }
+inline const VectorKernels<ComputeBf16>& VectorTable::get<ComputeBf16>() const {
+  return bf16;
+}
 template <>
-inline const VectorKernels<ComputeF64>& VectorTable::get<ComputeF64>() const { return f64; }
+inline const VectorKernels<ComputeF64>& VectorTable::get<ComputeF64>() const {
+  return f64;
+}
 
 // The table of the best instruction set that this machine has and torch allows (ATEN_CPU_CAPABILITY).
 const VectorTable& vector_table();

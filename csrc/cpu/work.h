@@ -110,10 +110,14 @@ void for_each_item(int64_t items, int64_t threads, const Body& body, const Done&
 
 inline Element element_of(DType dtype) {
   switch (dtype) {
-    case DType::kFloat16: return Element::kFloat16;
-    case DType::kBFloat16: return Element::kBFloat16;
-    case DType::kFloat32: return Element::kFloat32;
-    default: return Element::kFloat64;
+    case DType::kFloat16:
+      return Element::kFloat16;
+    case DType::kBFloat16:
+      return Element::kBFloat16;
+    case DType::kFloat32:
+      return Element::kFloat32;
+    default:
+      return Element::kFloat64;
   }
 }
 
