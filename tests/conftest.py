@@ -25,8 +25,6 @@ PLACES = {
 # What a backend may refuse: patterns of its reasons. The CPU and the chunked backend refuse nothing.
 REFUSALS = {
     "cpu": r"(?!)",
-    "sm80": r"head_dim(_v)? \d+ is (more than 256|not a multiple of 8)|dtype \w+",
-    "sm90": r"head_dim(_v)? \d+ is (more than 256|not a multiple of 8)|dtype \w+|compute capability",
     "chunked": r"(?!)",
 }
 

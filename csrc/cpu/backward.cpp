@@ -68,7 +68,12 @@ struct BackwardLayout {
       if (problem.wants_dk) dk_slots = arena.take<Acc>(cut.items * keys * tiles.cols);
       if (problem.wants_dv) dv_slots = arena.take<Acc>(cut.items * keys * tiles.cols_v);
     }
-    if (problem.wants_dbias) key_sums = arena.take<Acc>(cut.items * cut.heads * keys);
+    if (problem.wants_dbias) {
+      const int64_t rows = problem.batch * problem.heads_q * problem.len_q;
+      key_sums = arena.take<Acc>(cut.items * cut.heads * keys);
+      tiles.all_delta = arena.take<Acc>(rows);
+      tiles.all_renorm = arena.take<Acc>(rows);
+    }
     if (problem.wants_dalibi) slope_sums = arena.take<double>(problem.batch * problem.heads_q * cut.m_blocks);
     return arena.used();
   }
@@ -96,7 +101,7 @@ class BackwardWorker : BackwardTileWorker<Compute> {
 
   BackwardWorker(const BackwardArgs& args, const BackwardLayout<Compute>& layout, const BiasRoute& bias,
                  const Products<Compute>& product)
-      : Tiles(args, layout.tiles, product), at_(layout), tiles_(layout.tiles), bias_(bias) {}
+      : Tiles(args, layout.tiles, product, /*recalls=*/false), at_(layout), tiles_(layout.tiles), bias_(bias) {}
 
   void run(const Partition::Item& item) {
     const Partition& cut = at_.cut;
@@ -408,7 +413,7 @@ void run_backward(const BackwardArgs& args, const Plan& plan, Engine engine, voi
     static_cast<typename Compute::Acc*>(args.dalibi)[i] = static_cast<typename Compute::Acc>(sum);
   }
   if (bias.kind == BiasRoute::kKeys) reduce_key_sums<Compute>(args, layout, bias);
-  if (bias.kind == BiasRoute::kPass) run_bias_gradient<Compute>(args, product, threads, worker_base);
+  if (bias.kind == BiasRoute::kPass) run_bias_gradient<Compute>(args, layout.tiles, product, threads, worker_base);
 }
 
 template void plan_backward<ComputeF32>(const Problem&, int64_t, Plan&);

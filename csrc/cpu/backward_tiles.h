@@ -9,6 +9,8 @@
 // contributes exactly nothing; keys and queries of the padding likewise.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
 #include <limits>
 
 #include "attention/online_softmax.h"
@@ -35,7 +37,7 @@ struct BackwardTiles {
   Acc* lse = nullptr;                   // [panels][kPanel]
   Acc* delta = nullptr;                 // [panels][kPanel]
   Acc* renorm = nullptr;                // [panels][kPanel]
-  bool* renormalised = nullptr;         // [panels]
+  bool* measured = nullptr;             // [panels]
 
   Operand* k_left = nullptr;          // [block_n, staged_ld(d)]
   Operand* v_left = nullptr;          // [block_n, staged_ld(d_v)]
@@ -49,6 +51,8 @@ struct BackwardTiles {
   Operand* d_scores = nullptr;        // [block_n, kPanel]; d_probs itself where the types agree
   Operand* d_scores_right = nullptr;  // [block_n, kPanel]; d_scores itself without pairs
   uint8_t* keep = nullptr;            // [block_n, kPanel]
+  Acc* all_delta = nullptr;           // [batch, heads_q, len_q], shared: what measure() found, for the bias's pass
+  Acc* all_renorm = nullptr;          // [batch, heads_q, len_q], shared
   ScoreInputLoader<Compute> inputs;
 
   BackwardTiles(const Problem& problem, int64_t rows) {
@@ -71,7 +75,7 @@ struct BackwardTiles {
     lse = arena.take<Acc>(queries);
     delta = arena.take<Acc>(queries);
     renorm = arena.take<Acc>(queries);
-    renormalised = arena.take<bool>(panels);
+    measured = arena.take<bool>(panels);
     k_left = arena.take<Operand>(int64_t{block_n} * staged_ld(problem.head_dim));
     v_left = arena.take<Operand>(int64_t{block_n} * staged_ld(problem.head_dim_v));
     staged = arena.take<Operand>(int64_t{kPanel} * staged_ld(std::max(problem.head_dim, problem.head_dim_v)));
@@ -107,7 +111,8 @@ class BackwardTileWorker {
   using Operand = typename Compute::Operand;
   using Acc = typename Compute::Acc;
 
-  BackwardTileWorker(const BackwardArgs& args, const BackwardTiles<Compute>& tiles, const Products<Compute>& product)
+  BackwardTileWorker(const BackwardArgs& args, const BackwardTiles<Compute>& tiles, const Products<Compute>& product,
+                     bool recalls)
       : args_(args),
         problem_(args.fwd.problem),
         at_(tiles),
@@ -115,7 +120,8 @@ class BackwardTileWorker {
         kernels_(vector_table().get<Compute>()),
         band_(make_band(args.fwd.problem)),
         type_(element_of(args.fwd.problem.dtype)),
-        general_(ScoreInputLoader<Compute>::needed(args.fwd.problem)) {
+        general_(ScoreInputLoader<Compute>::needed(args.fwd.problem)),
+        recalls_(recalls) {
     if (problem_.dropout_p > 0.0) {
       dropout_ = make_dropout(args.fwd.rng_state[0], args.fwd.rng_state[1], problem_.dropout_p);
     }
@@ -126,6 +132,11 @@ class BackwardTileWorker {
     head_ = head;
     head_k_ = head / (problem_.heads_q / problem_.heads_k);
     head_v_ = head / (problem_.heads_q / problem_.heads_v);
+    if (is_exact_type() && (batch != measured_batch_ || head_v_ != measured_head_)) {
+      measured_batch_ = batch;
+      measured_head_ = head_v_;
+      value_squared_ = mean_value_squared();
+    }
   }
 
   // Q and dO as right operands both ways, lse and delta.
@@ -137,12 +148,12 @@ class BackwardTileWorker {
     const int d = static_cast<int>(problem_.head_dim), d_v = static_cast<int>(problem_.head_dim_v);
     Acc* lse = at_.lse + index * kPanel;
     Acc* delta = at_.delta + index * kPanel;
-    const int64_t first = (batch_ * problem_.heads_q + head_) * problem_.len_q + queries.first;
-    bool any_empty = false, any_renormalised = false;
+    const int64_t first = first_row(panel);
+    bool any_empty = false, any_lossy = false;
     for (int r = 0; r < panel.width; ++r) {
       lse[r] = r < rows ? static_cast<const Acc*>(args_.fwd.lse)[first + r] : OnlineSoftmax<Acc>::kEmpty;
       any_empty |= r < rows && lse[r] == OnlineSoftmax<Acc>::kEmpty;
-      any_renormalised |= needs_renormalisation(lse[r]);
+      any_lossy |= lse_is_lossy(lse[r]);
       if (lse[r] == OnlineSoftmax<Acc>::kEmpty) lse[r] = std::numeric_limits<Acc>::infinity();
     }
     const int64_t panel_row = int64_t{index} * kPanel;
@@ -158,6 +169,7 @@ class BackwardTileWorker {
     } else {
       kernels_.dot_columns(d_out_transposed, at_.out_acc, panel.width, d_v, panel.width, delta);
     }
+    any_lossy |= is_exact_type() && cancels(panel, d_v);
     for (int r = 0; r < panel.width; ++r) {
       if (r >= rows || is_empty(lse[r])) {
         delta[r] = Acc(0);
@@ -165,8 +177,14 @@ class BackwardTileWorker {
         delta[r] -= static_cast<const Acc*>(args_.d_lse)[first + r];
       }
     }
-    at_.renormalised[index] = any_renormalised;
-    if (any_renormalised && !panel.exact) renormalise(panel);
+    at_.measured[index] = any_lossy && !panel.exact;
+    if (at_.measured[index]) {
+      if (recalls_) {
+        recall(panel);
+      } else {
+        measure(panel);
+      }
+    }
     return panel;
   }
 
@@ -177,27 +195,16 @@ class BackwardTileWorker {
     ScoreInputs<Acc> inputs;
     TileBand band;
     GradientTile<Compute> tile = score_tile(panel, keys, inputs, band);
-    if (at_.renormalised[panel.index] && !panel.exact) tile.renorm = at_.renorm + panel.index * kPanel;
+    if (at_.measured[panel.index]) tile.renorm = at_.renorm + panel.index * kPanel;
     if (d_scores) {
-      const Left<Compute> v =
-          left_rows<Compute>(kernels_, source_at(problem_, args_.fwd.v, type_, batch_, head_v_, keys.first, 0),
-                             static_cast<int>(keys.size()), rows, static_cast<int>(problem_.head_dim_v), at_.v_left);
-      product_(rows, panel.width, at_.depth_v, v.data, v.ld,
-               at_.d_out_transposed + int64_t{panel.index} * kPanel * at_.depth_v, panel.width, at_.d_probs,
-               panel.width, /*add=*/false);
-      tile.d_probs = at_.d_probs;
+      d_prob_tile(panel, keys, tile);
       tile.d_scores = at_.d_scores;
       tile.d_scores_right = at_.d_scores_right;
       tile.d_bias = d_bias;
       tile.ld_d_bias = ld_d_bias;
       tile.slope = slope;
     }
-    if (at_.keep != nullptr) {
-      kernels_.keep_tile(dropout_, static_cast<uint32_t>(batch_ * problem_.heads_q + head_), panel.queries.first,
-                         keys.first, panel.width, rows, /*transposed=*/true, at_.keep, panel.width);
-      tile.keep = at_.keep;
-      tile.keep_scale = static_cast<Acc>(dropout_.scale);
-    }
+    keep_tile(panel, keys, tile);
     if (panel.exact) normalise(panel, tile);
     tile.probs = at_.probs;
     kernels_.gradient(tile);
@@ -276,37 +283,110 @@ class BackwardTileWorker {
     return tile;
   }
 
-  // Where one tile holds all keys of its queries, P is divided by its own sum and delta is rowsum(P dP), as eager
-  // attention has them. NOTE: without it, a query that sees one key or two gets dS as the difference of two
-  // independent roundings: 4x the error of eager fp32 attention. Half types round more than that anyway.
-  void normalise(const Panel& panel, GradientTile<Compute>& tile) {
-    Acc* renorm = at_.renorm + panel.index * kPanel;
-    Acc* delta = at_.delta + panel.index * kPanel;
-    const int64_t first = (batch_ * problem_.heads_q + head_) * problem_.len_q + panel.queries.first;
-    Acc sums[4][kPanel] = {};
-    kernels_.sum_probs(tile, sums[0]);
-    for (int r = 0; r < panel.width; ++r) {
-      renorm[r] = is_empty(tile.lse[r]) ? Acc(1) : Acc(1) / (sums[0][r] + sums[2][r]);
-      delta[r] = (sums[1][r] + sums[3][r]) * renorm[r];
-      if (args_.d_lse != nullptr && !is_empty(tile.lse[r])) delta[r] -= static_cast<const Acc*>(args_.d_lse)[first + r];
-    }
-    tile.renorm = renorm;
+  // dP^T of a tile in at_.d_probs, before dropout.
+  void d_prob_tile(const Panel& panel, Range keys, GradientTile<Compute>& tile) {
+    const Left<Compute> v =
+        left_rows<Compute>(kernels_, source_at(problem_, args_.fwd.v, type_, batch_, head_v_, keys.first, 0),
+                           static_cast<int>(keys.size()), tile.rows, static_cast<int>(problem_.head_dim_v), at_.v_left);
+    product_(tile.rows, panel.width, at_.depth_v, v.data, v.ld,
+             at_.d_out_transposed + int64_t{panel.index} * kPanel * at_.depth_v, panel.width, at_.d_probs, panel.width,
+             /*add=*/false);
+    tile.d_probs = at_.d_probs;
   }
 
-  // The factor 1 / sum_j e^(s_j - lse) of every query whose lse is too large to hold its own logarithm.
-  void renormalise(const Panel& panel) {
-    Acc* renorm = at_.renorm + panel.index * kPanel;
-    const Acc* lse = at_.lse + panel.index * kPanel;
+  void keep_tile(const Panel& panel, Range keys, GradientTile<Compute>& tile) {
+    if (at_.keep == nullptr) return;
+    kernels_.keep_tile(dropout_, static_cast<uint32_t>(batch_ * problem_.heads_q + head_), panel.queries.first,
+                       keys.first, panel.width, tile.rows, /*transposed=*/true, at_.keep, panel.width);
+    tile.keep = at_.keep;
+    tile.keep_scale = static_cast<Acc>(dropout_.scale);
+  }
+
+  // Half types round P and dS by more than what is at stake here.
+  bool is_exact_type() const { return type_ >= Element::kFloat32; }
+  // Whether what lse lost to rounding is a visible factor of P: over 1e-6 of a fp32 result, or all of log(sum).
+  bool lse_is_lossy(Acc lse) const {
+    return is_exact_type() ? std::abs(lse) > Acc(16) && lse != OnlineSoftmax<Acc>::kEmpty : needs_renormalisation(lse);
+  }
+
+  // Whether O of some query is nearly as long as the rows of V: its P is concentrated on a few keys, or V is mostly its
+  // mean. Then dP hardly differs from delta, and dS = P (dP - delta) is what their independent roundings leave.
+  bool cancels(const Panel& panel, int d_v) const {
+    Acc out_squared[kPanel];
+    kernels_.dot_columns(at_.out_acc, at_.out_acc, panel.width, d_v, panel.width, out_squared);
+    return *std::max_element(out_squared, out_squared + panel.queries.size()) > Acc(0.2) * value_squared_;
+  }
+
+  // The mean squared length of V's rows, from up to 256 of them.
+  Acc mean_value_squared() {
+    const int64_t step = (problem_.len_k + 255) / 256;
+    const int d_v = static_cast<int>(problem_.head_dim_v);
+    Acc sum = 0;
+    int64_t count = 0;
+    for (int64_t key = 0; key < problem_.len_k; key += step, ++count) {
+      const Source src = source_at(problem_, args_.fwd.v, type_, batch_, head_v_, key, 0);
+      kernels_.load_acc(src, 1, d_v, at_.rows_acc, at_.cols_v, 1, at_.cols_v);
+      for (int c = 0; c < d_v; ++c) sum += at_.rows_acc[c] * at_.rows_acc[c];
+    }
+    return sum / static_cast<Acc>(count);
+  }
+
+  // P is divided by its own sum and delta is rowsum(P dP), as eager attention has them, from one tile that holds all
+  // keys of its queries. NOTE: without it, a query that sees one key or two gets dS as the difference of two
+  // independent roundings: 4x the error of eager fp32 attention.
+  void normalise(const Panel& panel, GradientTile<Compute>& tile) {
+    Acc sums[4][kPanel] = {};
+    kernels_.sum_probs(tile, sums[0]);
+    finish_measure(panel, sums);
+    tile.renorm = at_.renorm + panel.index * kPanel;
+  }
+
+  // The same over all blocks of keys, for two products more. NOTE: inputs of mean 8 had 6x the error of eager fp32
+  // attention without it, steep ALiBi slopes 2.3x. Half types: only where lse is too large to hold log(sum).
+  void measure(const Panel& panel) {
     Acc sums[4][kPanel] = {};
     const Range seen = band_.keys(panel.queries, problem_.len_k);
     for (int64_t key = seen.first / at_.block_n * at_.block_n; key < seen.last; key += at_.block_n) {
+      const Range keys{key, std::min(key + at_.block_n, problem_.len_k)};
       ScoreInputs<Acc> inputs;
       TileBand band;
-      kernels_.sum_probs(score_tile(panel, {key, std::min(key + at_.block_n, problem_.len_k)}, inputs, band), sums[0]);
+      GradientTile<Compute> tile = score_tile(panel, keys, inputs, band);
+      if (is_exact_type()) {
+        d_prob_tile(panel, keys, tile);
+        keep_tile(panel, keys, tile);
+      }
+      kernels_.sum_probs(tile, sums[0]);
     }
+    finish_measure(panel, sums);
+  }
+
+  // sums: P and P dP of each query, and what each lost to rounding.
+  void finish_measure(const Panel& panel, const Acc (&sums)[4][kPanel]) {
+    Acc* renorm = at_.renorm + panel.index * kPanel;
+    Acc* delta = at_.delta + panel.index * kPanel;
+    const Acc* lse = at_.lse + panel.index * kPanel;
+    const Acc* d_lse = static_cast<const Acc*>(args_.d_lse);
+    const int64_t first = first_row(panel);
     for (int r = 0; r < panel.width; ++r) {
-      renorm[r] = !is_empty(lse[r]) && needs_renormalisation(lse[r]) ? Acc(1) / (sums[0][r] + sums[2][r]) : Acc(1);
+      renorm[r] = is_empty(lse[r]) ? Acc(1) : Acc(1) / (sums[0][r] + sums[2][r]);
+      if (is_empty(lse[r]) || !is_exact_type()) continue;
+      delta[r] = (sums[1][r] + sums[3][r]) * renorm[r];
+      if (d_lse != nullptr) delta[r] -= d_lse[first + r];
     }
+    if (at_.all_delta == nullptr) return;
+    std::copy_n(renorm, panel.queries.size(), at_.all_renorm + first);
+    std::copy_n(delta, panel.queries.size(), at_.all_delta + first);
+  }
+
+  // What the sweep measured, for the pass after it.
+  void recall(const Panel& panel) {
+    std::copy_n(at_.all_renorm + first_row(panel), panel.queries.size(), at_.renorm + panel.index * kPanel);
+    std::copy_n(at_.all_delta + first_row(panel), panel.queries.size(), at_.delta + panel.index * kPanel);
+  }
+
+  // Of the panel, in [batch, heads_q, len_q].
+  int64_t first_row(const Panel& panel) const {
+    return (batch_ * problem_.heads_q + head_) * problem_.len_q + panel.queries.first;
   }
 
   const BackwardArgs& args_;
@@ -317,17 +397,22 @@ class BackwardTileWorker {
   const Band band_;
   const Element type_;
   const bool general_;
+  const bool recalls_;
   Dropout dropout_;
   int64_t batch_ = 0;
   int64_t head_ = 0;
   int64_t head_k_ = 0;
   int64_t head_v_ = 0;
+  int64_t measured_batch_ = -1;
+  int64_t measured_head_ = -1;
+  Acc value_squared_ = 0;
 };
 
 // The bias gradient's own pass (bias_gradient.cpp); `workspace` holds bias_gradient_scratch() bytes a worker.
 template <class Compute>
 int64_t bias_gradient_scratch(const Problem& problem);
 template <class Compute>
-void run_bias_gradient(const BackwardArgs& args, const Products<Compute>& product, int64_t threads, void* workspace);
+void run_bias_gradient(const BackwardArgs& args, const BackwardTiles<Compute>& sweep, const Products<Compute>& product,
+                       int64_t threads, void* workspace);
 
 }  // namespace flash_ext::cpu

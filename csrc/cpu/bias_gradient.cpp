@@ -57,7 +57,7 @@ class BiasWorker : BackwardTileWorker<Compute> {
   using Tiles::args_, Tiles::problem_, Tiles::kernels_, Tiles::band_;
 
   BiasWorker(const BackwardArgs& args, const BiasScratch<Compute>& scratch, const Products<Compute>& product)
-      : Tiles(args, scratch.tiles, product), at_(scratch), shape_(args.fwd.problem, args.dbias) {}
+      : Tiles(args, scratch.tiles, product, /*recalls=*/true), at_(scratch), shape_(args.fwd.problem, args.dbias) {}
 
   // `owner` is the first batch index of those that share the gradient's memory.
   void run(int64_t owner, int64_t head, int64_t row_tile, int64_t col_tile) {
@@ -147,7 +147,8 @@ int64_t bias_gradient_scratch(const Problem& problem) {
 }
 
 template <class Compute>
-void run_bias_gradient(const BackwardArgs& args, const Products<Compute>& product, int64_t threads, void* workspace) {
+void run_bias_gradient(const BackwardArgs& args, const BackwardTiles<Compute>& sweep, const Products<Compute>& product,
+                       int64_t threads, void* workspace) {
   const Problem& problem = args.fwd.problem;
   const BiasShape shape(problem, args.dbias);
   std::vector<int64_t> owners, places;
@@ -163,6 +164,8 @@ void run_bias_gradient(const BackwardArgs& args, const Products<Compute>& produc
       [&](int64_t item, int64_t worker) {
         BiasScratch<Compute> scratch(problem);
         scratch.carve(problem, static_cast<char*>(workspace) + worker * worker_bytes);
+        scratch.tiles.all_delta = sweep.all_delta;
+        scratch.tiles.all_renorm = sweep.all_renorm;
         const int64_t col_tile = item % shape.col_tiles;
         const int64_t row_tile = item / shape.col_tiles % shape.row_tiles;
         const int64_t head = item / shape.col_tiles / shape.row_tiles % shape.heads;
@@ -175,8 +178,11 @@ void run_bias_gradient(const BackwardArgs& args, const Products<Compute>& produc
 template int64_t bias_gradient_scratch<ComputeF32>(const Problem&);
 template int64_t bias_gradient_scratch<ComputeBf16>(const Problem&);
 template int64_t bias_gradient_scratch<ComputeF64>(const Problem&);
-template void run_bias_gradient<ComputeF32>(const BackwardArgs&, const Products<ComputeF32>&, int64_t, void*);
-template void run_bias_gradient<ComputeBf16>(const BackwardArgs&, const Products<ComputeBf16>&, int64_t, void*);
-template void run_bias_gradient<ComputeF64>(const BackwardArgs&, const Products<ComputeF64>&, int64_t, void*);
+template void run_bias_gradient<ComputeF32>(const BackwardArgs&, const BackwardTiles<ComputeF32>&,
+                                            const Products<ComputeF32>&, int64_t, void*);
+template void run_bias_gradient<ComputeBf16>(const BackwardArgs&, const BackwardTiles<ComputeBf16>&,
+                                             const Products<ComputeBf16>&, int64_t, void*);
+template void run_bias_gradient<ComputeF64>(const BackwardArgs&, const BackwardTiles<ComputeF64>&,
+                                            const Products<ComputeF64>&, int64_t, void*);
 
 }  // namespace flash_ext::cpu

@@ -1,3 +1,7 @@
+// The probe of torch's brgemm: it may be missing (no AVX2), refuse a type (no AVX-512) or, on a machine nobody has
+// tried, be wrong. So it is asked for a small product whose numbers are known.
+//
+// Called by choose_flavour in backend.cpp. Invariant: one answer for the life of the process.
 #include "cpu/product.h"
 
 #include <cmath>
