@@ -3,8 +3,6 @@
 
 #include <torch/library.h>
 
-#include <sstream>
-
 #include "api/dispatch.h"
 #include "api/problem.h"
 #include "api/signatures.h"
@@ -13,7 +11,7 @@ namespace flash_ext {
 namespace {
 
 // Text is our own (names, reasons), without characters that JSON would escape but the quote.
-std::string quoted(std::string_view text) {
+std::string json_string(std::string_view text) {
   std::string result = "\"";
   for (const char c : text) {
     if (c == '"' || c == '\\') result += '\\';
@@ -22,18 +20,23 @@ std::string quoted(std::string_view text) {
   return result + "\"";
 }
 
+// Comma-separated, so that a first element needs no care.
+void append(std::string& list, const std::string& element) { list += (list.empty() ? "" : ", ") + element; }
+
 std::string json(const std::string& backend, const Plan& plan) {
-  std::ostringstream out;
-  out << "{\"backend\": " << quoted(backend) << ", \"kernel\": " << quoted(plan.kernel)
-      << ", \"block_m\": " << plan.block_m << ", \"block_n\": " << plan.block_n << ", \"stages\": " << plan.stages
-      << ", \"on_chip\": [";
-  for (int i = 0; i < static_cast<int>(std::size(plan.on_chip)) && plan.on_chip[i].name != nullptr; ++i) {
-    out << (i ? ", " : "") << "[" << quoted(plan.on_chip[i].name) << ", " << plan.on_chip[i].bytes << "]";
+  const auto field = [](const char* name, auto value) {
+    return ", " + json_string(name) + ": " + std::to_string(value);
+  };
+  std::string uses;
+  for (const Plan::Use& use : plan.on_chip) {
+    if (use.name == nullptr) break;
+    append(uses, "[" + json_string(use.name) + ", " + std::to_string(use.bytes) + "]");
   }
-  out << "], \"on_chip_limit\": " << plan.on_chip_limit << ", \"scratch_bytes\": " << plan.scratch_bytes
-      << ", \"registers\": " << plan.registers << ", \"occupancy\": " << plan.occupancy << ", \"grid\": " << plan.grid
-      << ", \"waves\": " << plan.waves << "}";
-  return out.str();
+  return "{\"backend\": " + json_string(backend) + ", \"kernel\": " + json_string(plan.kernel) +
+         field("block_m", plan.block_m) + field("block_n", plan.block_n) + field("stages", plan.stages) +
+         ", \"on_chip\": [" + uses + "]" + field("on_chip_limit", plan.on_chip_limit) +
+         field("scratch_bytes", plan.scratch_bytes) + field("registers", plan.registers) +
+         field("occupancy", plan.occupancy) + field("grid", plan.grid) + field("waves", plan.waves) + "}";
 }
 
 c10::Device planned_device(const Tensor& query, std::string_view device) {
@@ -60,7 +63,7 @@ std::string explain(const Inputs& in, const Options& options, std::string_view d
   problem.wants_dbias = wanted[3];
   problem.wants_dalibi = wanted[4];
 
-  std::ostringstream plans, refused, copies;
+  std::string plans, refused, copies;
   bool composite = false;
   for (const Pass pass : {Pass::kForward, Pass::kBackward}) {
     const char* pass_name = pass == Pass::kForward ? "forward" : "backward";
@@ -69,21 +72,21 @@ std::string explain(const Inputs& in, const Options& options, std::string_view d
     plan.kernel = "composite of torch operations over blocks of queries";
     if (backend != nullptr) plan = backend->plan(problem, pass, device);
     composite = composite || backend == nullptr;
-    plans << quoted(pass_name) << ": " << json(backend ? backend->name : std::string(kChunked), plan) << ", ";
+    plans += json_string(pass_name) + ": " + json(backend ? backend->name : std::string(kChunked), plan) + ", ";
     std::vector<Refusal> reasons = refusals(problem, pass, device);
     if (!fits) reasons = {{"all kernels", "the leading dimensions do not merge into " + std::to_string(kMaxBatchDims)}};
     for (const Refusal& refusal : reasons) {
-      refused << (refused.tellp() > 0 ? ", " : "") << "[" << quoted(refusal.backend) << ", " << quoted(pass_name)
-              << ", " << quoted(refusal.reason) << "]";
+      append(refused, "[" + json_string(refusal.backend) + ", " + json_string(pass_name) + ", " +
+                          json_string(refusal.reason) + "]");
     }
   }
   if (composite && in.query.element_size() == 2) {
     for (const auto& [argument, tensor] : {std::pair{"key", &in.key}, std::pair{"value", &in.value}}) {
-      copies << (copies.tellp() > 0 ? ", " : "") << "[" << quoted(argument) << ", " << tensor->numel() * 4 << ", "
-             << quoted("the composite computes in float32") << "]";
+      append(copies, "[" + json_string(argument) + ", " + std::to_string(tensor->numel() * 4) + ", " +
+                         json_string("the composite computes in float32") + "]");
     }
   }
-  return "{" + plans.str() + "\"refusals\": [" + refused.str() + "], \"copies\": [" + copies.str() + "]}";
+  return "{" + plans + "\"refusals\": [" + refused + "], \"copies\": [" + copies + "]}";
 }
 
 namespace {
