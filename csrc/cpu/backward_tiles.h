@@ -132,7 +132,7 @@ class BackwardTileWorker {
     head_ = head;
     head_k_ = head / (problem_.heads_q / problem_.heads_k);
     head_v_ = head / (problem_.heads_q / problem_.heads_v);
-    if (is_exact_type() && (batch != measured_batch_ || head_v_ != measured_head_)) {
+    if (batch != measured_batch_ || head_v_ != measured_head_) {
       measured_batch_ = batch;
       measured_head_ = head_v_;
       value_squared_ = mean_value_squared();
@@ -144,7 +144,7 @@ class BackwardTileWorker {
     const int rows = static_cast<int>(queries.size());
     const Range seen = band_.keys(queries, problem_.len_k);
     const bool one_block = !seen.empty() && seen.first / at_.block_n == (seen.last - 1) / at_.block_n;
-    const Panel panel{index, static_cast<int>(round_up(rows, kPad)), queries, one_block && type_ >= Element::kFloat32};
+    const Panel panel{index, static_cast<int>(round_up(rows, kPad)), queries, one_block};
     const int d = static_cast<int>(problem_.head_dim), d_v = static_cast<int>(problem_.head_dim_v);
     Acc* lse = at_.lse + index * kPanel;
     Acc* delta = at_.delta + index * kPanel;
@@ -169,7 +169,7 @@ class BackwardTileWorker {
     } else {
       kernels_.dot_columns(d_out_transposed, at_.out_acc, panel.width, d_v, panel.width, delta);
     }
-    any_lossy |= is_exact_type() && cancels(panel, d_v);
+    any_lossy |= cancels(panel, d_v);
     for (int r = 0; r < panel.width; ++r) {
       if (r >= rows || is_empty(lse[r])) {
         delta[r] = Acc(0);
@@ -302,11 +302,10 @@ class BackwardTileWorker {
     tile.keep_scale = static_cast<Acc>(dropout_.scale);
   }
 
-  // Half types round P and dS by more than what is at stake here.
-  bool is_exact_type() const { return type_ >= Element::kFloat32; }
   // Whether what lse lost to rounding is a visible factor of P: over 1e-6 of a fp32 result, or all of log(sum).
   bool lse_is_lossy(Acc lse) const {
-    return is_exact_type() ? std::abs(lse) > Acc(16) && lse != OnlineSoftmax<Acc>::kEmpty : needs_renormalisation(lse);
+    if (type_ < Element::kFloat32) return needs_renormalisation(lse);
+    return std::abs(lse) > Acc(16) && lse != OnlineSoftmax<Acc>::kEmpty;
   }
 
   // Whether O of some query is nearly as long as the rows of V: its P is concentrated on a few keys, or V is mostly its
@@ -342,7 +341,7 @@ class BackwardTileWorker {
   }
 
   // The same over all blocks of keys, for two products more. NOTE: inputs of mean 8 had 6x the error of eager fp32
-  // attention without it, steep ALiBi slopes 2.3x. Half types: only where lse is too large to hold log(sum).
+  // attention without it, steep ALiBi slopes 2.3x; a half row that sees one key has dS = 0 with it, as eager has.
   void measure(const Panel& panel) {
     Acc sums[4][kPanel] = {};
     const Range seen = band_.keys(panel.queries, problem_.len_k);
@@ -351,10 +350,8 @@ class BackwardTileWorker {
       ScoreInputs<Acc> inputs;
       TileBand band;
       GradientTile<Compute> tile = score_tile(panel, keys, inputs, band);
-      if (is_exact_type()) {
-        d_prob_tile(panel, keys, tile);
-        keep_tile(panel, keys, tile);
-      }
+      d_prob_tile(panel, keys, tile);
+      keep_tile(panel, keys, tile);
       kernels_.sum_probs(tile, sums[0]);
     }
     finish_measure(panel, sums);
@@ -369,7 +366,7 @@ class BackwardTileWorker {
     const int64_t first = first_row(panel);
     for (int r = 0; r < panel.width; ++r) {
       renorm[r] = is_empty(lse[r]) ? Acc(1) : Acc(1) / (sums[0][r] + sums[2][r]);
-      if (is_empty(lse[r]) || !is_exact_type()) continue;
+      if (is_empty(lse[r])) continue;
       delta[r] = (sums[1][r] + sums[3][r]) * renorm[r];
       if (d_lse != nullptr) delta[r] -= d_lse[first + r];
     }
