@@ -2,24 +2,20 @@
 
 #include <algorithm>
 #include <cmath>
-#include <sstream>
 
 namespace flash_ext {
 namespace {
 
 template <class... Parts>
 [[noreturn]] void fail(const char* argument, const Parts&... parts) {
-  throw AttentionError(argument, c10::str(parts...));
+  throw AttentionError(argument, concat(parts...));
 }
 
 template <class Int>
 std::string shape_text(c10::ArrayRef<Int> sizes) {
-  std::ostringstream text;
-  text << "(";
-  for (size_t i = 0; i < sizes.size(); ++i) text << (i ? ", " : "") << sizes[i];
-  if (sizes.size() == 1) text << ",";
-  text << ")";
-  return text.str();
+  std::string result = "(";
+  for (size_t i = 0; i < sizes.size(); ++i) result += (i ? ", " : "") + text(sizes[i]);
+  return result + (sizes.size() == 1 ? ",)" : ")");
 }
 
 template <class Int>

@@ -10,6 +10,7 @@
 #include <string>
 
 #include "api/options.h"
+#include "api/text.h"
 #include "attention/args.h"
 
 namespace flash_ext {

@@ -37,7 +37,7 @@ void check_backend_name(std::string_view name) {
     if (name == backend->name) return;
     known += std::string(backend->name) + ", ";
   }
-  throw AttentionError("backend", c10::str("is \"", name, "\"; this build has ", known, kChunked));
+  throw AttentionError("backend", concat("is \"", name, "\"; this build has ", known, kChunked));
 }
 
 std::optional<std::string_view> requested_backend() {

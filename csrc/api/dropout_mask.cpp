@@ -13,7 +13,7 @@ void check(const Tensor& rng_state, double dropout_p) {
     throw AttentionError("rng_state", "must be a torch.int64 tensor of shape (2,): {seed, offset}");
   }
   if (!(dropout_p >= 0.0 && dropout_p <= 1.0)) {
-    throw AttentionError("dropout_p", c10::str("is ", dropout_p, "; it must be a probability from 0 to 1"));
+    throw AttentionError("dropout_p", concat("is ", dropout_p, "; it must be a probability from 0 to 1"));
   }
 }
 
