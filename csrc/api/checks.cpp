@@ -1,3 +1,4 @@
+// Shape algebra and the texts of errors, see checks.h. Instantiated for int64_t and for SymInt.
 #include "api/checks.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// The list of backends and who may choose among them, see dispatch.h.
 #include "api/dispatch.h"
 
 #include <ATen/Parallel.h>

@@ -57,11 +57,7 @@ std::string explain(const Inputs& in, const Options& options, std::string_view d
   add_inputs(builder, args, in, shape);
   Problem& problem = args.problem;
   const bool fits = builder.finish(problem);
-  problem.wants_dq = wanted[0];
-  problem.wants_dk = wanted[1];
-  problem.wants_dv = wanted[2];
-  problem.wants_dbias = wanted[3];
-  problem.wants_dalibi = wanted[4];
+  set_wanted(problem, wanted);
 
   std::string plans, refused, copies;
   bool composite = false;

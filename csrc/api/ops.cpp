@@ -160,11 +160,7 @@ Gradients backward(c10::DispatchKeySet, const Tensor& grad_out, const Tensor& gr
   }
   Problem& problem = args.fwd.problem;
   const bool fits = builder.finish(problem);
-  problem.wants_dq = wanted[0];
-  problem.wants_dk = wanted[1];
-  problem.wants_dv = wanted[2];
-  problem.wants_dbias = wanted[3];
-  problem.wants_dalibi = wanted[4];
+  set_wanted(problem, wanted);
   const DeviceInfo device = device_info(in.query.device());
   const Backend* backend = fits ? select_backend(problem, Pass::kBackward, device, options.backend) : nullptr;
   if (backend == nullptr) {

@@ -1,3 +1,4 @@
+// Merging of leading dimensions, see problem.h.
 #include "api/problem.h"
 
 #include <cmath>
@@ -104,6 +105,14 @@ bool ProblemBuilder::finish(Problem& problem) {
   }
   problem = problem_;
   return true;
+}
+
+void set_wanted(Problem& problem, const GradMask& wanted) {
+  problem.wants_dq = wanted[0];
+  problem.wants_dk = wanted[1];
+  problem.wants_dv = wanted[2];
+  problem.wants_dbias = wanted[3];
+  problem.wants_dalibi = wanted[4];
 }
 
 void add_inputs(ProblemBuilder& builder, ForwardArgs& args, const Inputs& in, const Shape<int64_t>& shape) {

@@ -37,6 +37,9 @@ class ProblemBuilder {
 DType dtype_of(at::ScalarType type);
 at::ScalarType accumulate_type(at::ScalarType type);  // double for double, else float
 
+// Which gradients backward is asked for.
+void set_wanted(Problem& problem, const GradMask& wanted);
+
 // The views of forward's inputs, added to the builder.
 void add_inputs(ProblemBuilder& builder, ForwardArgs& args, const Inputs& in, const Shape<int64_t>& shape);
 

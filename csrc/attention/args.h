@@ -4,8 +4,8 @@
 //   log)
 //
 // api/ builds these structures once per call (api/problem.cpp); kernels read them and never change them.
-// Invariant: every shape is already checked, every broadcast is a stride of 0, and every pointer a backend may
-// write is distinct from every pointer it may read.
+// Invariant: every shape is already checked, there is at least one query and one key, every broadcast is a stride of 0,
+// and every pointer a backend may write is distinct from every pointer it may read.
 #pragma once
 
 #include <cstdint>

@@ -331,28 +331,6 @@ void reduce_key_sums(const BackwardArgs& args, const BackwardLayout<Compute>& at
   }
 }
 
-// No queries: the keys' gradients are zeros that nobody else writes.
-template <class Compute>
-void store_zeros(const BackwardArgs& args) {
-  const Problem& problem = args.fwd.problem;
-  alignas(64) static constexpr typename Compute::Acc kZeros[256] = {};
-  const auto fill = [&](const TensorView& view, bool in_accum, int64_t heads, int64_t cols) {
-    const Element wide = problem.dtype == DType::kFloat64 ? Element::kFloat64 : Element::kFloat32;
-    const Element type = in_accum ? wide : element_of(problem.dtype);
-    for (int64_t b = 0; b < problem.batch; ++b) {
-      for (int64_t head = 0; head < heads; ++head) {
-        for (int64_t col = 0; col < cols; col += 256) {
-          vector_table().get<Compute>().store(kZeros, 0, static_cast<int>(problem.len_k),
-                                              static_cast<int>(std::min<int64_t>(256, cols - col)), 1, nullptr,
-                                              sink_at(problem, view, type, b, head, 0, col));
-        }
-      }
-    }
-  };
-  if (problem.wants_dk) fill(args.dk, args.dk_in_accum, problem.heads_k, problem.head_dim);
-  if (problem.wants_dv) fill(args.dv, args.dv_in_accum, problem.heads_v, problem.head_dim_v);
-}
-
 }  // namespace
 
 template <class Compute>
@@ -393,7 +371,6 @@ void run_backward(const BackwardArgs& args, const Plan& plan, Engine engine, voi
 
   const BiasRoute bias(args, layout.cut, threads);
 
-  if (layout.cut.items == 0) store_zeros<Compute>(args);
   for_each_item(
       bias.items(layout.cut), threads,
       [&](int64_t item, int64_t worker) {

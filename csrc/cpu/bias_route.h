@@ -46,7 +46,7 @@ struct BiasRoute {
     const int64_t owners = static_cast<int64_t>(sets.size()) * (sums_heads ? 1 : cut.groups);
     const bool sums_rows = args.dbias.row_stride == 0 && problem.len_q > 1;
     const bool sums_cols = args.dbias.col_stride == 0 && problem.len_k > 1;
-    if (cut.items == 0 || sums_cols) {
+    if (sums_cols) {
       kind = kPass;
     } else if (sums_rows) {
       kind = kKeys;
