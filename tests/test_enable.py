@@ -215,12 +215,14 @@ def test_dispatch_subclass_is_pytorchs() -> None:
 
 def test_under_vmap_and_grad(device: str) -> None:
     q, k, v = make_inputs((4, 2, 3, 9, 8), (4, 2, 3, 11, 8), device=device).values()
-    expected = torch.vmap(F.scaled_dot_product_attention)(q, k, v)
 
     def loss(x: Tensor) -> Tensor:
         return torch.vmap(F.scaled_dot_product_attention)(x, k, v).sin().sum()
 
-    expected_grad = torch.func.grad(loss)(q)
+    # PyTorch's memory-efficient backward, its choice on CUDA, raises for these 9 queries.
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = torch.vmap(F.scaled_dot_product_attention)(q, k, v)
+        expected_grad = torch.func.grad(loss)(q)
     with flash_ext.enable():
         assert calls_of(lambda: torch.vmap(F.scaled_dot_product_attention)(q, k, v)) >= 1
         torch.testing.assert_close(torch.vmap(F.scaled_dot_product_attention)(q, k, v), expected)
