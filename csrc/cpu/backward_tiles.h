@@ -1,7 +1,7 @@
 // What both backward passes are made of: operands of a panel of queries, and S^T, dP^T -> P^T, dS^T of one tile.
 //
-//   S^T = K Q^T    dP^T = V dO^T    P^T = e^(scale S^T - lse)    dS^T = P^T (dP^T - delta)    delta = rowsum(dO O) -
-//   dlse
+//   S^T = K Q^T    dP^T = V dO^T    P^T = e^(scale S^T - lse)    dS^T = P^T (dP^T - delta)
+//   delta = rowsum(dO O) - dlse, or rowsum(P dP) - dlse where measure() finds that O and lse lost too much
 //
 // Tiles hold keys as rows and queries as columns, so lse and delta lie along the vectors, and so dV += P^T dO,
 // dK += dS^T Q and dQ^T += K^T dS^T read what was written without a transpose. Called by backward.cpp and

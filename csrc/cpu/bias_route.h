@@ -1,8 +1,7 @@
 // Where the gradient of a bias goes while the sweep over tiles runs, so that a pass of its own is rarely needed.
 //
-//   kTiles   an element belongs to one (query, key): each tile of dS is stored, or added where batches or heads share
-//   it
-//            and one item visits all of them in order
+//   kTiles   an element belongs to one (query, key): each tile of dS is stored; where batches or heads share it, one
+//            item visits all of them in order and adds
 //   kKeys    summed over queries: sums by key, one slot for each head of each item, added up in order afterwards
 //   kPass    summed over keys, or shared by more batches and heads than one item may hold: bias_gradient.cpp
 // Called by backward.cpp. Invariant: every order of summation is fixed, and every element of dbias is written.
