@@ -3,7 +3,8 @@
 A result is right when its largest and its rms error against fp64 are at most twice those of eager attention in the same
 dtype (every intermediate rounded to it, gradients by autograd), with a floor of 1e-6 for float32 and of one rounding of
 the largest element for half types. `err` is error over allowance, so at most 1. One key head and its query heads are
-sampled, over the whole batch: the scores of that sample are written out, so it must be small.
+sampled, over the whole batch, or all heads where a mask's gradient is summed over them: the scores of that sample are
+written out, so it must be small.
 """
 
 from __future__ import annotations
@@ -16,15 +17,23 @@ from shapes import Case, Inputs
 from torch import Tensor
 
 
-def eager_attention(case: Case, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+def eager_attention(
+    case: Case, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, slopes: Tensor | None = None
+) -> Tensor:
     """softmax(q k^T / sqrt(D) + mask) v in plain tensor operations; key heads may be fewer than query heads."""
     key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
     scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])
+    rows = torch.arange(case.sq, device=scores.device)[:, None]
+    behind = rows - torch.arange(case.sk, device=scores.device)  # how far a key lies behind the query; below 0: ahead
+    if case.softcap:
+        scores = case.softcap * torch.tanh(scores / case.softcap)
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    if slopes is not None:
+        scores = scores - (slopes[:, None, None] * behind.abs()).to(scores.dtype)
     if case.causal:
-        keep = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-        scores = scores.masked_fill(~keep, -math.inf)
+        hidden = behind < 0 if not case.window else (behind < 0) | (behind > case.window)
+        scores = scores.masked_fill(hidden, -math.inf)
     probabilities = scores.softmax(dim=-1)
     if case.dropout:
         probabilities = torch.dropout(probabilities, case.dropout, train=True)
@@ -39,15 +48,23 @@ class Truth:
     allowed: list[tuple[float, float]]
 
 
+def _all_heads(case: Case) -> bool:
+    """Whether one head is no sample: a mask's gradient that is summed over heads."""
+    return case.mask == "float_grad" and "h" not in case.mask_dims
+
+
 def score_elements(case: Case) -> int:
     """Elements of the sample's score matrices, which the check writes out several times in fp64."""
-    return case.b * (case.h // case.hkv) * case.sq * case.sk
+    return case.b * (case.h if _all_heads(case) else case.h // case.hkv) * case.sq * case.sk
 
 
 def _sample(case: Case, tensor: Tensor) -> Tensor:
     """The last key head of key-like tensors, its query heads of the others; head dims of 1 (padding masks) stay."""
+    tensor = tensor[(None,) * (4 - tensor.dim())]  # a mask may have fewer dimensions
     heads = tensor.shape[1]
-    return tensor if heads == 1 else tensor[:, -1:] if heads == case.hkv else tensor[:, -(case.h // case.hkv) :]
+    if heads == 1 or _all_heads(case):
+        return tensor
+    return tensor[:, -1:] if heads == case.hkv else tensor[:, -(case.h // case.hkv) :]
 
 
 def _results(case: Case, inputs: Inputs, dtype: torch.dtype) -> list[Tensor]:
@@ -55,11 +72,12 @@ def _results(case: Case, inputs: Inputs, dtype: torch.dtype) -> list[Tensor]:
 
     def leaf(tensor: Tensor | None) -> Tensor | None:
         if tensor is None or tensor.dtype == torch.bool:
-            return tensor
+            return tensor if tensor is None else _sample(case, tensor)
         return _sample(case, tensor.detach()).to(dtype).requires_grad_(tensor.requires_grad)
 
+    slopes = inputs.slopes if inputs.slopes is None else inputs.slopes[-(case.h // case.hkv) :]
     leaves = [leaf(t) for t in (inputs.query, inputs.key, inputs.value, inputs.mask)]
-    out = eager_attention(case, *leaves)
+    out = eager_attention(case, *leaves, slopes)
     wanted = [t for t in leaves if t is not None and t.requires_grad]
     return [out.detach(), *torch.autograd.grad(out, wanted, _sample(case, inputs.grad_out).to(dtype))]
 
@@ -83,9 +101,14 @@ def truth(case: Case, inputs: Inputs) -> Truth:
 
 
 def err(case: Case, found: Truth, results: list[Tensor], direction: str) -> float:
-    """Error over allowance of [out, *gradients] in full size: of out for "fwd", of the worst gradient for "bwd"."""
+    """Error over allowance of [out, *gradients] in full size: of out for "fwd", else of the worst gradient.
+
+    For "fwd" the gradients may be missing.
+    """
     worst = 0.0
-    for index, (result, exact, allowed) in enumerate(zip(results, found.exact, found.allowed, strict=True)):
+    for index, (result, exact, allowed) in enumerate(
+        zip(results, found.exact, found.allowed, strict=direction != "fwd")
+    ):
         if (index == 0) == (direction == "fwd"):
             ratios = (e / a for e, a in zip(_errors(_sample(case, result), exact), allowed, strict=True))
             worst = max(worst, *(math.inf if math.isnan(r) else r for r in ratios))

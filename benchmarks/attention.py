@@ -1,36 +1,49 @@
 #!/usr/bin/env python3
 """Times attention alone: flash_ext against its peers, in one process, forward and backward.
 
-    python benchmarks/attention.py --suite cpu            the shapes of shapes.py in fp32, bf16 and fp16 on 2 threads
+    python benchmarks/attention.py --suite cpu            the CPU's shapes in fp32, bf16 and fp16 on 2 threads
     python benchmarks/attention.py --suite cpu --quick    a minute, for CI
-    python benchmarks/attention.py --case 2048 --dtypes bf16 --passes bwd --no-host
+    python benchmarks/attention.py --case 2048x64 --dtypes bf16 --passes bwd --no-host
+    python benchmarks/attention.py --suite grid --out grid.csv               on a GPU: bf16, 16k tokens, D 64 to 256
+    python benchmarks/attention.py --suite masks --backend sm80 --only 'bias|mask' --time-budget 300
 
-Ratios are PyTorch's median time over flash_ext's: above 1, flash_ext is faster. Forward runs without gradients (with
-them where the mask wants one); backward is torch.autograd.grad alone, without its forward. TFLOP/s count kept (query,
-key) pairs only, GB/s the smallest possible traffic; err is the error over what the error rule allows, so at most 1.
+Forward ("fwd") runs without gradients (with them where the mask wants one). Backward ("bwd") is torch.autograd.grad
+alone, over and over on one graph that an untimed forward built and retain_graph keeps; "e2e" is a forward and its
+backward. Ratios are a peer's median time over flash_ext's: above 1, flash_ext is faster. TFLOP/s count kept (query,
+key) pairs only (half of all in the suite grid, when causal), GB/s the smallest possible traffic; the limits are
+measured in the same run. err is the error over what the error rule allows, so at most 1. Peak memory is that of one
+forward and backward (of a forward in suites that have no backward), inputs excluded.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import re
 import sys
+import time
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from accuracy import Truth, eager_attention, err, score_elements, truth
+from accuracy import Truth, err, score_elements, truth
+from cpu_tables import cell_table, summary_table
+from gpu_limits import Limits, measure_limits
+from gpu_peers import GPU_PEERS, Peer, eager_peer, sdpa_peer
+from gpu_tables import gpu_summary, gpu_table, refusals
 from harness import (
     BenchmarkError,
     Reporter,
     Timing,
-    geomean,
     interleave,
+    is_lost,
     load_flash_ext,
     make_folder,
     provenance,
@@ -39,30 +52,38 @@ from harness import (
     write_csv,
 )
 from host_overhead import host_overhead, host_table
-from rich.table import Table
-from shapes import SUITES, Case, Inputs, make_inputs, quick
+from shapes import Case, Inputs, make_inputs
+from suites import OURS, SUITES, cases_of
 from torch import Tensor
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-PASSES = ("fwd", "bwd")
-OURS = "flash_ext"
-CHECK_ELEMENTS = 1 << 24  # larger samples of the score matrix are not checked on a CPU
-# Per group of shapes.py: the least that the geometric mean of a pass's ratios should be, and the least of any cell
-GOALS = {
-    "listed": {"fwd": 1.0, "bwd": 1.15, "cell": 0.9},
-    "other": {"fwd": 1.0, "bwd": 1.15, "cell": 0.9},
-    "math": {"fwd": 2.0, "bwd": 2.0, "cell": 2.0},
-}
-
-Peer = Callable[[Case, Inputs], Tensor]
+PASSES = ("fwd", "bwd", "e2e")
+CHECK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 30}  # larger samples of the score matrix are not checked
 
 
-def sdpa_peer(sdpa: Callable[..., Tensor]) -> Peer:
-    """A function with the signature of F.scaled_dot_product_attention as a peer."""
+def our_peer(backend: str | None = None) -> Peer:
+    """flash_ext: the drop-in, or the native call for what only that one knows; with --backend only that backend."""
+    flash_ext = load_flash_ext()
+    try:
+        with flash_ext.use_backend(backend) if backend else nullcontext():
+            pass
+    except flash_ext.AttentionError as error:
+        raise BenchmarkError(f"--backend {backend}: {error}.") from None
+
+    def drop_in(case: Case, x: Inputs) -> Tensor:
+        gqa = case.hkv != case.h
+        sdpa = flash_ext.scaled_dot_product_attention
+        return sdpa(x.query, x.key, x.value, x.mask, case.dropout, case.causal, enable_gqa=gqa)
+
+    def native(case: Case, x: Inputs) -> Tensor:
+        masks = {"mask" if case.mask == "bool" else "bias": x.mask, "alibi_slopes": x.slopes}
+        options = {"window": (case.window, 0) if case.window else None, "softcap": case.softcap}
+        more = {"causal": case.causal, "dropout_p": case.dropout}
+        return flash_ext.attention(x.query, x.key, x.value, **masks, **options, **more)
 
     def run(case: Case, x: Inputs) -> Tensor:
-        gqa = {"enable_gqa": True} if case.hkv != case.h else {}
-        return sdpa(x.query, x.key, x.value, x.mask, case.dropout, case.causal, **gqa)
+        with flash_ext.use_backend(backend) if backend else nullcontext():  # the graph keeps it for backward
+            return native(case, x) if case.beyond_sdpa else drop_in(case, x)
 
     return run
 
@@ -70,25 +91,61 @@ def sdpa_peer(sdpa: Callable[..., Tensor]) -> Peer:
 # name -> factory; a name costs nothing until it is asked for
 PEERS: dict[str, Callable[[], Peer]] = {
     "torch": lambda: sdpa_peer(F.scaled_dot_product_attention),
-    "eager": lambda: lambda case, x: eager_attention(case, x.query, x.key, x.value, x.mask),
-    OURS: lambda: sdpa_peer(load_flash_ext().scaled_dot_product_attention),
+    "eager": eager_peer,
+    **GPU_PEERS,
+    OURS: our_peer,
 }
 
 
 @dataclass(frozen=True)
+class Check:
+    """What one untimed forward and backward tells; NaN where it was not checked or measured. MiB without inputs."""
+
+    errors: dict[str, float]  # by pass
+    peak_mib: float = math.nan
+    saved_mib: float = math.nan  # held between forward and backward
+
+
+@dataclass(frozen=True)
 class Cell:
-    """One peer's figures for one case, dtype and pass; `err` is NaN where it was not checked."""
+    """One peer's figures for one case, dtype and pass."""
 
     peer: str
     case: Case
     dtype: torch.dtype
     direction: str
     timing: Timing
-    err: float
+    check: Check
+    limits: Limits
+
+    @property
+    def err(self) -> float:
+        return self.check.errors.get(self.direction, math.nan)
+
+    @property
+    def peak_mib(self) -> float:
+        return self.check.peak_mib
+
+    @property
+    def head_dim(self) -> int:
+        return self.case.d
+
+    @property
+    def tflops(self) -> float:
+        return self.case.flop(self.direction) / self.timing.median / 1e12
+
+    @property
+    def gbs(self) -> float:
+        return self.case.traffic(self.direction, self.dtype) / self.timing.median / 1e9
+
+    @property
+    def percent(self) -> float:
+        """Of the nearer limit: the matrix product's in this dtype or the copy's."""
+        return 100 * max(self.tflops / self.limits.of(self.dtype), self.gbs / self.limits.gbs)
 
     def row(self) -> dict[str, Any]:
         """The CSV row; the first 15 columns are those of every suite."""
-        c, t, s = self.case, self.timing, self.timing.median
+        c, t = self.case, self.timing
 
         def figure(value: float, digits: str) -> str:
             return "" if math.isnan(value) else f"{value:{digits}}"
@@ -96,12 +153,13 @@ class Cell:
         return {
             "peer": self.peer, "suite": c.suite, "B": c.b, "H": c.h, "Hkv": c.hkv, "Sq": c.sq, "Sk": c.sk, "D": c.d,
             "dtype": str(self.dtype).removeprefix("torch."), "causal": int(c.causal), "pass": self.direction,
-            "ms": ("OOM" if t.failure == "OOM" else "failed") if t.failure else f"{s * 1e3:.4f}",
-            "tflops": figure(c.flop(self.direction) / s / 1e12, ".4f"),
-            "gbs": figure(c.traffic(self.direction, self.dtype) / s / 1e9, ".2f"),
-            "err": figure(self.err, ".3f"),
+            "ms": ("OOM" if t.failure == "OOM" else "failed") if t.failure else f"{t.median * 1e3:.4f}",
+            "tflops": figure(self.tflops, ".4f"), "gbs": figure(self.gbs, ".2f"), "err": figure(self.err, ".3f"),
             "Ev": c.dv, "mask": c.mask, "dropout": c.dropout, "group": c.group,
             "best_ms": figure(t.best * 1e3, ".4f"), "spread": figure(t.spread, ".3f"), "rounds": len(t.samples),
+            "name": c.name, "reason": t.failure, "percent_of_limit": figure(self.percent, ".1f"),
+            "limit_tflops": figure(self.limits.of(self.dtype), ".1f"), "limit_gbs": figure(self.limits.gbs, ".0f"),
+            "peak_mib": figure(self.check.peak_mib, ".1f"), "saved_mib": figure(self.check.saved_mib, ".1f"),
         }  # fmt: skip
 
 
@@ -122,134 +180,191 @@ def backward_call(peer: Peer, case: Case, x: Inputs) -> Callable[[], tuple[Tenso
     return lambda: torch.autograd.grad(forward(), wanted, x.grad_out, retain_graph=True)
 
 
-def checked(peer: Peer, case: Case, x: Inputs, found: Truth | None, direction: str) -> float:
-    """err of one peer; NaN where there is nothing to compare with, infinity where the peer fails."""
-    if found is None:
-        return math.nan
+def end_to_end_call(peer: Peer, case: Case, x: Inputs) -> Callable[[], tuple[Tensor, ...]]:
+    """One forward and its backward."""
+    return lambda: torch.autograd.grad(peer(case, x), x.wanting_gradients(), x.grad_out)
+
+
+CALLS = {"fwd": forward_call, "bwd": backward_call, "e2e": end_to_end_call}
+
+
+def checked(peer: Peer, case: Case, x: Inputs, found: Truth | None, args: argparse.Namespace) -> Check:
+    """Errors of each pass, infinite where the peer fails, and on a GPU the memory."""
+    on_gpu = args.device == "cuda"
+
+    def mib(read: Callable[[], int]) -> float:
+        return read() / 2**20 if on_gpu else math.nan
+
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    before = mib(torch.cuda.memory_allocated)
     try:
-        out = peer(case, x)
-        return err(case, found, [out.detach(), *torch.autograd.grad(out, x.wanting_gradients(), x.grad_out)], direction)
-    except RuntimeError:
-        return math.inf
+        out, gradients = forward_call(peer, case, x)(), ()
+        peak, saved = mib(torch.cuda.max_memory_allocated) - before, math.nan
+        if set(args.passes) != {"fwd"}:
+            inference, out = out.detach(), None
+            if on_gpu:  # of this forward, whose out is not the one above
+                torch.cuda.reset_peak_memory_stats()
+                before = mib(torch.cuda.memory_allocated)
+            out = peer(case, x)
+            saved = mib(torch.cuda.memory_allocated) - before
+            gradients = torch.autograd.grad(out, x.wanting_gradients(), x.grad_out)
+            peak, out = mib(torch.cuda.max_memory_allocated) - before, inference
+        if found is None:
+            return Check({}, peak, saved)
+        errors = {name: err(case, found, [out.detach(), *gradients], name) for name in args.passes}
+        return Check(errors, peak, saved)
+    except Exception as error:  # a peer may raise anything
+        if is_lost(error):
+            raise BenchmarkError(f"A peer broke the CUDA context: {error}") from None
+        return Check(dict.fromkeys(args.passes, math.inf))
+
+
+def truth_of(case: Case, x: Inputs) -> Truth | None:
+    """The fp64 results, if their scores fit on this GPU."""
+    try:
+        return truth(case, x)
+    except torch.OutOfMemoryError:
+        print(f"{case.name} is not checked: its fp64 scores do not fit", file=sys.stderr)
+        return None
 
 
 def measure(case: Case, dtype: torch.dtype, peers: dict[str, Peer], args: argparse.Namespace) -> list[Cell]:
     """All peers and passes of one case in one dtype."""
     x = make_inputs(case, dtype, args.device)
-    small = args.device != "cpu" or score_elements(case) <= CHECK_ELEMENTS
-    found = truth(case, x) if args.check and small and not case.dropout else None
-    cells = []
+    small = score_elements(case) <= CHECK_ELEMENTS[args.device]
+    found = truth_of(case, x) if args.check and small and not case.dropout else None
+    timings: dict[tuple[str, str], Timing] = {}
     for direction in args.passes:
-        make = forward_call if direction == "fwd" else backward_call
-        calls = {name: make(peer, case, x) for name, peer in peers.items()}
-        for name, timing in interleave(calls, args.device, args.rounds, budget_s=args.seconds).items():
-            if timing.failure and timing.failure != "OOM":
-                print(f"{name} fails on {case.name} {dtype} {direction}: {timing.failure}", file=sys.stderr)
-            cells.append(Cell(name, case, dtype, direction, timing, checked(peers[name], case, x, found, direction)))
-    return cells
-
-
-def ratio(cells: list[Cell], best: bool = False) -> float:
-    """Time of the first peer over that of the last, for the cells of one case, dtype and pass; NaN if one failed."""
-    theirs, ours = cells[0].timing, cells[-1].timing
-    return theirs.best / ours.best if best else theirs.median / ours.median
-
-
-def groups(cells: list[Cell], *keys: str) -> dict[tuple, list[Cell]]:
-    """Cells by the named attributes, in order of appearance."""
-    result: dict[tuple, list[Cell]] = {}
-    for cell in cells:
-        result.setdefault(tuple(getattr(cell, key) for key in keys), []).append(cell)
-    return result
-
-
-def coloured(value: float, goal: float, digits: str = ".2f") -> str:
-    """A ratio in green when it meets its goal, in red when not; "-" for NaN."""
-    if math.isnan(value):
-        return "-"
-    return f"[{'green' if value >= goal else 'red'}]{value:{digits}}[/]"
-
-
-def cell_table(cells: list[Cell], dtype: torch.dtype, args: argparse.Namespace) -> Table:
-    """One line a case: milliseconds of every peer, ratio of medians (of bests in brackets) and err, for each pass."""
-    title = f"{str(dtype).removeprefix('torch.')}, median milliseconds of interleaved rounds, {args.device}"
-    table = Table("B x H x S x D", "options", title=title)
-    for direction in args.passes:
-        for name in args.peers:
-            table.add_column(f"{direction}\n{name}", justify="right")
-        table.add_column("ratio\n(best)", justify="right")
-        table.add_column("err", justify="right")
-    kind = ""
-    for (case,), of_case in groups([c for c in cells if c.dtype == dtype], "case").items():
-        if kind and kind != case.group:
-            table.add_section()
-        kind = case.group
-        line = [f"{case.b}x{case.h}x{case.sq}x{case.d}", case.options]
-        for of_pass in groups(of_case, "direction").values():
-            for cell in of_pass:
-                failure = "OOM" if cell.timing.failure == "OOM" else "failed"
-                line.append(failure if cell.timing.failure else f"{cell.timing.median * 1e3:.2f}")
-            goal = GOALS[case.group]["cell"]
-            line.append(f"{coloured(ratio(of_pass), goal)} ({ratio(of_pass, best=True):.2f})")
-            line.append("-" if math.isnan(of_pass[-1].err) else f"{of_pass[-1].err:.2f}")
-        table.add_row(*line)
-    return table
-
-
-def summary_table(cells: list[Cell], args: argparse.Namespace) -> Table:
-    """Geometric means of the ratios per dtype, pass and group of cases, and the lowest ratio of each."""
-    table = Table("dtype", "pass", "group", "cells", title=f"{args.peers[0]} time / {args.peers[-1]} time")
-    for name in ("geomean", "of bests", "goal", "lowest"):
-        table.add_column(name, justify="right")
-    table.add_column("in", no_wrap=True)
-    for (dtype, direction), of_pass in groups(cells, "dtype", "direction").items():
-        for group, goals in GOALS.items():
-            of_group = groups([c for c in of_pass if c.case.group == group], "case")
-            ratios = {case: ratio(of_case) for (case,), of_case in of_group.items()}
-            ratios = {case: value for case, value in ratios.items() if not math.isnan(value)}
-            if not ratios:
-                continue
-            lowest = min(ratios, key=ratios.__getitem__)
-            bests = geomean(ratio(of_group[case,], best=True) for case in ratios)
-            table.add_row(
-                str(dtype).removeprefix("torch."), direction, group, f"{len(ratios)}/{len(of_group)}",
-                coloured(geomean(ratios.values()), goals[direction], ".3f"), f"{bests:.3f}", f"{goals[direction]:.2f}",
-                coloured(ratios[lowest], goals["cell"]), lowest.name,
-            )  # fmt: skip
-    return table
+        calls = {name: CALLS[direction](peer, case, x) for name, peer in peers.items()}
+        of_pass = interleave(calls, args.device, args.rounds, args.sample, args.seconds)
+        timings.update({(direction, name): timing for name, timing in of_pass.items()})
+        del calls  # and the graphs in them
+    checks = {}
+    for name, peer in peers.items():
+        failures = {timings[direction, name].failure for direction in args.passes} - {""}
+        checks[name] = Check({}) if failures and args.device == "cuda" else checked(peer, case, x, found, args)
+        for failure in failures - {"OOM"} if args.suite == "cpu" else ():  # elsewhere the tables tell it
+            print(f"{name} fails on {case.name} {dtype}: {failure}", file=sys.stderr)
+    return [
+        Cell(name, case, dtype, direction, timings[direction, name], checks[name], args.limits)
+        for direction in args.passes
+        for name in peers
+    ]
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """Arguments, checked and with their cases."""
+    """Arguments, checked and with their suite's defaults and cases."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--suite", choices=SUITES, default="cpu", help="set of cases (default cpu)")
-    add("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="default: fp32 bf16 fp16")
-    add("--passes", nargs="+", choices=PASSES, default=list(PASSES), help="default: fwd bwd")
-    add("--peers", nargs="+", choices=PEERS, default=["torch", OURS], help="ratios are of the first to the last one")
+    add("--suite", choices=SUITES, default="cpu", help="set of cases (default cpu); all others need a GPU")
+    add("--device", choices=("cpu", "cuda"), help="default: the suite's")
+    add("--dtypes", nargs="+", choices=DTYPES, help="default: the suite's (cpu: fp32 bf16 fp16)")
+    add("--passes", nargs="+", choices=PASSES, help="default: the suite's (mostly fwd bwd)")
+    add("--peers", nargs="+", choices=PEERS, help="ratios are of the others to the last one; default: the suite's")
+    add("--backend", metavar="NAME", help="flash_ext's backend, such as sm80 (default: its own choice)")
     add("--case", metavar="TEXT", default="", help="only cases whose name has this text, such as 2048x64 or dropout")
+    add("--only", metavar="REGEX", default="", help="only cases in whose name this regular expression is found")
     add("--threads", type=int, default=2, help="CPU threads of PyTorch (default 2)")
-    add("--rounds", type=int, default=7, help="interleaved rounds of a cell (default 7)")
-    add("--seconds", type=float, default=3.0, help="time after which a cell takes at most 3 rounds (default 3)")
+    add("--rounds", type=int, help="interleaved rounds of a cell (default 7, on a GPU 5)")
+    add("--seconds", type=float, help="time after which a cell takes at most 3 rounds (default 3, on a GPU 10)")
+    add(
+        "--time-budget",
+        type=float,
+        default=math.inf,
+        metavar="SECONDS",
+        help="start no case after this (default: none)",
+    )
     add("--quick", action="store_true", help="one small case of each kind, 3 rounds: a minute, for CI")
     add("--no-check", dest="check", action="store_false", help="do not compute err")
-    add("--no-host", dest="host", action="store_false", help="skip the host time of tiny calls")
-    add("--out", type=Path, metavar="DIR", help="write attention_SUITE.csv and host_overhead.csv here")
+    add("--no-host", dest="host", action="store_false", help="skip the host time of tiny calls (suite cpu only)")
+    add("--out", type=Path, metavar="DIR", help="write attention_SUITE.csv and host_overhead.csv here; or FILE.csv")
     args = parser.parse_args(argv)
-    args.device = "cpu"  # of every suite so far
+    suite = SUITES[args.suite]
+    args.device = args.device or suite.device
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise BenchmarkError(f"--suite {args.suite} needs a CUDA GPU, and PyTorch sees none here.")
+    on_gpu = args.device == "cuda"
+    args.sample = 0.02 if on_gpu else 0.03
+    args.rounds = args.rounds if args.rounds is not None else 5 if on_gpu else 7
+    args.seconds = args.seconds if args.seconds is not None else 10.0 if on_gpu else 3.0
+    args.dtypes, args.passes = args.dtypes or list(suite.dtypes), args.passes or list(suite.passes)
+    usable = [p for p in suite.peers if p != "fa3" or find_spec("flash_attn_interface") is not None]
+    args.peers = args.peers or usable
     for name in ("threads", "rounds", "seconds"):
         if not 0 < getattr(args, name) < math.inf:
             raise BenchmarkError(f"--{name} {getattr(args, name)} must be above 0.")
+    if not args.time_budget > 0:
+        raise BenchmarkError(f"--time-budget {args.time_budget} must be above 0.")
     if len(set(args.peers)) < len(args.peers) or len(args.peers) < 2:
         raise BenchmarkError(f"--peers takes two or more different names of {', '.join(PEERS)}.")
-    cases = SUITES[args.suite]()
-    cases = quick(cases) if args.quick else cases
-    args.cases = [case for case in cases if args.case in case.name]
-    if not args.cases:
-        raise BenchmarkError(f"--case {args.case!r} fits none of: {'; '.join(case.name for case in cases)}.")
+    if args.backend and OURS not in args.peers:
+        raise BenchmarkError(f"--backend {args.backend} is {OURS}'s, which is not among the peers.")
+    args.cases = chosen_cases(args)
     if args.quick:
         args.rounds, args.seconds = min(args.rounds, 3), min(args.seconds, 0.3)
+    args.csv = None
+    if args.out is not None:
+        alone = args.out.suffix == ".csv"
+        args.csv = args.out if alone else args.out / f"attention_{args.suite}.csv"
+        args.out = args.out.parent if alone else args.out
+        args.host_csv = args.out / (f"{args.csv.stem}_host_overhead.csv" if alone else "host_overhead.csv")
     return args
+
+
+def chosen_cases(args: argparse.Namespace) -> list[Case]:
+    """The suite's cases that --case and --only leave."""
+    cases = cases_of(args.suite, args.quick)
+    try:
+        chosen = [case for case in cases if args.case in case.name and re.search(args.only, case.name)]
+    except re.error as error:
+        raise BenchmarkError(f"--only {args.only!r} is not a regular expression: {error}.") from None
+    if not chosen:
+        flag, text = ("--only", args.only) if args.only else ("--case", args.case)
+        raise BenchmarkError(f"{flag} {text!r} fits none of: {'; '.join(case.name for case in cases)}.")
+    return chosen
+
+
+def measure_all(peers: dict[str, Peer], args: argparse.Namespace) -> list[Cell]:
+    """Every cell that the time budget allows, one case at least; the CSV is written after each, so that it is kept."""
+    start = time.monotonic()
+    origin = provenance(args.device)
+    todo = [(name, case) for name in args.dtypes for case in args.cases]
+    cells: list[Cell] = []
+    left_out: list[str] = []
+    with Reporter(f"suite {args.suite}", len(todo)) as progress:
+        for name, case in todo:
+            if cells and time.monotonic() - start > args.time_budget:
+                left_out.append(f"{name} {case.name}")
+                continue
+            cells += measure(case, DTYPES[name], peers, args)
+            if args.device == "cuda":
+                torch.cuda.empty_cache()  # so that one case's blocks do not make another run out of memory
+            if args.csv is not None:
+                write_csv(args.csv, [cell.row() for cell in cells], origin)
+            progress.advance(f"{name} {case.name}")
+    if left_out:
+        print(
+            f"The time budget of {args.time_budget:g} s is used up: {len(left_out)} of {len(todo)} cases were not "
+            f"measured: {'; '.join(left_out)}.", file=sys.stderr
+        )  # fmt: skip
+    return cells
+
+
+def print_tables(cells: list[Cell], args: argparse.Namespace) -> None:
+    """The suite cpu's tables have goals; a GPU's have every peer, limits and memory, and the reasons of refusals."""
+    if args.suite == "cpu" and args.device == "cpu":
+        console = stdout_console()
+        for name in args.dtypes:
+            console.print(cell_table(cells, DTYPES[name], args))
+        console.print(summary_table(cells, args))
+        return
+    console = stdout_console(width=220)
+    console.print(gpu_table(cells, args.peers))
+    console.print(gpu_summary(cells, args.peers))
+    print(*refusals(cells), sep="\n")
+    if args.limits.tflops:
+        print(args.limits)
 
 
 def main() -> None:
@@ -258,28 +373,20 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     if args.out is not None:
         make_folder(args.out)
-    peers = {name: PEERS[name]() for name in args.peers}
-    console = stdout_console()
-    cells: list[Cell] = []
-    with Reporter(f"suite {args.suite}", len(args.cases) * len(args.dtypes)) as progress:
-        for name in args.dtypes:
-            for case in args.cases:
-                cells += measure(case, DTYPES[name], peers, args)
-                progress.advance(f"{name} {case.name}")
-    for name in args.dtypes:
-        console.print(cell_table(cells, DTYPES[name], args))
-    console.print(summary_table(cells, args))
-    host_rows: list[dict[str, Any]] = []
-    if args.host:
+    peers = {name: our_peer(args.backend) if name == OURS else PEERS[name]() for name in args.peers}
+    if args.suite != "cpu":
+        warnings.simplefilter("ignore", UserWarning)  # PyTorch tells there why a backend refuses; so do the tables
+    args.limits = measure_limits() if args.device == "cuda" else Limits()
+    cells = measure_all(peers, args)
+    print_tables(cells, args)
+    if args.host and args.suite == "cpu":
         ours = load_flash_ext().scaled_dot_product_attention if OURS in peers else None
         host_rows = host_overhead(ours, args.device, rounds=5 if args.quick else 15)
-        console.print(host_table(host_rows))
-    if args.out is not None:
-        origin = provenance(args.device)
-        write_csv(args.out / f"attention_{args.suite}.csv", [cell.row() for cell in cells], origin)
-        if host_rows:
-            write_csv(args.out / "host_overhead.csv", host_rows, origin)
-        print(f"Written to {args.out}")
+        stdout_console().print(host_table(host_rows))
+        if args.out is not None:
+            write_csv(args.host_csv, host_rows, provenance(args.device))
+    if args.csv is not None:
+        print(f"Written to {args.csv}")
 
 
 if __name__ == "__main__":

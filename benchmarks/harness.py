@@ -2,7 +2,8 @@
 
 Timing: peers are measured in one process, in rounds; each round measures every peer once, and the order rotates from
 round to round, so that drift and neighbours' load fall on all alike. The figure of a cell is the median over rounds. On
-a GPU every call is timed with CUDA events after the L2 cache was flushed; on a CPU with perf_counter over a few calls.
+a GPU a round's sample is the median of calls that CUDA events enclose one by one, each after the L2 cache was flushed
+and all queued ahead of the GPU, so that the host's time is not in it; on a CPU it is the mean over a few calls.
 """
 
 from __future__ import annotations
@@ -19,19 +20,16 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
 import torch
+from tables import Console, progress_bar
 
-try:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-except ModuleNotFoundError as missing:
-    sys.exit(f"The benchmarks need {missing.name}; install it with `pip install rich matplotlib pandas`.")
-
+CYCLES_PER_SECOND = 2e9  # about a GPU's clock; what it idles for need not be exact
+GPU_CALLS = 20  # a sample's calls at most
 FLUSH_BYTES = 256 << 20  # larger than the L2 cache of every GPU so far (H200: 50 MB, B200: 126 MB)
 
 
@@ -73,7 +71,18 @@ def pick_device(name: str) -> str:
     return name
 
 
-def is_out_of_memory(error: RuntimeError) -> bool:
+def is_lost(error: Exception) -> bool:
+    """True when the CUDA context went with the error (an illegal address, say): then every later call fails, too."""
+    if not isinstance(error, getattr(torch, "AcceleratorError", ())) or is_out_of_memory(error):
+        return False
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
+def is_out_of_memory(error: Exception) -> bool:
     """True for CUDA's out-of-memory error and for the CPU allocator's, which has no type of its own."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
@@ -92,23 +101,26 @@ def _flush_buffer() -> torch.Tensor:
     return torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
 
 
-def time_calls(call: Callable[[], Any], calls: int, device: str) -> float:
-    """Mean seconds of one call over `calls` calls; on a GPU each starts from a flushed L2 and is timed on its own."""
+def time_calls(call: Callable[[], Any], calls: int, device: str, queue_s: float = 0.0) -> float:
+    """Seconds of one call: on a CPU the mean over `calls` calls, on a GPU the median, each from a flushed L2.
+
+    The GPU first idles for as long as the host needs to queue all of them, `queue_s` seconds each, at most 50 ms.
+    """
     if device == "cpu":
         start = time.perf_counter()
         for _ in range(calls):
             call()
         return (time.perf_counter() - start) / calls
-    total_ms = 0.0
-    for _ in range(calls):
-        _flush_buffer().zero_()
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    flush = _flush_buffer()
+    torch.cuda._sleep(int(min(1.5 * calls * queue_s, 0.05) * CYCLES_PER_SECOND))
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(calls)]
+    for begin, end in events:
+        flush.zero_()
         begin.record()
         call()
         end.record()
-        end.synchronize()
-        total_ms += begin.elapsed_time(end)
-    return total_ms / calls / 1e3
+    torch.cuda.synchronize()
+    return statistics.median(begin.elapsed_time(end) for begin, end in events) / 1e3
 
 
 @dataclass(frozen=True)
@@ -144,24 +156,41 @@ def interleave(
     One untimed call each, and a second one that sets how many calls make a sample of `sample_s` seconds; then up to
     `rounds` rounds with rotated order. After `budget_s` seconds a cell gets no more than three rounds, and none at all
     when one round alone takes longer than that: its figure is then that of the warm-up, so that slow cells end, too.
+    A peer that raises has no samples but the message; a CUDA context that is lost ends the program.
     """
     start = time.perf_counter()
     failures: dict[str, str] = {}
     once: dict[str, float] = {}
-    for name, call in peers.items():
+    queue: dict[str, float] = {}  # the host's share of `once`
+
+    def attempt(name: str, work: Callable[[], None]) -> None:
         try:
-            for _ in range(2):
-                synchronize(device)
-                begin = time.perf_counter()
-                call()
-                synchronize(device)
-                once[name] = time.perf_counter() - begin
-                if once[name] > budget_s / 4:
-                    break
-        except RuntimeError as error:
-            failures[name] = "OOM" if is_out_of_memory(error) else str(error).splitlines()[0]
+            work()
+        except Exception as error:  # a peer may raise anything
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            if is_lost(error):
+                raise BenchmarkError(f"{name} broke the CUDA context: {reason}") from None
+            failures[name] = "OOM" if is_out_of_memory(error) else reason
+
+    def warm_up(name: str) -> None:
+        for _ in range(2):
+            synchronize(device)
+            begin = time.perf_counter()
+            peers[name]()
+            queue[name] = time.perf_counter() - begin
+            synchronize(device)
+            once[name] = time.perf_counter() - begin
+            if once[name] > budget_s / 4 and device == "cpu":  # a GPU's first call may compile
+                break
+
+    def sample(name: str) -> None:
+        samples[name].append(time_calls(peers[name], calls[name], device, queue[name]))
+
+    for name in peers:
+        attempt(name, partial(warm_up, name))
     names = [name for name in peers if name not in failures]
-    calls = {name: max(1, min(10_000, int(sample_s / max(once[name], 1e-7)))) for name in names}
+    most = 10_000 if device == "cpu" else GPU_CALLS
+    calls = {name: max(1, min(most, int(sample_s / max(once[name], 1e-7)))) for name in names}
     round_s = sum(calls[name] * once[name] for name in names)
     samples: dict[str, list[float]] = {name: [] for name in names}
     for index in range(rounds if round_s <= budget_s else 0):
@@ -169,7 +198,8 @@ def interleave(
             break
         shift = index % max(1, len(names))
         for name in names[shift:] + names[:shift]:
-            samples[name].append(time_calls(peers[name], calls[name], device))
+            if name not in failures:
+                attempt(name, partial(sample, name))
     return {
         name: Timing((), failures[name]) if name in failures else Timing(tuple(samples[name] or [once[name]]))
         for name in peers
@@ -221,10 +251,15 @@ def cpu_name() -> str:
 def provenance(device: str) -> dict[str, str]:
     """Where a figure comes from; the same on every row of a CSV: commit, library, versions, hardware, command."""
     on_gpu = device == "cuda"
+    commit, changes = _git("rev-parse", "--verify", "--short=12", "HEAD"), _git("status", "--porcelain")
+    dirty = bool(changes)
+    if not commit and "flash_ext" in sys.modules:  # a copy without its history: what the library was built from
+        info = load_flash_ext().build_info()
+        commit, dirty = (info.get("git_commit") or "")[:12], bool(info.get("git_dirty"))
     driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if on_gpu else ""
     return {
-        "commit": _git("rev-parse", "--verify", "--short=12", "HEAD"),
-        "dirty": str(int(bool(_git("status", "--porcelain")))),
+        "commit": commit,
+        "dirty": str(int(dirty)),
         "library": library_hash(),
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -258,9 +293,9 @@ def make_folder(path: Path) -> Path:
 # ---- progress and output ----
 
 
-def stdout_console() -> Console:
+def stdout_console(width: int = 120) -> Console:
     """Tables go to stdout; a pipe or a file gets a width that does not wrap them."""
-    return Console() if sys.stdout.isatty() else Console(width=120)
+    return Console() if sys.stdout.isatty() else Console(width=width)
 
 
 class Reporter:
@@ -269,11 +304,10 @@ class Reporter:
     def __init__(self, title: str, total: int) -> None:
         self.title, self.total, self.done = title, total, 0
         self.console = Console(stderr=True)
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self.bar = Progress(*columns, TextColumn("{task.fields[note]}"), console=self.console, transient=True)
 
     def __enter__(self) -> Reporter:
         if self.console.is_terminal:
+            self.bar = progress_bar(self.console)
             self.bar.start()
             self.task = self.bar.add_task(self.title, total=self.total, note="")
         return self

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from harness import interleave
-from rich.table import Table
+from tables import Table
 from torch import Tensor
 
 SHAPE = (1, 2, 4, 16)  # B, H, S, D

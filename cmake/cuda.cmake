@@ -4,7 +4,8 @@
 # with what is missing. FLASH_EXT_CUDA_ARCHS replaces the list ("native": the GPUs here) or, as "+100", adds to it.
 # Environment variables of these names win over the cache. A toolkit is an nvcc of torch's CUDA major version: CUDACXX,
 # PATH, then PyPI's packages beside torch.
-# Sets CUDA_ENABLED, CUDA_REASON (one clause), CUDA_TOOLKIT (nvcc's version or empty) and CUDA_ARCHS.
+# Sets CUDA_ENABLED, CUDA_REASON (one clause), CUDA_TOOLKIT (nvcc's version or empty), CUDA_TOOLKIT_ROOT and CUDA_ARCHS:
+# "90" is machine code for 9.0, "90-virtual" PTX, which later cards translate.
 
 set(FLASH_EXT_CUDA AUTO CACHE STRING "CUDA kernels: AUTO, ON or OFF")
 set_property(CACHE FLASH_EXT_CUDA PROPERTY STRINGS AUTO ON OFF)
@@ -15,16 +16,15 @@ foreach(name FLASH_EXT_CUDA FLASH_EXT_CUDA_ARCHS)
   endif()
 endforeach()
 
-# The architectures of the GPUs here, e.g. "80;90;90a" (90a: what wgmma needs); empty where there are none.
+# The architectures of the GPUs here that kernels exist for (8.0 and above), e.g. "80;90"; empty where there are none.
 function(find_gpus result)
   set(${result} "" PARENT_SCOPE)
   find_program(NVIDIA_SMI nvidia-smi)
   if(NVIDIA_SMI AND NOT (DEFINED ENV{CUDA_VISIBLE_DEVICES} AND "$ENV{CUDA_VISIBLE_DEVICES}" MATCHES "^(-1)?$"))
     execute_process(COMMAND ${NVIDIA_SMI} --query-gpu=compute_cap --format=csv,noheader OUTPUT_VARIABLE text ERROR_QUIET)
-    string(REGEX MATCHALL "[0-9]+\\.[0-9]+" gpus "${text}")
+    string(REGEX MATCHALL "([89]|[1-9][0-9]+)\\.[0-9]+" gpus "${text}")
     list(REMOVE_DUPLICATES gpus)
     list(TRANSFORM gpus REPLACE "\\." "")
-    list(TRANSFORM gpus REPLACE "^90$" "90;90a")
     set(${result} "${gpus}" PARENT_SCOPE)
   endif()
 endfunction()
@@ -69,7 +69,7 @@ endif()
 
 if(nvcc)
   set(CUDA_ENABLED ON)
-  set(CUDA_ARCHS 80 90 90a)
+  set(CUDA_ARCHS 80 90 90-virtual)
   set(CUDA_REASON "FLASH_EXT_CUDA=ON")
   if(FLASH_EXT_CUDA STREQUAL "AUTO")
     set(CUDA_ARCHS ${gpus})
@@ -87,6 +87,18 @@ if(nvcc)
   endif()
   set(CMAKE_CUDA_COMPILER ${nvcc})
   set(CMAKE_CUDA_ARCHITECTURES ${CUDA_ARCHS})
+  list(TRANSFORM CMAKE_CUDA_ARCHITECTURES REPLACE "^([0-9]+[af]?)$" "\\1-real")
+  if(CCACHE)
+    # NOTE: without depend mode ccache would hash what `nvcc -E` prints, and code that only another architecture sees is
+    # not in it: a stale object could come back.
+    set(CMAKE_CUDA_COMPILER_LAUNCHER ${CMAKE_COMMAND} -E env CCACHE_DEPEND=1 ${CCACHE})
+  endif()
+  get_filename_component(CUDA_TOOLKIT_ROOT ${nvcc} DIRECTORY)
+  get_filename_component(CUDA_TOOLKIT_ROOT ${CUDA_TOOLKIT_ROOT} DIRECTORY)
+  if(NOT EXISTS ${CUDA_TOOLKIT_ROOT}/lib64)
+    # PyPI's toolkit has lib where its nvcc looks for lib64; CMake links a first program before any option of ours.
+    set(ENV{LIBRARY_PATH} "${CUDA_TOOLKIT_ROOT}/lib:$ENV{LIBRARY_PATH}")
+  endif()
   enable_language(CUDA)
   set(CUDA_TOOLKIT ${CMAKE_CUDA_COMPILER_VERSION})
 elseif(problem AND FLASH_EXT_CUDA STREQUAL "ON")

@@ -2,7 +2,7 @@
 
 A test that takes both runs once for each pair below; a pair without its hardware skips and says so. Inside the test
 `flash_ext.use_backend(backend)` is active, so only that backend may answer. It may refuse only what REFUSALS grants it:
-such a refusal is a visible skip, any other is a failure.
+such a refusal is a visible skip, any other is a failure. A test marked `gpu` runs once for each backend of KERNELS.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ import torch
 
 import flash_ext
 
+HAS_KERNELS = flash_ext.build_info()["cuda"]["enabled"]
+KERNELS = ("sm80",)  # the backends with CUDA kernels
 PLACES = {
     "cpu": ("cpu", "chunked"),
-    "cuda": ("chunked",),
+    "cuda": (*KERNELS, "chunked") if HAS_KERNELS else ("chunked",),
 }
 
 # What a backend may refuse: patterns of its reasons. The CPU and the chunked backend refuse nothing.
 REFUSALS = {
     "cpu": r"(?!)",
+    "sm80": r"head_dim(_v)? \d+ is more than 256",
     "chunked": r"(?!)",
 }
 
@@ -39,21 +42,19 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "fuzz: many random examples")
 
 
-def _device_params() -> list[object]:
-    return [pytest.param(name, marks=[pytest.mark.gpu] if name == "cuda" else []) for name in PLACES]
-
-
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     names = metafunc.fixturenames
+    places = {"cuda": KERNELS} if metafunc.definition.get_closest_marker("gpu") else PLACES
     if "backend" in names:
         pairs = [
             pytest.param(device, backend, marks=[pytest.mark.gpu] if device == "cuda" else [], id=f"{device}-{backend}")
-            for device, backends in PLACES.items()
+            for device, backends in places.items()
             for backend in backends
         ]
         metafunc.parametrize(("device", "backend"), pairs, indirect=True)
     elif "device" in names:
-        metafunc.parametrize("device", _device_params(), indirect=True)
+        devices = [pytest.param(name, marks=[pytest.mark.gpu] if name == "cuda" else []) for name in places]
+        metafunc.parametrize("device", devices, indirect=True)
 
 
 @pytest.fixture
@@ -67,6 +68,8 @@ def device(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def backend(request: pytest.FixtureRequest, device: str) -> Iterator[str]:
     """The only backend that may answer during the test."""
+    if request.param in KERNELS and not HAS_KERNELS:
+        pytest.skip("this build has no CUDA kernels")
     with flash_ext.use_backend(request.param):
         yield request.param
 

@@ -10,6 +10,7 @@ import importlib
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -18,7 +19,13 @@ import torch
 
 pytest.importorskip("rich")
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
-MODULES = ("harness", "data", "model", "shapes", "accuracy", "train_lm")
+MODULES = (
+    *("tables", "harness", "data", "model", "shapes", "suites", "accuracy", "gpu_limits", "gpu_peers", "gpu_tables"),
+    *("cpu_tables", "host_overhead", "attention", "train_lm"),
+)
+
+
+COLUMNS = "peer,suite,B,H,Hkv,Sq,Sk,D,dtype,causal,pass,ms,tflops,gbs,err"
 
 
 @pytest.fixture(scope="module")
@@ -115,31 +122,112 @@ def test_causal_pairs_are_counted_as_the_mask_keeps_them(bench, sq, sk):
     assert bench.shapes.Case(1, 1, sq, 8, causal=True, sk=sk).pairs() == kept
 
 
+@pytest.mark.parametrize(("s", "window"), [(8, 3), (8, 20), (5, 1)])
+def test_pairs_of_a_window_are_counted_as_the_mask_keeps_them(bench, s, window):
+    kept = torch.ones(s, s).tril().triu(-window).sum()
+    assert bench.shapes.Case(1, 1, s, 8, causal=True, window=window).pairs() == kept
+
+
 def test_flop_and_traffic_of_the_published_grid(bench):
     case = bench.shapes.Case(32, 32, 512, 64, causal=True, suite="grid")
     assert case.flop("bwd") / 0.4392e-3 / 1e12 == pytest.approx(195.6, abs=0.1)  # fa3's backward in the grid
-    assert case.traffic("fwd", torch.bfloat16) == 4 * 32 * 32 * 512 * 64 * 2
+    tensors = 4 * 32 * 32 * 512 * 64 * 2
+    assert case.traffic("fwd", torch.bfloat16) == tensors
+    biased = replace(case, mask="float_grad")  # read in both passes, and its gradient written
+    assert biased.traffic("fwd", torch.bfloat16) == tensors + 32 * 512**2 * 2
+    assert biased.traffic("bwd", torch.bfloat16) == 2 * tensors + 2 * 32 * 512**2 * 2
 
 
-def test_case_names_are_unique_and_quick_cases_are_small(bench):
-    cases = bench.shapes.cpu_cases()
-    assert len({case.name for case in cases}) == len(cases)
-    assert all(case.sq * case.sk <= 2**16 and case.b * case.h <= 4 for case in bench.shapes.quick(cases))
+def test_every_suite_is_made_of_its_own_cases_and_of_known_names(bench):
+    for name, suite in bench.suites.SUITES.items():
+        cases, small = bench.suites.cases_of(name), bench.suites.cases_of(name, small=True)
+        assert len({case.name for case in cases}) == len(cases), name
+        assert {case.suite for case in cases} == {name}
+        assert all(case.sq * case.sk <= 2**16 and case.b * case.h <= 4 for case in small)
+        assert set(suite.peers) <= bench.attention.PEERS.keys()
+        assert suite.peers[-1] == "flash_ext"
+        assert set(suite.dtypes) <= bench.attention.DTYPES.keys() and set(suite.passes) <= {*bench.attention.PASSES}
 
 
 def test_err_is_small_for_a_right_result_and_large_for_a_wrong_one(bench):
-    for case in bench.shapes.quick(bench.shapes.cpu_cases()):
+    for case in (c for suite in ("cpu", "masks", "extras") for c in bench.suites.cases_of(suite, small=True)):
         if case.dropout:
             continue
         x = bench.shapes.make_inputs(case, torch.float32, "cpu")
         found = bench.accuracy.truth(case, x)
-        out = bench.accuracy.eager_attention(case, x.query, x.key, x.value, x.mask)
+        out = bench.accuracy.eager_attention(case, x.query, x.key, x.value, x.mask, x.slopes)
         results = [out.detach(), *torch.autograd.grad(out, x.wanting_gradients(), x.grad_out)]
         for direction in ("fwd", "bwd"):
             assert bench.accuracy.err(case, found, results, direction) < 1, case.name
             wrong = [result * (1 + 1e-3) for result in results]
             assert bench.accuracy.err(case, found, wrong, direction) > 1, case.name
         assert bench.accuracy.err(case, found, [result * math.nan for result in results], "bwd") == math.inf
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_our_calls_and_flex_attentions_mean_the_same_as_eager(bench):
+    from torch.nn.attention.flex_attention import flex_attention
+
+    ours = bench.attention.our_peer()
+    for case in (c for suite in ("masks", "extras") for c in bench.suites.cases_of(suite, small=True)):
+        if case.dropout:
+            continue
+        x = bench.shapes.make_inputs(case, torch.float32, "cpu")
+        x.query, x.key, x.value = x.query.detach(), x.key.detach(), x.value.detach()  # flex has no backward on a CPU
+        x.mask = x.mask if x.mask is None else x.mask.detach()
+        expected = bench.accuracy.eager_attention(case, x.query, x.key, x.value, x.mask, x.slopes)
+        for out in (ours(case, x), bench.gpu_peers.flex_call(case, x, flex_attention)()):
+            torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5, msg=case.name)
+
+
+def test_the_grid_has_every_cell_once_and_the_columns_that_its_readers_need(bench, tmp_path):
+    cells = []
+    limits = bench.gpu_limits.Limits({"bf16": 700.0}, 4300.0)
+    for case in bench.suites.cases_of("grid"):
+        for direction in ("fwd", "bwd"):
+            for peer, timing in {
+                "torch-cudnn": bench.harness.Timing((2e-3, 3e-3, 2e-3)),
+                "torch-math": bench.harness.Timing((), "OOM"),
+                "flash_ext": bench.harness.Timing((1e-3,) * 3),
+            }.items():
+                check = bench.attention.Check({direction: 0.5}, 450.0, 200.0)
+                cells.append(bench.attention.Cell(peer, case, torch.bfloat16, direction, timing, check, limits))
+    bench.harness.write_csv(tmp_path / "grid.csv", [cell.row() for cell in cells], bench.harness.provenance("cpu"))
+    rows = rows_of(tmp_path / "grid.csv")
+    assert ",".join(list(rows[0])[:15]) == COLUMNS
+    ours = [row for row in rows if row["peer"] == "flash_ext"]
+    assert len({(row["pass"], row["D"], row["causal"], row["Sq"]) for row in ours}) == len(ours) == 72
+    assert {int(row["B"]) * int(row["Sq"]) for row in ours} == {16384}
+    assert all(row["ms"] == "1.0000" and float(row["err"]) <= 1 and row["suite"] == "grid" for row in ours)
+    first = ours[0]
+    flop = 4 * 32 * 32 * 512 * 512 * 64
+    assert float(first["tflops"]) == pytest.approx(flop / 1e9, rel=1e-3)
+    assert (first["limit_gbs"], first["peak_mib"]) == ("4300", "450.0")
+    assert float(first["percent_of_limit"]) == pytest.approx(100 * max(flop / 1e9 / 700, 268.4 / 4300), rel=1e-2)
+    assert {(row["ms"], row["tflops"], row["reason"]) for row in rows if row["peer"] == "torch-math"} == {
+        ("OOM", "", "OOM")
+    }
+    peers = ["torch-cudnn", "torch-math", "flash_ext"]
+    assert bench.gpu_tables.to_best(cells[:3]) == 2
+    assert len(bench.gpu_tables.gpu_table(cells, peers).rows) == 72
+    assert len(bench.gpu_tables.gpu_summary(cells, peers).rows) == 6
+    assert bench.gpu_tables.refusals(cells)[0].startswith("torch-math: OOM [16x16x1024x128;")
+
+
+def test_tables_are_printed_without_rich(bench, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "rich.console", None)  # an import of it raises ModuleNotFoundError
+    monkeypatch.delitem(sys.modules, "tables")
+    plain = importlib.import_module("tables")
+    table = plain.Table("name", title="The title")
+    table.add_column("two\nlines", justify="right")
+    table.add_row("one", "[green]1.5[/]", style="bold")
+    table.add_section()
+    table.add_row("another", end_section=True)
+    plain.Console(width=100).print(table)
+    assert capsys.readouterr().out.splitlines() == [
+        *("The title", "name       two", "         lines", "--------------"),
+        *("one        1.5", "--------------", "another", "--------------", ""),
+    ]
 
 
 def test_rounds_rotate_the_order_and_a_failing_peer_is_a_row(bench):
@@ -231,8 +319,7 @@ def test_attention_prints_a_table_and_writes_the_grid_columns(tmp_path):
     assert "GQA 4/1" in done.stdout
     assert "Host time of one call" in done.stdout
     rows = rows_of(tmp_path / "attention_cpu.csv")
-    columns = "peer,suite,B,H,Hkv,Sq,Sk,D,dtype,causal,pass,ms,tflops,gbs,err"
-    assert ",".join(list(rows[0])[:15]) == columns
+    assert ",".join(list(rows[0])[:15]) == COLUMNS
     assert [(row["peer"], row["pass"]) for row in rows] == [(p, d) for d in ("fwd", "bwd") for p in ("torch", "eager")]
     assert all(float(row["ms"]) > 0 and float(row["err"]) <= 1 for row in rows)
     assert {row["peer"] for row in rows_of(tmp_path / "host_overhead.csv")} == {"aten op", "F.sdpa"}
@@ -242,3 +329,53 @@ def test_attention_names_the_cases_when_none_fits():
     done = start("attention.py", "--case", "nothing like this")
     assert done.returncode == 2
     assert "4x12x512x64" in done.stderr
+
+
+def test_a_suite_for_gpus_runs_on_a_cpu_when_asked_within_its_budget(tmp_path):
+    chosen = ("--device", "cpu", "--quick", "--dtypes", "fp32", "--peers", "torch", "eager", "flash_ext")
+    budget = ("--only", "ALiBi|dropout|softcap", "--time-budget", "0.001", "--backend", "cpu")
+    done = start("attention.py", "--suite", "masks", *chosen, *budget, "--out", tmp_path / "some.csv")
+    assert done.returncode == 0, done.stderr
+    assert "The time budget of 0.001 s is used up: 2 of 3 cases were not measured: fp32" in done.stderr
+    assert f"Written to {tmp_path / 'some.csv'}" in done.stdout
+    rows = rows_of(tmp_path / "some.csv")
+    assert [row["name"] for row in rows] == ["1x4x256x128 dropout 0.1"] * 6
+    assert all(float(row["ms"]) > 0 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--only", "("), "--only '(' is not a regular expression"),
+        (("--only", "nothing"), "--only 'nothing' fits none of: 4x12x512x64;"),
+        (("--backend", "cpu", "--peers", "torch", "eager"), "--backend cpu is flash_ext's, which is not among"),
+        (("--time-budget", "0"), "--time-budget 0.0 must be above 0."),
+        (("--rounds", "0"), "--rounds 0 must be above 0."),
+        (("--backend", "nobody", "--suite", "extras", "--device", "cpu"), "nobody"),
+    ],
+)
+def test_attention_tells_bad_arguments_in_one_sentence(bench, monkeypatch, capsys, arguments, words):
+    monkeypatch.setattr(sys, "argv", ["attention.py", *arguments])
+    with pytest.raises(SystemExit, match="2"):
+        bench.harness.run_main(bench.attention.main)
+    assert words in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_suite_for_gpus_says_that_it_needs_one(bench, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["attention.py", "--suite", "grid"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="2"):
+        bench.harness.run_main(bench.attention.main)
+    assert capsys.readouterr().err == "attention.py: --suite grid needs a CUDA GPU, and PyTorch sees none here.\n"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_the_grid_runs_on_a_gpu(tmp_path):
+    done = start("attention.py", "--suite", "grid", "--quick", "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = rows_of(tmp_path / "attention_grid.csv")
+    ours = [row for row in rows if row["peer"] == "flash_ext"]
+    assert {(row["causal"], row["pass"]) for row in ours} == {(c, d) for c in "01" for d in ("fwd", "bwd")}
+    assert all(float(row["ms"]) > 0 and float(row["err"]) <= 1 and float(row["peak_mib"]) > 0 for row in ours)
+    assert all(row["gpu"] and row["driver"] and float(row["limit_gbs"]) > 0 for row in rows)

@@ -84,6 +84,13 @@ def test_auto_with_a_gpu_but_without_nvcc_is_cpu_only_with_the_reason(fake_libto
 
 
 @needs_source
+def test_auto_with_a_gpu_that_has_no_kernels_is_cpu_only(fake_libtorch: Path, tmp_path: Path) -> None:
+    path = fake_nvidia_smi(tmp_path, "echo 7.5")
+    code, text, _ = configure(fake_libtorch, FLASH_EXT_CUDA="AUTO", PATH=path, CUDA_VISIBLE_DEVICES="0")
+    assert code == 0 and "CUDA: off (CPU-only build), AUTO sees no GPU here" in text, text
+
+
+@needs_source
 def test_off_is_off(fake_libtorch: Path, tmp_path: Path) -> None:
     path = fake_nvidia_smi(tmp_path, "echo 9.0")
     code, text, _ = configure(fake_libtorch, FLASH_EXT_CUDA="OFF", PATH=path)
@@ -167,6 +174,19 @@ def test_the_library_needs_no_python() -> None:
     symbols = run("nm", "-D", "--undefined-only", PACKAGE / "libflash_ext.so").stdout
     assert "aten" in symbols.lower() or "c10" in symbols
     assert not re.findall(r"\bU (_?Py\w+|\w*THPVariable\w*)", symbols)
+
+
+@pytest.mark.skipif(shutil.which("readelf") is None, reason="needs readelf (binutils)")
+def test_the_library_needs_no_path_and_no_second_cuda_runtime() -> None:
+    """Whoever loads it has loaded torch; what it has of libcudart is inside and hidden."""
+    library = PACKAGE / "libflash_ext.so"
+    dynamic = run("readelf", "-d", library).stdout
+    needed = re.findall(r"NEEDED.*\[(.+)\]", dynamic)
+    assert needed and not [name for name in needed if "cudart" in name or "torch_cuda" in name]
+    assert ("libc10_cuda.so" in needed) == flash_ext.build_info()["cuda"]["enabled"]
+    assert re.findall(r"RUNPATH.*\[(.+)\]", dynamic) == ["$ORIGIN"]
+    if shutil.which("nm"):
+        assert not re.findall(r" T (cuda[A-Z]\w+|__cuda\w+)", run("nm", "-D", "--defined-only", library).stdout)
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")

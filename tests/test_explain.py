@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 
 import pytest
 import torch
-from helpers import make_inputs, rand
+from helpers import DTYPES, make_inputs, name_of, rand
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flash_ext
 
+OPS = torch.ops.flash_ext
 Q, K = (2, 4, 30, 64), (2, 2, 40, 64)
+HAS_CUDA = flash_ext.build_info()["cuda"]["enabled"]
 
 
 def test_is_a_frozen_dataclass(device: str) -> None:
@@ -51,6 +54,62 @@ def test_a_named_backend_that_refuses_is_an_error() -> None:
     with flash_ext.use_backend("cpu"), pytest.raises(flash_ext.AttentionError, match=r"cpu refuses: .*not on the CPU"):
         flash_ext.explain(**inputs, device="cuda")
     assert flash_ext.explain(**inputs, device="cuda").forward.backend != "cpu"
+
+
+UNMERGED = "the leading dimensions do not merge into 4"
+
+
+def unmerged(device: str) -> tuple[torch.Tensor, ...]:
+    """Five leading dims before the heads of which no two merge: query holds them in reverse order."""
+    q, k, v = make_inputs((2, 3, 2, 3, 2, 2, 5, 8), (2, 3, 2, 3, 2, 2, 7, 8), device=device).values()
+    reverse = (4, 3, 2, 1, 0, 5, 6, 7)
+    return q.permute(reverse).contiguous().permute(reverse), k, v
+
+
+def test_leading_dims_that_do_not_merge_are_left_to_the_composite(device: str) -> None:
+    inputs = unmerged(device)
+    plan = flash_ext.explain(*inputs, sdpa=True)
+    assert plan.forward.backend == plan.backward.backend == "chunked"
+    assert [r.pass_name for r in plan.refusals if r.reason == UNMERGED] == ["forward", "backward"]
+    out = flash_ext.scaled_dot_product_attention(*inputs)
+    expected = torch.nn.functional.scaled_dot_product_attention(*(t.contiguous() for t in inputs))
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_leading_dims_that_do_not_merge_are_refused_by_name(device: str, backend: str) -> None:
+    """A backend that is asked for by name never hands a call over in silence, in neither pass."""
+    inputs = unmerged(device)
+    with flash_ext.use_backend("chunked"):
+        out, lse, state = OPS.attention(*inputs, return_lse=True)
+    calls = (
+        lambda: flash_ext.explain(*inputs, sdpa=True),
+        lambda: flash_ext.scaled_dot_product_attention(*inputs),
+        lambda: OPS.attention_backward(out, None, *inputs, out, lse, state, backend=backend),
+    )
+    for call in calls:
+        if backend == "chunked":
+            call()
+        else:
+            with pytest.raises(RuntimeError, match=f"{backend} refuses: {UNMERGED}"):
+                call()
+
+
+@pytest.mark.skipif(not HAS_CUDA, reason="needs a build with CUDA")
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("head_dim", [1, 32, 33, 64, 96, 128, 192, 256, 257])
+def test_plans_for_a_card_that_is_not_there(head_dim: int, dtype: torch.dtype) -> None:
+    q, k, v = make_inputs((2, 4, 300, head_dim), (2, 2, 400, head_dim), dtype=dtype).values()
+    plan = flash_ext.explain(q.to("meta"), k.to("meta"), v.to("meta"), device="cuda", causal=True)
+    for part in (plan.forward, plan.backward):
+        assert part.backend == ("sm80" if head_dim <= 256 else "chunked")
+        assert part.on_chip_bytes <= part.on_chip_limit
+        assert part.backend == "chunked" or (part.block_m > 0 and part.block_n > 0 and part.grid > 0)
+    if head_dim > 256:
+        reason = "head_dim 257 is more than 256"
+        assert {(r.backend, r.pass_name) for r in plan.refusals if r.reason == reason} == {
+            ("sm80", "forward"),
+            ("sm80", "backward"),
+        }
 
 
 def test_draws_and_allocates_nothing(device: str) -> None:
@@ -105,3 +164,16 @@ def test_build_info_is_there() -> None:
     assert info["version"] == flash_ext.__version__
     assert str(info["torch"]).split("+")[0] == torch.__version__.split("+")[0]
     assert "cuda" in info
+
+
+def test_backward_keeps_the_name_of_the_backend() -> None:
+    """The operator's own argument: its text is gone when backward runs."""
+    q, k, v = (torch.randn(1, 2, 8, 16, requires_grad=True) for _ in range(3))
+    rng_state = torch.empty(0, dtype=torch.long)
+    name = "".join(["c", "p", "u"])
+    out, _ = torch.ops.flash_ext.attention_with_rng_state(q, k, v, rng_state, backend=name)
+    del name
+    gc.collect()
+    junk = ["x" * 3 for _ in range(1000)]
+    grads = torch.autograd.grad(out.sum(), (q, k, v))
+    assert all(torch.isfinite(grad).all() for grad in grads) and len(junk) == 1000

@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from helpers import leaf, make_inputs, rand
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flash_ext
 
@@ -164,33 +162,3 @@ def test_cpu_peak_does_not_grow_as_the_scores(options: str) -> None:
 def test_chunked_peak_is_that_of_a_block(twice: bool) -> None:
     """A block of queries holds 64 MiB of scores; the whole would be 1,024 MiB, several times."""
     assert peak_growth(16384, "", "chunked", twice) < 900 << 20
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("shape", [(2, 16, 4096, 128), (4, 8, 2048, 64)])
-def test_cuda_peak_is_that_of_the_leanest(shape: tuple[int, ...], is_causal: bool) -> None:
-    """max_memory_allocated of forward and backward: at most 1.01x + 4 MiB of PyTorch's leanest fused backend."""
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
-    example = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
-    if flash_ext.explain(example, example, example, is_causal=is_causal, sdpa=True).backward.backend == "chunked":
-        pytest.skip("no CUDA kernels in this build: the composite keeps blocks of scores")
-
-    def peak(call: Any) -> int:
-        inputs = [rand(*shape, dtype=torch.bfloat16, device="cuda").requires_grad_() for _ in range(3)]
-        grad = torch.ones_like(inputs[0])
-        for _ in range(2):
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            torch.autograd.grad(call(*inputs, is_causal=is_causal), inputs, grad)
-        return torch.cuda.max_memory_allocated() - before
-
-    peers = []
-    for kind in (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION):
-        try:
-            with sdpa_kernel(kind):
-                peers.append(peak(F.scaled_dot_product_attention))
-        except RuntimeError:
-            continue
-    assert peak(flash_ext.scaled_dot_product_attention) <= 1.01 * min(peers) + (4 << 20)

@@ -131,7 +131,8 @@ bool has_tangent(const Tensors&... tensors) {
 // What backward must not ask for again: the switches as they stand at forward time.
 Options resolve(Options options) {
   if (!options.deterministic.has_value()) options.deterministic = at::globalContext().deterministicAlgorithms();
-  if (!options.backend.has_value()) options.backend = requested_backend();
+  // A node keeps the options longer than the caller keeps the name that it passed.
+  options.backend = options.backend.has_value() ? stored_name(*options.backend) : requested_backend();
   return options;
 }
 

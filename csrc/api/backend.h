@@ -18,9 +18,10 @@ enum class DeviceType : uint8_t { kCpu, kCuda };
 // Where a problem would run; filled without touching the device, so that explain can plan for an absent one.
 struct DeviceInfo {
   DeviceType type = DeviceType::kCpu;
-  int compute_capability = 0;           // 90 for 9.0; 0 on the CPU
-  int multiprocessors = 0;              // SMs, or threads on the CPU
-  int64_t shared_memory_per_block = 0;  // bytes, opt-in maximum; 0 on the CPU
+  int compute_capability = 0;                    // 90 for 9.0; 0 on the CPU
+  int multiprocessors = 0;                       // SMs, or threads on the CPU
+  int64_t shared_memory_per_block = 0;           // bytes, opt-in maximum; 0 on the CPU
+  int64_t shared_memory_per_multiprocessor = 0;  // bytes; what the blocks that share one have together
 };
 
 // What explain prints and the operator executes. Plain data: making one costs no allocation. Sizes in elements,
@@ -55,9 +56,13 @@ struct Backend {
 };
 
 extern const Backend cpu_backend;
+extern const Backend sm80_backend;  // only in a build with CUDA
 
 // True where dropout keeps, out [batch_heads, rows, cols] contiguous: (n, i, j) is the map at (n, q0 + i, k0 + j).
 void cpu_dropout_mask(const int64_t* rng_state, double p, int64_t batch_heads, int64_t rows, int64_t cols, int64_t q0,
                       int64_t k0, bool* out);
+// The same on the device and stream of the caller; rng_state lies on the device. Only in a build with CUDA.
+void cuda_dropout_mask(const int64_t* rng_state, double p, int64_t batch_heads, int64_t rows, int64_t cols, int64_t q0,
+                       int64_t k0, bool* out, void* stream);
 
 }  // namespace flash_ext

@@ -5,19 +5,18 @@
 
 #include <cstdlib>
 
+#include "api/cuda_runtime.h"
+
 namespace flash_ext {
 namespace {
 
 // Fastest first. A new backend is one name here.
-const Backend* const kBackends[] = {&cpu_backend};
-
-// NOTE: a view into a string literal or Backend::name, so that it outlives every graph that holds it.
-std::string_view stored_name(std::string_view name) {
-  for (const Backend* backend : kBackends) {
-    if (name == backend->name) return backend->name;
-  }
-  return kChunked;
-}
+const Backend* const kBackends[] = {
+#ifdef FLASH_EXT_WITH_CUDA
+    &sm80_backend,
+#endif
+    &cpu_backend,
+};
 
 thread_local std::optional<std::string_view> requested;
 
@@ -25,6 +24,9 @@ std::string reason_to_refuse(const Backend& backend, const Problem& problem, Pas
   if (backend.device != device.type) {
     return backend.device == DeviceType::kCpu ? "the tensors are not on the CPU"
                                               : "the tensors are not on a CUDA device";
+  }
+  if (problem.batch_rank > kMaxBatchDims) {
+    return "the leading dimensions do not merge into " + std::to_string(kMaxBatchDims);
   }
   return backend.refuses(problem, pass, device);
 }
@@ -41,13 +43,20 @@ void check_backend_name(std::string_view name) {
   throw AttentionError("backend", concat("is \"", name, "\"; this build has ", known, kChunked));
 }
 
+std::string_view stored_name(std::string_view name) {
+  check_backend_name(name);
+  for (const Backend* backend : kBackends) {
+    if (name == backend->name) return backend->name;
+  }
+  return kChunked;
+}
+
 std::optional<std::string_view> requested_backend() {
   if (requested.has_value()) return requested;
   // Read once: the variable is the process's choice, use_backend the program's.
   static const std::optional<std::string_view> from_environment = []() -> std::optional<std::string_view> {
     const char* name = std::getenv("FLASH_EXT_BACKEND");
     if (name == nullptr || *name == '\0') return std::nullopt;
-    check_backend_name(name);
     return stored_name(name);
   }();
   return from_environment;
@@ -56,7 +65,6 @@ std::optional<std::string_view> requested_backend() {
 std::optional<std::string_view> set_requested_backend(std::optional<std::string_view> name) {
   const auto before = requested;
   if (name.has_value()) {
-    check_backend_name(*name);
     requested = stored_name(*name);
   } else {
     requested.reset();
@@ -69,6 +77,8 @@ DeviceInfo device_info(const c10::Device& device) {
   if (device.is_cpu()) {
     info.type = DeviceType::kCpu;
     info.multiprocessors = at::get_num_threads();
+  } else if constexpr (kWithCuda) {
+    return cuda_device_info(device);
   } else {
     info.type = DeviceType::kCuda;
   }

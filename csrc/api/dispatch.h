@@ -21,10 +21,14 @@ std::optional<std::string_view> requested_backend();
 std::optional<std::string_view> set_requested_backend(std::optional<std::string_view> name);
 // Throws AttentionError for a name that no backend has.
 void check_backend_name(std::string_view name);
+// The same name as a view into a string literal or Backend::name, which outlives every graph that holds it; throws
+// alike.
+std::string_view stored_name(std::string_view name);
 
 DeviceInfo device_info(const c10::Device& device);
 
-// The backend that will run, or nullptr for `chunked`. Throws AttentionError where the named one refuses.
+// The backend that will run, or nullptr for `chunked`. Throws AttentionError where the named one refuses, which every
+// one does where the leading dimensions did not merge.
 const Backend* select_backend(const Problem& problem, Pass pass, const DeviceInfo& device,
                               std::optional<std::string_view> name);
 

@@ -1,9 +1,11 @@
-// The operator dropout_mask on every device: the map of attention/dropout.h, by the CPU backend's vector code or, where
-// there are no kernels, by torch's integer operations. `chunked` and the tests draw the same bits through it.
+// The operator dropout_mask on every device: the map of attention/dropout.h, by the CPU backend's vector code, by a
+// CUDA kernel or, where there are no kernels, by torch's integer operations. `chunked` and the tests draw the same bits
+// through it.
+#include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
-#include "api/backend.h"
 #include "api/checks.h"
+#include "api/cuda_runtime.h"
 
 namespace flash_ext {
 namespace {
@@ -60,6 +62,21 @@ Tensor dropout_mask_composite(const Tensor& rng_state, double dropout_p, int64_t
   return number >= static_cast<int64_t>(dropout_p * 65536.0 + 0.5);
 }
 
+Tensor dropout_mask_cuda(const Tensor& rng_state, double dropout_p, int64_t batch_heads, int64_t rows, int64_t cols,
+                         int64_t q0, int64_t k0) {
+  if constexpr (kWithCuda) {
+    const c10::DeviceGuard guard(rng_state.device());
+    check(rng_state, dropout_p);
+    Tensor result = at::empty({batch_heads, rows, cols}, rng_state.options().dtype(at::kBool));
+    const Tensor state = rng_state.contiguous();
+    cuda_dropout_mask(state.const_data_ptr<int64_t>(), dropout_p, batch_heads, rows, cols, q0, k0,
+                      result.mutable_data_ptr<bool>(), current_cuda_stream(rng_state.device()));
+    return result;
+  } else {
+    return dropout_mask_composite(rng_state, dropout_p, batch_heads, rows, cols, q0, k0);
+  }
+}
+
 Tensor dropout_mask_meta(const Tensor& rng_state, double dropout_p, c10::SymInt batch_heads, c10::SymInt rows,
                          c10::SymInt cols, c10::SymInt, c10::SymInt) {
   check(rng_state, dropout_p);
@@ -70,7 +87,7 @@ Tensor dropout_mask_meta(const Tensor& rng_state, double dropout_p, c10::SymInt 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(flash_ext, CPU, m) { m.impl("dropout_mask", dropout_mask_cpu); }
-TORCH_LIBRARY_IMPL(flash_ext, CUDA, m) { m.impl("dropout_mask", dropout_mask_composite); }
+TORCH_LIBRARY_IMPL(flash_ext, CUDA, m) { m.impl("dropout_mask", dropout_mask_cuda); }
 TORCH_LIBRARY_IMPL(flash_ext, Meta, m) { m.impl("dropout_mask", dropout_mask_meta); }
 
 }  // namespace flash_ext

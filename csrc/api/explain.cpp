@@ -56,22 +56,20 @@ std::string explain(const Inputs& in, const Options& options, std::string_view d
   ProblemBuilder builder(in, options, shape);
   add_inputs(builder, args, in, shape);
   Problem& problem = args.problem;
-  const bool fits = builder.finish(problem);
+  builder.finish(problem);
   set_wanted(problem, wanted);
 
   std::string plans, refused, copies;
   bool composite = false;
   for (const Pass pass : {Pass::kForward, Pass::kBackward}) {
     const char* pass_name = pass == Pass::kForward ? "forward" : "backward";
-    const Backend* backend = fits ? select_backend(problem, pass, device, name) : nullptr;
+    const Backend* backend = select_backend(problem, pass, device, name);
     Plan plan;
     plan.kernel = "composite of torch operations over blocks of queries";
     if (backend != nullptr) plan = backend->plan(problem, pass, device);
     composite = composite || backend == nullptr;
     plans += json_string(pass_name) + ": " + json(backend ? backend->name : std::string(kChunked), plan) + ", ";
-    std::vector<Refusal> reasons = refusals(problem, pass, device);
-    if (!fits) reasons = {{"all kernels", "the leading dimensions do not merge into " + std::to_string(kMaxBatchDims)}};
-    for (const Refusal& refusal : reasons) {
+    for (const Refusal& refusal : refusals(problem, pass, device)) {
       append(refused, "[" + json_string(refusal.backend) + ", " + json_string(pass_name) + ", " +
                           json_string(refusal.reason) + "]");
     }

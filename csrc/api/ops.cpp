@@ -3,12 +3,14 @@
 // autograd.cpp stands above it, backends below.
 #include <ATen/ExpandUtils.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
 #include <limits>
 
 #include "api/checks.h"
 #include "api/chunked.h"
+#include "api/cuda_runtime.h"
 #include "api/dispatch.h"
 #include "api/problem.h"
 #include "api/schemas.h"
@@ -65,18 +67,37 @@ bool attends_to_nothing(const Shape<int64_t>& shape) {
 // ---- kernels --------------------------------------------------------------------------------------------------------
 
 void warn_without_kernels(const Tensor& query) {
-  if (!query.is_cpu()) {
+  if (!kWithCuda && !query.is_cpu()) {
     TORCH_WARN_ONCE("flash_ext has no kernels for ", query.device().type(),
                     " tensors in this build; it computes with the slower composite `chunked` instead.");
   }
 }
 
+// The device of a tensor is the current one while this lives; nothing on the CPU.
+c10::OptionalDeviceGuard guard_device(const Tensor& query) {
+  return query.is_cpu() ? c10::OptionalDeviceGuard() : c10::OptionalDeviceGuard(query.device());
+}
+
+void* current_stream(const Tensor& query) {
+  if constexpr (kWithCuda) {
+    if (query.is_cuda()) return current_cuda_stream(query.device());
+  }
+  return nullptr;
+}
+
+// `scratch_bytes` of a plan; an undefined tensor for none.
+Tensor make_workspace(const Tensor& query, int64_t bytes) {
+  return bytes > 0 ? at::empty({bytes}, query.options().dtype(at::kByte)) : Tensor();
+}
+
 ForwardResult forward_with_rng_state(c10::DispatchKeySet, const Inputs& in, const Tensor& rng_state,
                                      const Options& options, bool return_lse) {
+  const auto guard = guard_device(in.query);
   const auto shape = check_call<int64_t>(in, options);
   const auto dtype = in.query.scalar_type();
   ForwardResult result;
   result.rng_state = rng_state;
+  check_saved<int64_t>(shape, in, {}, {}, result, options.dropout_p);
   result.out = empty_in_order_of(shape.out_sizes(), in.query, dtype);
   result.lse =
       return_lse ? at::empty(shape.lse_sizes(), in.query.options().dtype(accumulate_type(dtype))) : absent(in.query);
@@ -91,18 +112,17 @@ ForwardResult forward_with_rng_state(c10::DispatchKeySet, const Inputs& in, cons
   ProblemBuilder builder(in, options, shape);
   add_inputs(builder, args, in, shape);
   builder.add(args.out, result.out, shape.heads_q, shape.len_q, shape.head_dim_v);
-  if (builder.finish(args.problem)) {
+  builder.finish(args.problem);
+  const DeviceInfo device = device_info(in.query.device());
+  const auto name = options.backend.has_value() ? options.backend : requested_backend();
+  if (const Backend* backend = select_backend(args.problem, Pass::kForward, device, name)) {
     if (return_lse) args.lse = result.lse.mutable_data_ptr();
     if (options.dropout_p > 0) args.rng_state = rng_state.const_data_ptr<int64_t>();
-    const DeviceInfo device = device_info(in.query.device());
-    const auto name = options.backend.has_value() ? options.backend : requested_backend();
-    if (const Backend* backend = select_backend(args.problem, Pass::kForward, device, name)) {
-      const Plan plan = backend->plan(args.problem, Pass::kForward, device);
-      const Tensor workspace =
-          plan.scratch_bytes > 0 ? at::empty({plan.scratch_bytes}, in.query.options().dtype(at::kByte)) : Tensor();
-      backend->forward(args, plan, plan.scratch_bytes > 0 ? workspace.mutable_data_ptr() : nullptr);
-      return result;
-    }
+    args.stream = current_stream(in.query);
+    const Plan plan = backend->plan(args.problem, Pass::kForward, device);
+    const Tensor workspace = make_workspace(in.query, plan.scratch_bytes);
+    backend->forward(args, plan, workspace.defined() ? workspace.mutable_data_ptr() : nullptr);
+    return result;
   }
   warn_without_kernels(in.query);
   const chunked::Forward whole = chunked::forward(in, rng_state, options);
@@ -118,6 +138,7 @@ ForwardResult forward(c10::DispatchKeySet keys, const Inputs& in, const Options&
 
 Gradients backward(c10::DispatchKeySet, const Tensor& grad_out, const Tensor& grad_lse, const Inputs& in,
                    const ForwardResult& saved, const Options& options, const GradMask& wanted) {
+  const auto guard = guard_device(in.query);
   const auto shape = check_call<int64_t>(in, options);
   check_saved<int64_t>(shape, in, grad_out, grad_lse, saved, options.dropout_p);
   const Tensor* const all_inputs[] = {&in.query, &in.key, &in.value, &in.bias, &in.alibi_slopes};
@@ -159,10 +180,10 @@ Gradients backward(c10::DispatchKeySet, const Tensor& grad_out, const Tensor& gr
     builder.add(args.dbias, dbias, shape.heads_q, shape.len_q, shape.len_k);
   }
   Problem& problem = args.fwd.problem;
-  const bool fits = builder.finish(problem);
+  builder.finish(problem);
   set_wanted(problem, wanted);
   const DeviceInfo device = device_info(in.query.device());
-  const Backend* backend = fits ? select_backend(problem, Pass::kBackward, device, options.backend) : nullptr;
+  const Backend* backend = select_backend(problem, Pass::kBackward, device, options.backend);
   if (backend == nullptr) {
     const Gradients whole_grads = chunked::backward(grad_out, grad_lse, in, saved.rng_state, options, wanted);
     Gradients result;
@@ -183,10 +204,10 @@ Gradients backward(c10::DispatchKeySet, const Tensor& grad_out, const Tensor& gr
   args.fwd.lse = const_cast<void*>(lse.const_data_ptr());
   if (d_lse.defined()) args.d_lse = d_lse.const_data_ptr();
   if (options.dropout_p > 0) args.fwd.rng_state = saved.rng_state.const_data_ptr<int64_t>();
+  args.fwd.stream = current_stream(in.query);
   const Plan plan = backend->plan(problem, Pass::kBackward, device);
-  const Tensor workspace =
-      plan.scratch_bytes > 0 ? at::empty({plan.scratch_bytes}, in.query.options().dtype(at::kByte)) : Tensor();
-  backend->backward(args, plan, plan.scratch_bytes > 0 ? workspace.mutable_data_ptr() : nullptr);
+  const Tensor workspace = make_workspace(in.query, plan.scratch_bytes);
+  backend->backward(args, plan, workspace.defined() ? workspace.mutable_data_ptr() : nullptr);
 
   Gradients result;
   for (int i = 0; i < 3; ++i) {
@@ -387,7 +408,7 @@ TORCH_LIBRARY_IMPL(flash_ext, CPU, m) {
   m.impl("attention_backward", TORCH_FN(attention_backward_op<backward>));
 }
 
-// No kernels of its own yet: dispatch.h finds that every backend refuses, and `chunked` computes.
+// In a build without CUDA dispatch.h finds that every backend refuses, and `chunked` computes.
 TORCH_LIBRARY_IMPL(flash_ext, CUDA, m) {
   m.impl("attention", TORCH_FN(attention_op<forward>));
   m.impl("attention_with_rng_state", TORCH_FN(attention_with_rng_state_op<forward_with_rng_state>));

@@ -78,7 +78,7 @@ void ProblemBuilder::add(TensorView& view, const Tensor& tensor, int64_t trailin
   for (int64_t i = 0; i < batch_rank; ++i) entry.batch_strides[i] = stride(trailing + batch_rank - i, batch_[i]);
 }
 
-bool ProblemBuilder::finish(Problem& problem) {
+void ProblemBuilder::finish(Problem& problem) {
   // Merge dimension i into the one before it where every tensor steps through both with one stride.
   Sizes<int64_t> kept;  // indices of the innermost dimension of each merged group
   Sizes<int64_t> merged_sizes;
@@ -96,15 +96,14 @@ bool ProblemBuilder::finish(Problem& problem) {
       merged_sizes.push_back(batch_[i]);
     }
   }
-  if (kept.size() > kMaxBatchDims) return false;
-  problem_.batch_rank = static_cast<int>(kept.size());
-  for (size_t i = 0; i < kept.size(); ++i) problem_.batch_size[i] = merged_sizes[i];
+  problem = problem_;
+  problem.batch_rank = static_cast<int>(kept.size());
+  if (kept.size() > kMaxBatchDims) return;
+  for (size_t i = 0; i < kept.size(); ++i) problem.batch_size[i] = merged_sizes[i];
   for (const Entry& entry : entries_) {
     *entry.view = entry.value;
     for (size_t i = 0; i < kept.size(); ++i) entry.view->batch_stride[i] = entry.batch_strides[kept[i]];
   }
-  problem = problem_;
-  return true;
 }
 
 void set_wanted(Problem& problem, const GradMask& wanted) {

@@ -18,8 +18,9 @@ class ProblemBuilder {
   // A tensor of (..., heads): rows and columns are broadcast.
   void add_per_head(TensorView& view, const Tensor& tensor, int64_t heads);
 
-  // False where more leading dimensions remain than a Problem holds; then no view was written.
-  bool finish(Problem& problem);
+  // Where more leading dimensions remain than a Problem holds, batch_rank says so (dispatch.h then finds that every
+  // backend refuses), and batch_size and the views are not written.
+  void finish(Problem& problem);
 
  private:
   struct Entry {

@@ -91,6 +91,8 @@ struct ForwardArgs {
   const float* k_descale = nullptr;       // [b, h_k]
   const float* v_descale = nullptr;       // [b, h_v]
   int num_splits = 0;                     // 0: the backend chooses
+
+  void* stream = nullptr;  // cudaStream_t on a GPU: every launch goes there
 };
 
 struct BackwardArgs {
@@ -113,12 +115,13 @@ struct BackwardArgs {
 
 // Element offset of flat batch index b in a view.
 FLASH_DEVICE int64_t batch_offset(const Problem& problem, const TensorView& view, int64_t b) {
+  if (problem.batch_rank == 0) return 0;
   int64_t offset = 0;
-  for (int i = problem.batch_rank - 1; i >= 0; --i) {
+  for (int i = problem.batch_rank - 1; i > 0; --i) {
     offset += (b % problem.batch_size[i]) * view.batch_stride[i];
     b /= problem.batch_size[i];
   }
-  return offset;
+  return offset + b * view.batch_stride[0];
 }
 
 }  // namespace flash_ext

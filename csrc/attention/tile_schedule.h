@@ -33,16 +33,23 @@ struct TileSchedule {
 
   FLASH_DEVICE int64_t size() const { return blocks * group * kv_heads; }
 
-  FLASH_DEVICE Tile at(int64_t linear) const {
-    const int64_t section_tiles = section * group * blocks;
-    const int64_t section_first = linear / section_tiles * section;
-    const int64_t rest = linear % section_tiles;
-    const int64_t left = kv_heads - section_first;
-    const int64_t heads = (section < left ? section : left) * group;  // query heads of this section
-    const int64_t block = rest / heads;
-    const int64_t head = rest % heads;
-    const int64_t kv_head = section_first + head / group;
-    return {kv_head / heads_k, kv_head % heads_k * group + head % group, last_first ? blocks - 1 - block : block};
+  // Index: what the divisions are done in. A GPU takes uint32_t, because its grids are smaller than 2^31 and a division
+  // of 64-bit numbers is a function call there.
+  template <class Index = int64_t>
+  FLASH_DEVICE Tile at(Index linear) const {
+    const Index all = static_cast<Index>(kv_heads), per_head = static_cast<Index>(group);
+    const Index in_section = section < kv_heads ? static_cast<Index>(section) : all;
+    const Index section_tiles = in_section * per_head * static_cast<Index>(blocks);
+    const Index section_first = linear / section_tiles * in_section;
+    const Index rest = linear % section_tiles;
+    const Index left = all - section_first;
+    const Index heads = (in_section < left ? in_section : left) * per_head;  // query heads of this section
+    const Index index = rest / heads;
+    const Index head = rest % heads;
+    const Index kv_head = section_first + head / per_head, keys = static_cast<Index>(heads_k);
+    const int64_t block = static_cast<int64_t>(index);
+    return {static_cast<int64_t>(kv_head / keys), static_cast<int64_t>(kv_head % keys * per_head + head % per_head),
+            last_first ? blocks - 1 - block : block};
   }
 };
 

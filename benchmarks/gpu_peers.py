@@ -1,0 +1,185 @@
+"""The peers that flash_ext is measured against on a GPU: PyTorch's backends, FlexAttention, FlashAttention-3.
+
+Each is a function of (Case, Inputs) that returns out with autograd, or raises a RuntimeError with the reason why it
+cannot serve the case, which becomes the cell's row.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+
+import torch
+import torch.nn.functional as F
+from accuracy import eager_attention
+from harness import BenchmarkError
+from shapes import Case, Inputs
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+Peer = Callable[[Case, Inputs], Tensor]
+
+MATH_GIB = 4.0  # larger fp32 scores are not asked of the math path, which writes them out several times
+# The mask at one score, by the letters of Case.mask_dims
+MASK_AT = {
+    "1hqk": lambda mask, b, h, q, k: mask[0, h, q, k],
+    "11qk": lambda mask, b, h, q, k: mask[0, 0, q, k],
+    "b11k": lambda mask, b, h, q, k: mask[b, 0, 0, k],
+    "h1k": lambda mask, b, h, q, k: mask[h, 0, k],
+    "k": lambda mask, b, h, q, k: mask[k],
+}
+
+
+def sdpa_peer(sdpa: Callable[..., Tensor]) -> Peer:
+    """A function with the signature of F.scaled_dot_product_attention; masks as 4 dimensions, which PyTorch wants."""
+
+    def run(case: Case, x: Inputs) -> Tensor:
+        if case.beyond_sdpa:
+            raise RuntimeError("takes no window, softcap or ALiBi")
+        gqa = {"enable_gqa": True} if case.hkv != case.h else {}
+        mask = x.mask if x.mask is None else x.mask[(None,) * (4 - x.mask.dim())]
+        return sdpa(x.query, x.key, x.value, mask, case.dropout, case.causal, **gqa)
+
+    return run
+
+
+def _reason(call: Callable[[], Tensor], fallback: str) -> str:
+    """Why no kernel took a call: PyTorch tells it in warnings, the last one that is not about a disabled backend."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with suppress(RuntimeError):
+            call()
+    texts = [str(warning.message).partition(" (Triggered")[0] for warning in told]
+    reasons = [t for t in texts if "not used because" not in t and "runtime disabled" not in t]
+    return reasons[-1].splitlines()[0] if reasons else fallback
+
+
+def torch_backend(backend: SDPBackend) -> Peer:
+    """PyTorch's attention with one backend allowed."""
+    plain = sdpa_peer(F.scaled_dot_product_attention)
+
+    def run(case: Case, x: Inputs) -> Tensor:
+        scores_gib = 4 * case.b * case.h * case.sq * case.sk / 2**30
+        if backend == SDPBackend.MATH and scores_gib > MATH_GIB:
+            raise RuntimeError(f"its scores would take {scores_gib:.0f} GiB")
+        with sdpa_kernel(backend):
+            try:
+                return plain(case, x)
+            except RuntimeError as error:
+                if "No available kernel" not in str(error):
+                    raise
+                raise RuntimeError(_reason(lambda: plain(case, x), str(error))) from None
+
+    return run
+
+
+def eager_peer(attend: Callable[..., Tensor] = eager_attention) -> Peer:
+    """Plain tensor operations, every intermediate written out."""
+    return lambda case, x: attend(case, x.query, x.key, x.value, x.mask, x.slopes)
+
+
+def _allow_retained_graphs() -> None:
+    """A compiled backward that reuses its saved tensors' memory cannot run twice on one graph; timing it alone does."""
+    import torch._functorch.config as functorch  # no attribute of torch until it is imported
+
+    functorch.donated_buffer = False
+
+
+def compiled_eager_peer() -> Peer:
+    """The same under torch.compile, compiled anew for every case."""
+    compiled: dict[Case, Callable[..., Tensor]] = {}
+
+    def run(case: Case, x: Inputs) -> Tensor:
+        if case not in compiled:
+            _allow_retained_graphs()
+            torch._dynamo.reset()
+            compiled.clear()
+            compiled[case] = torch.compile(eager_attention, dynamic=False)
+        return compiled[case](case, x.query, x.key, x.value, x.mask, x.slopes)
+
+    return run
+
+
+def flex_call(case: Case, x: Inputs, flex: Callable[..., Tensor]) -> Callable[[], Tensor]:
+    """FlexAttention's form of a case: what changes a score, and which blocks of scores there are."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    if case.dropout:
+        raise RuntimeError("takes no dropout")
+    mask, slopes, softcap, window = x.mask, x.slopes, case.softcap, case.window or case.sk
+    at = MASK_AT.get(case.mask_dims)
+
+    def soft(score, b, h, q, k):
+        return softcap * torch.tanh(score / softcap)
+
+    def biased(score, b, h, q, k):
+        return score + at(mask, b, h, q, k)
+
+    def sloped(score, b, h, q, k):
+        return score - slopes[h] * (q - k).abs()
+
+    def seen(b, h, q, k):
+        return (q >= k) & (q - k <= window)
+
+    def allowed(b, h, q, k):
+        return at(mask, b, h, q, k)
+
+    has = {soft: bool(softcap), biased: case.mask.startswith("float"), sloped: case.alibi}
+    score_mods = [mod for mod, used in has.items() if used]
+    if len(score_mods) > 1 or (case.causal and case.mask == "bool"):
+        raise RuntimeError("this combination is not written for FlexAttention here")
+    options = {"score_mod": score_mods[0]} if score_mods else {}
+    if case.causal or case.mask == "bool":
+        batches = case.b if case.mask_dims == "b11k" else None
+        keep = seen if case.causal else allowed
+        options["block_mask"] = create_block_mask(keep, batches, None, case.sq, case.sk, device=x.query.device)
+    gqa = case.hkv != case.h
+    return lambda: flex(x.query, x.key, x.value, enable_gqa=gqa, **options)
+
+
+def flex_peer() -> Peer:
+    """FlexAttention under torch.compile, compiled anew for every case; its block mask is not part of the time."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    calls: dict[int, Callable[[], Tensor]] = {}
+
+    def run(case: Case, x: Inputs) -> Tensor:
+        if id(x) not in calls:
+            _allow_retained_graphs()
+            torch._dynamo.reset()
+            calls.clear()
+            calls[id(x)] = flex_call(case, x, torch.compile(flex_attention, dynamic=False))
+        return calls[id(x)]()
+
+    return run
+
+
+def fa3_peer() -> Peer:
+    """FlashAttention-3, whose module is flash_attn_interface; layout (b, s, h, d), diagonal at the bottom right."""
+    try:
+        from flash_attn_interface import flash_attn_func
+    except ImportError as error:
+        raise BenchmarkError(f"The peer fa3 cannot be imported ({error}).") from None
+
+    def run(case: Case, x: Inputs) -> Tensor:
+        if case.mask != "none" or case.dropout or case.alibi or (case.causal and case.sq != case.sk):
+            raise RuntimeError("takes no mask, dropout or ALiBi, and no top-left diagonal")
+        window = (case.window, 0) if case.window else (-1, -1)
+        query, key, value = (t.transpose(1, 2) for t in (x.query, x.key, x.value))
+        out = flash_attn_func(query, key, value, causal=case.causal, window_size=window, softcap=case.softcap)
+        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+    return run
+
+
+# name -> factory; a name costs nothing until it is asked for
+GPU_PEERS: dict[str, Callable[[], Peer]] = {
+    "torch-flash": lambda: torch_backend(SDPBackend.FLASH_ATTENTION),
+    "torch-cudnn": lambda: torch_backend(SDPBackend.CUDNN_ATTENTION),
+    "torch-efficient": lambda: torch_backend(SDPBackend.EFFICIENT_ATTENTION),
+    "torch-math": lambda: torch_backend(SDPBackend.MATH),
+    "compiled-eager": compiled_eager_peer,
+    "flex": flex_peer,
+    "fa3": fa3_peer,
+}

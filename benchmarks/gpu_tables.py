@@ -1,0 +1,108 @@
+"""The tables of a run on a GPU: every cell against all its peers, and the geometric means of the ratios.
+
+A ratio is a peer's time over flash_ext's (the last peer's): above 1, flash_ext is faster.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from harness import geomean
+from tables import Table
+
+if TYPE_CHECKING:
+    from attention import Cell
+
+
+def coloured(value: float, goal: float, digits: str = ".2f") -> str:
+    """A ratio in green when it meets its goal, in red when not; "-" for NaN."""
+    if math.isnan(value):
+        return "-"
+    return f"[{'green' if value >= goal else 'red'}]{value:{digits}}[/]"
+
+
+def groups(cells: Iterable[Cell], *keys: str) -> dict[tuple, list[Cell]]:
+    """Cells by the named attributes, in order of appearance."""
+    result: dict[tuple, list[Cell]] = {}
+    for cell in cells:
+        result.setdefault(tuple(getattr(cell, key) for key in keys), []).append(cell)
+    return result
+
+
+def _figure(value: float, digits: str) -> str:
+    return "-" if math.isnan(value) else f"{value:{digits}}"
+
+
+def milliseconds(cell: Cell) -> str:
+    """The median, or why there is none: "OOM", or "-" for a peer that refuses (the reason stands below the table)."""
+    if cell.timing.failure:
+        return "OOM" if cell.timing.failure == "OOM" else "-"
+    ms = cell.timing.median * 1e3
+    return f"{ms:.4f}" if ms < 1 else f"{ms:.3f}"
+
+
+def to_best(of_pass: list[Cell]) -> float:
+    """Time of the fastest other peer over that of the last one; NaN without either."""
+    *others, ours = of_pass
+    times = [c.timing.median for c in others if not math.isnan(c.timing.median)]
+    return min(times, default=math.nan) / ours.timing.median
+
+
+def gpu_table(cells: list[Cell], peers: list[str]) -> Table:
+    """One line a case, dtype and pass: every peer's milliseconds, then what the last one's time means."""
+    title = f"median milliseconds of interleaved rounds; TFLOP/s to peak MiB are {peers[-1]}'s"
+    table = Table("B x H x S x D", "dtype", "pass", title=title)
+    headers = [peer.replace("-", "-\n") for peer in peers]
+    for header in (
+        *headers,
+        "TFLOP/s",
+        "GB/s",
+        "% of\nlimit",
+        "best /\nours",
+        "err",
+        "spread",
+        "peak\nMiB",
+        "best\nMiB",
+    ):
+        table.add_column(header, justify="right")
+    for (case, dtype, direction), of_pass in groups(cells, "case", "dtype", "direction").items():
+        ours = of_pass[-1]
+        table.add_row(
+            case.name, str(dtype).removeprefix("torch."), direction, *map(milliseconds, of_pass),
+            _figure(ours.tflops, ".1f"), _figure(ours.gbs, ".0f"), _figure(ours.percent, ".0f"),
+            coloured(to_best(of_pass), 1.0), _figure(ours.err, ".2f"), _figure(ours.timing.spread, ".2f"),
+            _figure(ours.peak_mib, ".0f"),
+            _figure(min((c.peak_mib for c in of_pass[:-1] if not math.isnan(c.peak_mib)), default=math.nan), ".0f"),
+        )  # fmt: skip
+    return table
+
+
+def gpu_summary(cells: list[Cell], peers: list[str]) -> Table:
+    """Per dtype, head dim and pass: geometric mean (lowest) of the ratios to each peer and to the best one."""
+    table = Table("dtype", "D", "pass", "cells", title=f"time of a peer / time of {peers[-1]}: geometric mean (lowest)")
+    for name in (*peers[:-1], "best"):
+        table.add_column(name.replace("-", "-\n"), justify="right")
+    for (dtype, d, direction), of_group in groups(cells, "dtype", "head_dim", "direction").items():
+        by_case = list(groups(of_group, "case").values())
+        columns = []
+        for index in (*range(len(peers) - 1), None):
+            ratios = [to_best(c) if index is None else c[index].timing.median / c[-1].timing.median for c in by_case]
+            ratios = [ratio for ratio in ratios if not math.isnan(ratio)]
+            columns.append(f"{coloured(geomean(ratios), 1.0, '.3f')} ({min(ratios):.2f})" if ratios else "-")
+        table.add_row(str(dtype).removeprefix("torch."), str(d), direction, str(len(by_case)), *columns)
+    return table
+
+
+def refusals(cells: list[Cell]) -> list[str]:
+    """One line a peer and reason: which cases it does not serve."""
+    found: dict[tuple[str, str], set[str]] = {}
+    for cell in cells:
+        if cell.timing.failure:
+            found.setdefault((cell.peer, cell.timing.failure), set()).add(cell.case.name)
+    lines = []
+    for (peer, reason), names in found.items():
+        some = "; ".join(sorted(names)[:3])
+        lines.append(f"{peer}: {reason} [{some}{f' and {len(names) - 3} more' if len(names) > 3 else ''}]")
+    return lines

@@ -1,0 +1,179 @@
+"""The suites of attention.py: which cases, and in which dtypes, passes and against which peers unless told.
+
+SUITES maps a suite's name to its Suite; a new one is one function and one entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from shapes import Case
+
+OURS = "flash_ext"
+FUSED = ("torch-flash", "torch-cudnn", "torch-efficient")
+PYTORCH = (*FUSED, "torch-math")
+
+
+@dataclass(frozen=True)
+class Suite:
+    """What --suite NAME stands for; the first peer is compared with the last one, which is flash_ext."""
+
+    cases: Callable[[], list[Case]]
+    peers: tuple[str, ...] = (*PYTORCH, OURS)
+    dtypes: tuple[str, ...] = ("bf16",)
+    passes: tuple[str, ...] = ("fwd", "bwd")
+    device: str = "cuda"
+
+
+def cpu_cases() -> list[Case]:
+    """Eight listed shapes, then the odd lengths, widths and options that real models have."""
+    listed = [
+        Case(b, h, s, d, causal, group="listed")
+        for b, h, s, d in ((4, 12, 512, 64), (1, 8, 2048, 64), (1, 8, 2048, 128), (1, 4, 8192, 64))
+        for causal in (False, True)
+    ]
+    others = [
+        Case(8, 12, 77, 64, causal=True),  # CLIP's text
+        Case(8, 12, 197, 64),  # ViT's patches
+        Case(2, 8, 1000, 64),
+        Case(2, 8, 1000, 64, causal=True),
+        Case(2, 8, 1024, 64, sk=77),  # diffusion's cross attention
+        Case(2, 8, 1024, 32),
+        Case(2, 8, 1024, 80),
+        Case(2, 8, 1024, 96, causal=True),
+        Case(2, 16, 1024, 64, causal=True, hkv=4),
+        Case(4, 12, 512, 64, mask="bool"),
+        Case(4, 12, 512, 64, mask="float"),
+    ]
+    math = [
+        Case(4, 12, 512, 64, mask="float_grad", group="math"),
+        Case(4, 12, 512, 64, dropout=0.1, group="math"),
+        Case(4, 12, 512, 64, causal=True, dropout=0.1, group="math"),
+        Case(2, 8, 1024, 64, dv=128, group="math"),
+        Case(2, 8, 1024, 96, dv=64, causal=True, group="math"),
+    ]
+    return listed + others + math
+
+
+def grid_cases() -> list[Case]:
+    """16k tokens a batch, hidden size 2048: the table that attention libraries publish."""
+    return [
+        Case(16384 // s, 2048 // d, s, d, causal)
+        for d in (64, 128, 256)
+        for s in (512, 1024, 2048, 4096, 8192, 16384)
+        for causal in (False, True)
+    ]
+
+
+def mask_cases() -> list[Case]:
+    """Everything that is added to the scores, or drops them, on 4x16x4096x128; then Swin's windows."""
+    plain = Case(4, 16, 4096, 128)
+    return [
+        plain,
+        replace(plain, mask="float", mask_dims="1hqk"),
+        replace(plain, mask="float_grad", mask_dims="1hqk"),
+        replace(plain, mask="bool", mask_dims="11qk"),
+        *(replace(plain, mask=m, mask_dims=d) for d in ("b11k", "h1k", "k") for m in ("float", "float_grad")),
+        replace(plain, dropout=0.1),
+        replace(plain, causal=True, alibi=True),
+        replace(plain, causal=True, softcap=30.0),
+        SWIN,
+    ]
+
+
+SWIN = Case(4096, 3, 49, 32, mask="float_grad", mask_dims="1hqk")  # (1, 3, 49, 49): a bias by relative position
+
+
+def window_cases() -> list[Case]:
+    """Swin's windows: 7x7 tokens at its first three resolutions, 12x12 tokens, and without bias or its gradient."""
+    return [
+        SWIN,
+        replace(SWIN, mask="float"),
+        replace(SWIN, mask="none", mask_dims=""),
+        replace(SWIN, b=1024, h=6, hkv=6),
+        replace(SWIN, b=256, h=12, hkv=12),
+        replace(SWIN, b=1024, sq=144, sk=144),
+    ]
+
+
+def extra_cases() -> list[Case]:
+    """What real models add to the grid: a sliding window, grouped heads, other head dims, an odd length."""
+    return [
+        Case(4, 16, 4096, 128, causal=True, window=512),
+        Case(4, 32, 4096, 128, causal=True, hkv=8),
+        Case(4, 16, 4096, 80, causal=True),
+        Case(4, 16, 4096, 96, causal=True),
+        Case(4, 16, 4095, 128, causal=True),
+        Case(4, 16, 4096, 128, causal=True),
+    ]
+
+
+def fp32_cases() -> list[Case]:
+    """float32 at float32 accuracy."""
+    return [Case(1, 16, 4096, d, causal=True) for d in (64, 128)]
+
+
+def short_cases() -> list[Case]:
+    """At most 2k tokens: launch, prologue and tails weigh most."""
+    return [
+        Case(8, 12, 77, 64, causal=True),  # CLIP's text
+        Case(8, 12, 197, 64),  # ViT's patches
+        *(
+            Case(8, 16, s, d, causal)
+            for d in (64, 128)
+            for s in (128, 256, 512, 1024, 2048)
+            for causal in (False, True)
+        ),
+        Case(8, 16, 1024, 64, sk=77),  # diffusion's cross attention
+    ]
+
+
+def decode_cases() -> list[Case]:
+    """One query of 32 heads against long keys and values of 8: memory bound."""
+    sizes = [(b, s) for b in (1, 16, 64) for s in (2048, 16384, 65536) if b * s <= 1 << 20]
+    return [Case(b, 32, 1, 128, hkv=8, sk=s) for b, s in sizes]
+
+
+def flash_cases() -> list[Case]:
+    """One causal head, from a few tokens to long."""
+    return [Case(1, 1, 2**n, d, causal=True) for d in (16, 32, 64, 128) for n in range(7, 17)]
+
+
+def scaling_cases() -> list[Case]:
+    """Batch 8, one head: how time and memory grow with the length, until plain attention runs out of memory."""
+    return [Case(8, 1, s, d) for d in (16, 32, 64, 128) for s in (256, 1024, 4096, 8192, 16384)]
+
+
+def quick(cases: list[Case]) -> list[Case]:
+    """One small case of each kind, for CI: one batch of 4 heads, at most 256 queries and keys."""
+    seen, chosen = set(), []
+    for case in cases:
+        option = (case.mask, case.mask_dims, case.dropout > 0, case.window, case.softcap, case.alibi)
+        kind = (*option, case.hkv != case.h, case.dv != case.d, case.causal, case.sq == 1)
+        if kind not in seen:
+            seen.add(kind)
+            small = {"b": 1, "h": 4, "hkv": 4 if case.hkv == case.h else 1}
+            sizes = {"sq": min(case.sq, 256), "sk": min(case.sk, 256), "window": min(case.window, 64)}
+            chosen.append(replace(case, **small, **sizes))
+    return chosen
+
+
+SUITES: dict[str, Suite] = {
+    "cpu": Suite(cpu_cases, ("torch", OURS), ("fp32", "bf16", "fp16"), device="cpu"),
+    "grid": Suite(grid_cases, (*PYTORCH, "fa3", OURS)),
+    "masks": Suite(mask_cases, (*PYTORCH, "flex", OURS)),
+    "windows": Suite(window_cases, (*PYTORCH, "flex", OURS)),
+    "extras": Suite(extra_cases, (*FUSED, "flex", "fa3", OURS)),
+    "fp32": Suite(fp32_cases, dtypes=("fp32",)),
+    "short": Suite(short_cases, (*PYTORCH, "fa3", OURS)),
+    "decode": Suite(decode_cases, ("torch-flash", "torch-cudnn", "torch-math", OURS), passes=("fwd",)),
+    "flash": Suite(flash_cases, (*FUSED, OURS), ("bf16", "fp32"), ("fwd", "bwd", "e2e")),
+    "scaling": Suite(scaling_cases, ("eager", "compiled-eager", "torch", OURS), ("fp32",)),
+}
+
+
+def cases_of(name: str, small: bool = False) -> list[Case]:
+    """The cases of a suite, each with the suite's name; --quick's small ones if asked."""
+    cases = [replace(case, suite=name) for case in SUITES[name].cases()]
+    return quick(cases) if small else cases

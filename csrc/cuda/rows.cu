@@ -1,0 +1,157 @@
+// One warp a row; see rows.h. Sums run in a fixed order, so everything here is deterministic.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "cuda/launch.h"
+#include "cuda/rows.h"
+
+namespace flash_ext::cuda {
+namespace {
+
+constexpr int kWarps = 8;
+
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);
+  return x;
+}
+
+// A row of a view, for reading eight elements at a time where they are contiguous and aligned.
+template <class T>
+struct Row {
+  T* data;
+  int64_t stride;
+  bool vectors;
+
+  __device__ __forceinline__ Row(const Problem& problem, const TensorView& view, int64_t b, int64_t head, int64_t row)
+      : data(static_cast<T*>(view.data) + batch_offset(problem, view, b) + head * view.head_stride +
+             row * view.row_stride),
+        stride(view.col_stride),
+        vectors(view.col_stride == 1 && reinterpret_cast<uint64_t>(data) % 16 == 0) {}
+};
+
+template <class T>
+__global__ void delta_kernel(const __grid_constant__ BackwardArgs args, float* delta, float* bounds) {
+  const Problem& problem = args.fwd.problem;
+  const int64_t index = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
+  const int64_t bh = index / problem.len_q, query = index % problem.len_q;
+  const int64_t b = bh / problem.heads_q, head = bh % problem.heads_q;
+  if (b >= problem.batch) return;
+  const int lane = threadIdx.x % 32;
+  float sum = 0.f, squares = 0.f;
+  if (args.d_out) {
+    const Row<const T> out(problem, args.fwd.out, b, head, query), d_out(problem, args.d_out, b, head, query);
+    const auto add = [&](T o, T d) {
+      sum = fmaf(static_cast<float>(o), static_cast<float>(d), sum);
+      squares = fmaf(static_cast<float>(d), static_cast<float>(d), squares);
+    };
+    constexpr int kVector = 16 / static_cast<int>(sizeof(T));
+    // The order of the sum does not depend on the layout.
+    const bool vectors = out.vectors && d_out.vectors && problem.head_dim_v % kVector == 0;
+    for (int64_t i = lane * kVector; i < problem.head_dim_v; i += 32 * kVector) {
+      if (vectors) {
+        const uint4 x = *reinterpret_cast<const uint4*>(out.data + i);
+        const uint4 y = *reinterpret_cast<const uint4*>(d_out.data + i);
+#pragma unroll
+        for (int j = 0; j < kVector; ++j) add(reinterpret_cast<const T*>(&x)[j], reinterpret_cast<const T*>(&y)[j]);
+      } else {
+        for (int64_t j = i; j < i + kVector && j < problem.head_dim_v; ++j) {
+          add(out.data[j * out.stride], d_out.data[j * d_out.stride]);
+        }
+      }
+    }
+  }
+  sum = warp_sum(sum);
+  if (bounds != nullptr) squares = warp_sum(squares);
+  if (lane != 0) return;
+  if (args.d_lse != nullptr) sum -= static_cast<const float*>(args.d_lse)[index];
+  if (static_cast<const float*>(args.fwd.lse)[index] == -INFINITY) sum = 0.f;
+  delta[index] = sum;
+  if (bounds != nullptr) {  // non-negative floats order like their bits
+    atomicMax(reinterpret_cast<int*>(bounds) + 2 * bh, __float_as_int(sqrtf(squares)));
+    atomicMax(reinterpret_cast<int*>(bounds) + 2 * bh + 1, __float_as_int(fabsf(sum)));
+  }
+}
+
+template <class T>
+__global__ void convert_kernel(const __grid_constant__ BackwardArgs args, const float* dq_accum, float scale) {
+  const Problem& problem = args.fwd.problem;
+  const int64_t index = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
+  const int64_t bh = index / problem.len_q, query = index % problem.len_q;
+  const int64_t b = bh / problem.heads_q, head = bh % problem.heads_q;
+  if (b >= problem.batch) return;
+  const int lane = threadIdx.x % 32;
+  const float* from = dq_accum + index * problem.head_dim;
+  const Row<T> dq(problem, args.dq, b, head, query);
+  if (dq.vectors && problem.head_dim % 8 == 0) {
+    for (int64_t i = lane * 8; i < problem.head_dim; i += 256) {
+      alignas(16) T values[8];
+      const float4 x = *reinterpret_cast<const float4*>(from + i), y = *reinterpret_cast<const float4*>(from + i + 4);
+      const float numbers[8] = {x.x, x.y, x.z, x.w, y.x, y.y, y.z, y.w};
+#pragma unroll
+      for (int j = 0; j < 8; ++j) values[j] = static_cast<T>(numbers[j] * scale);
+#pragma unroll
+      for (int j = 0; j < static_cast<int>(sizeof(values)) / 16; ++j) {
+        reinterpret_cast<uint4*>(dq.data + i)[j] = reinterpret_cast<const uint4*>(values)[j];
+      }
+    }
+  } else {
+    for (int64_t i = lane; i < problem.head_dim; i += 32) dq.data[i * dq.stride] = static_cast<T>(from[i] * scale);
+  }
+}
+
+__global__ void sum_slopes_kernel(float* sums, const float* partial, int64_t rows, int64_t count) {
+  const int64_t row = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
+  if (row >= rows) return;
+  float sum = 0.f;
+  for (int64_t i = threadIdx.x % 32; i < count; i += 32) sum += partial[row * count + i];
+  sum = warp_sum(sum);
+  if (threadIdx.x % 32 == 0) sums[row] = sum;
+}
+
+__global__ void sum_parts_kernel(float* sums, const float* partial, int64_t count, int64_t parts) {
+  const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  if (i >= count) return;
+  float sum = 0.f;
+  for (int64_t part = 0; part < parts; ++part) sum += partial[part * count + i];
+  sums[i] = sum;
+}
+
+dim3 grid_of_rows(int64_t rows) { return grid_of((rows + kWarps - 1) / kWarps); }
+
+template <class Function>
+void with_type(DType dtype, const Function& function) {
+  if (dtype == DType::kFloat16) return function(__half());
+  if (dtype == DType::kBFloat16) return function(__nv_bfloat16());
+  return function(float());
+}
+
+}  // namespace
+
+void delta(const BackwardArgs& args, float* delta, float* bounds) {
+  const Problem& problem = args.fwd.problem;
+  with_type(problem.dtype, [&]<class T>(T) {
+    launch(delta_kernel<T>, grid_of_rows(problem.batch * problem.heads_q * problem.len_q), 32 * kWarps, 0,
+           args.fwd.stream, args, delta, bounds);
+  });
+}
+
+void convert_dq(const BackwardArgs& args, const float* dq_accum) {
+  const Problem& problem = args.fwd.problem;
+  with_type(args.dq_in_accum ? DType::kFloat32 : problem.dtype, [&]<class T>(T) {
+    launch(convert_kernel<T>, grid_of_rows(problem.batch * problem.heads_q * problem.len_q), 32 * kWarps, 0,
+           args.fwd.stream, args, dq_accum, static_cast<float>(problem.scale));
+  });
+}
+
+void sum_slopes(const BackwardArgs& args, const float* partial, int64_t count) {
+  const int64_t rows = args.fwd.problem.batch * args.fwd.problem.heads_q;
+  launch(sum_slopes_kernel, grid_of_rows(rows), 32 * kWarps, 0, args.fwd.stream, static_cast<float*>(args.dalibi),
+         partial, rows, count);
+}
+
+void sum_parts(float* sums, const float* partial, int64_t count, int64_t parts, void* stream) {
+  launch(sum_parts_kernel, grid_of((count + 255) / 256), 256, 0, stream, sums, partial, count, parts);
+}
+
+}  // namespace flash_ext::cuda

@@ -1,0 +1,22 @@
+// What backward does to whole rows before and after its main kernel, for every GPU backend; host functions that launch
+// on args.fwd.stream. fp16, bf16 and float; float64 has its own kernels.
+#pragma once
+
+#include "attention/args.h"
+
+namespace flash_ext::cuda {
+
+// delta = rowsum(dO o out) - dlse, [b, h_q, s_q]; 0 where lse is -inf. With `bounds` [b, h_q, 2], zeros before: the
+// largest |dO row| and |delta| of the head.
+void delta(const BackwardArgs& args, float* delta, float* bounds);
+
+// dq = scale * dq_accum [b, h_q, s_q, d], in dq's own dtype and strides.
+void convert_dq(const BackwardArgs& args, const float* dq_accum);
+
+// dalibi [b, h_q] = sums over the last dimension of partial [b, h_q, count], in its order.
+void sum_slopes(const BackwardArgs& args, const float* partial, int64_t count);
+
+// sums [count] = partial [parts, count] over its first dimension, in order.
+void sum_parts(float* sums, const float* partial, int64_t count, int64_t parts, void* stream);
+
+}  // namespace flash_ext::cuda

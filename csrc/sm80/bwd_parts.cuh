@@ -1,0 +1,184 @@
+// What the backward kernels are made of beside tiles, products and scores: their traits and scratch, fragments of S^T,
+// the sum of dQ in global memory and its order, and the scale of dS in fp16.
+//
+// Called by bwd.cuh, bias_gradient.cuh and run_bwd.cuh. Invariant: fragments are [keys, queries], one row of 16 keys a
+// warp; every sum runs in an order that depends on nothing but the shapes, but for red.add without turns.
+#pragma once
+
+#include <cmath>
+
+#include "attention/tile_schedule.h"
+#include "sm80/score.cuh"
+
+namespace flash_ext::sm80 {
+
+// Scratch in the workspace. What lies from `turns` to the end of dq_accum must be zero before the kernel runs.
+struct BackwardScratch {
+  float* delta = nullptr;     // [b, h_q, s_q]
+  float* slopes = nullptr;    // [b, h_q, n_blocks], with dalibi
+  int* turns = nullptr;       // [b, h_q, m_blocks] and one more, the counter of tiles; when deterministic
+  float* bounds = nullptr;    // [b, h_q, 2], fp16: cuda::delta
+  float* dq_accum = nullptr;  // [b, h_q, s_q, d], with dq
+  int64_t m_blocks = 0;
+  int64_t zeroed_bytes = 0;
+  int64_t bytes = 0;
+  float* bias_partial = nullptr;  // kBiasPartialBytes, with dbias
+  bool direct_dbias = false;      // no dimension of the bias is broadcast: the main kernel writes its gradient
+};
+
+template <class Element_, int kHeadDim_, bool kSmall_, bool kPlain_>
+struct BackwardTraits {
+  using Element = Element_;
+  using Frag = Fragments<Element>;
+  using T = typename Frag::Storage;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr bool kPlain = kPlain_, kSmall = kSmall_;
+  static constexpr BackwardShape kShape = backward_shape(sizeof(T), kHeadDim, kSmall_);
+  static constexpr int kBlockM = kShape.tile.block_m, kBlockN = kShape.tile.block_n;
+  static constexpr int kThreads = kShape.tile.warps * 32;
+  static constexpr int kStages = kShape.stages;
+  static constexpr int kSplit = kShape.split;
+  static constexpr int kQueries = kBlockM / kSplit;   // of a warp's part of S^T, 16 keys high
+  static constexpr int kColumns = kHeadDim / kSplit;  // of a warp's part of dK and dV
+  static constexpr int kDqWarpsM = kShape.dq_warps_m;
+  static constexpr int kDqWarpsN = kShape.tile.warps / kDqWarpsM;
+  static constexpr int kDqM = kBlockM / kDqWarpsM / 16;
+  static constexpr int kDqN = kHeadDim / kDqWarpsN / 8;
+  static_assert(kBlockN == 16 * kShape.tile.warps / kSplit, "a warp owns 16 keys");
+  static_assert(kDqM >= 1 && kDqN >= 2 && kDqN % 2 == 0, "dQ is laid over all warps in pairs of 8 columns");
+  // P is at most 1: in fp16, where 2^-14 is the least normal number, it is kept as 2^10 P.
+  static constexpr float kPShift = std::is_same_v<Element, Fp16> ? 10.f : 0.f;
+  using Tile = SmemTile<T, kHeadDim>;
+  using ScoreTile = SmemTile<T, aux_pitch(kBlockM, sizeof(T)) / static_cast<int>(sizeof(T))>;  // [key][query]
+  using Mods = ScoreMods<Element, kBlockM, kBlockN, kThreads>;
+};
+
+// fn(value, number of its query) over a fragment of S^T; the numbers lie in shared memory, one a query.
+template <int kN, class Fn>
+__device__ __forceinline__ void for_each_column(float (&c)[1][kN][4], const float* numbers, const Fn& fn) {
+  numbers += opaque(threadIdx.x) % 4 * 2;
+#pragma unroll
+  for (int n = 0; n < kN; ++n) {
+    const float2 pair = *reinterpret_cast<const float2*>(numbers + n * 8);
+    fn(c[0][n][0], pair.x);
+    fn(c[0][n][1], pair.y);
+    fn(c[0][n][2], pair.x);
+    fn(c[0][n][3], pair.y);
+  }
+}
+
+// fn(value, P of the same place)
+template <int kN, class Operand, class Fn>
+__device__ __forceinline__ void with_p(float (&c)[1][kN][4], const Operand& p, const Fn& fn) {
+#pragma unroll
+  for (int n = 0; n < kN; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) fn(c[0][n][i], p.value(n, i));
+  }
+}
+
+// A fragment of S^T to its place in a [key][query] tile.
+template <class Operand, class Tile>
+__device__ __forceinline__ void store_scores(Tile tile, const Operand& c, int key, int query) {
+  const int lane = opaque(threadIdx.x % 32);
+#pragma unroll
+  for (int n = 0; n < Operand::kBlocks; ++n) {
+    c.store(tile, key + lane / 4, query + n * 8, n, 0);
+    c.store(tile, key + lane / 4 + 8, query + n * 8, n, 1);
+  }
+}
+
+// to[row, col] += factor * c, rows of `cols` floats; red.global.add, two columns at once where the card has it.
+template <int kM, int kN>
+__device__ __forceinline__ void add_to_global(const float (&c)[kM][kN][4], float* to, int cols, int col, int row,
+                                              int rows, float factor) {
+  const int lane = opaque(threadIdx.x % 32), g = lane / 4, t = lane % 4;
+  const bool pairs = cols % 2 == 0;
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int i = row + m * 16 + half * 8 + g;
+      if (i >= rows) continue;
+      float* const line = to + int64_t{i} * cols + col + 2 * t;
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+        const float x = c[m][n][2 * half] * factor, y = c[m][n][2 * half + 1] * factor;
+        const int left = cols - (col + n * 8 + 2 * t);
+        if (pairs) {
+          if (left > 0) add_global(line + n * 8, x, y);
+        } else {
+          if (left > 0) add_global(line + n * 8, x);
+          if (left > 1) add_global(line + n * 8 + 1, y);
+        }
+      }
+    }
+  }
+}
+
+// Deterministic dQ: blocks of keys add to a block of queries in ascending order. `turn` counts who is done.
+// NOTE: no deadlock, because blocks draw their tiles from a counter: whoever is waited for has started.
+__device__ __forceinline__ void wait_for_turn(const int* turn, int predecessors) {
+  if (threadIdx.x == 0) {
+    int done;
+    do {
+      asm volatile("ld.global.acquire.gpu.b32 %0, [%1];" : "=r"(done) : "l"(turn) : "memory");
+    } while (done != predecessors);
+  }
+  __syncthreads();
+}
+
+__device__ __forceinline__ void end_turn(int* turn, int predecessors) {
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    asm volatile("st.global.release.gpu.b32 [%0], %1;" ::"l"(turn), "r"(predecessors + 1) : "memory");
+  }
+}
+
+// The same sum in every thread, in a fixed order.
+template <int kThreads>
+__device__ __forceinline__ float block_sum(float x, float* scratch) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = x;
+  __syncthreads();
+  float sum = 0.f;
+#pragma unroll
+  for (int warp = 0; warp < kThreads / 32; ++warp) sum += scratch[warp];
+  return sum;
+}
+
+// max |x| over a tile of 16-bit numbers in shared memory, over all threads; `scratch` holds one float a warp.
+template <int kBytes, int kThreads>
+__device__ __forceinline__ float tile_max_abs(uint32_t tile, float* scratch) {
+  __half2 most = __float2half2_rn(0.f);
+  for (int i = threadIdx.x * kChunkBytes; i < kBytes; i += kThreads * kChunkBytes) {
+    uint32_t words[4];
+    load_shared(words, tile + i);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) most = __hmax2(most, __habs2(reinterpret_cast<const __half2&>(words[j])));
+  }
+  float x = fmaxf(__low2float(most), __high2float(most));
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = x;
+  __syncthreads();
+#pragma unroll
+  for (int warp = 0; warp < kThreads / 32; ++warp) x = fmaxf(x, scratch[warp]);
+  return x;
+}
+
+// The power of two by which dS is multiplied before it becomes fp16: with |dS| <= |dO| |V| / (1 - p) + |delta| it stays
+// below 2^15, and what a tile holds below that bound has 29 binary digits of room before fp16 ends.
+__device__ __forceinline__ float fp16_scale(float bound) {
+  if (!(bound > 0.f) || bound > 3e38f) return 1.f;
+  int exponent;
+  frexpf(bound, &exponent);  // bound < 2^exponent
+  const int shift = 15 - exponent;
+  return exp2f(static_cast<float>(shift < -100 ? -100 : (shift > 100 ? 100 : shift)));
+}
+
+}  // namespace flash_ext::sm80

@@ -1,0 +1,144 @@
+// The host side of backward: which instance, how much scratch, which launches in which order.
+//
+//   memset -> delta -> (gradient of a broadcast bias) -> main kernel -> dQ to its own dtype, sums of slopes
+//
+// Called by backend.cpp through kernels.h. Invariant: plan_backward and run_backward read the same functions, so
+// scratch and shared memory are what explain prints.
+#pragma once
+
+#include "cuda/launch.h"
+#include "cuda/rows.h"
+#include "sm80/bias_gradient.cuh"
+#include "sm80/bwd.cuh"
+
+namespace flash_ext::sm80 {
+
+// fn(Traits) of the instance that serves the problem.
+template <class Element, int kHeadDim, class Fn>
+auto with_backward_traits(const Problem& problem, bool small, const Fn& fn) {
+  const bool plain = is_plain(problem) && !problem.wants_dbias && !problem.wants_dalibi;
+  if (small) {
+    return plain ? fn(BackwardTraits<Element, kHeadDim, true, true>())
+                 : fn(BackwardTraits<Element, kHeadDim, true, false>());
+  }
+  return plain ? fn(BackwardTraits<Element, kHeadDim, false, true>())
+               : fn(BackwardTraits<Element, kHeadDim, false, false>());
+}
+
+template <class Traits>
+BackwardSmem backward_smem_of(const Problem& problem) {
+  constexpr BackwardShape kShape = Traits::kShape;
+  return backward_smem(kShape, Traits::kHeadDim, sizeof(typename Traits::T), bias_bytes_of(problem), problem.has_mask);
+}
+
+template <class Traits>
+TileSchedule backward_schedule(const Problem& problem, int64_t groups) {
+  constexpr int64_t kL2Budget = 24 << 20;
+  TileSchedule schedule;
+  schedule.blocks = block_count(problem.len_k, Traits::kBlockN);
+  schedule.heads_k = groups;
+  schedule.kv_heads = problem.batch * schedule.heads_k;
+  const int64_t bytes = problem.len_q * (problem.head_dim * (sizeof(typename Traits::T) + 4) +
+                                         problem.head_dim_v * sizeof(typename Traits::T));
+  schedule.section = heads_per_section(bytes * problem.heads_q / groups, kL2Budget);
+  return schedule;
+}
+
+template <class Traits>
+BackwardScratch backward_scratch(const Problem& problem, void* workspace) {
+  BackwardScratch scratch;
+  const int64_t heads = problem.batch * problem.heads_q;
+  const auto take = [&](auto*& pointer, int64_t count) {
+    using T = std::remove_reference_t<decltype(*pointer)>;
+    pointer = reinterpret_cast<T*>(static_cast<char*>(workspace) + scratch.bytes);
+    scratch.bytes += (count * static_cast<int64_t>(sizeof(T)) + 127) / 128 * 128;
+  };
+  scratch.m_blocks = block_count(problem.len_q, Traits::kBlockM);
+  take(scratch.delta, heads * problem.len_q);
+  if (problem.wants_dalibi) take(scratch.slopes, heads * block_count(problem.len_k, Traits::kBlockN));
+  if (problem.wants_dbias) take(scratch.bias_partial, kBiasPartialBytes / 4);
+  const int64_t before = scratch.bytes;
+  if (problem.deterministic && problem.wants_dq) take(scratch.turns, heads * scratch.m_blocks + 1);
+  if (problem.dtype == DType::kFloat16) take(scratch.bounds, heads * 2);
+  if (problem.wants_dq) take(scratch.dq_accum, heads * problem.len_q * problem.head_dim);
+  scratch.zeroed_bytes = scratch.bytes - before;
+  return scratch;
+}
+
+template <class Element, int kHeadDim>
+Plan plan_backward(const Problem& problem, const DeviceInfo& device) {
+  const auto make = [&]<class Traits>(Traits) {
+    const BackwardSmem smem = backward_smem_of<Traits>(problem);
+    Plan plan;
+    plan.kernel = Traits::kPlain ? "sm80.backward.plain" : "sm80.backward.general";
+    plan.block_m = Traits::kBlockM;
+    plan.block_n = Traits::kBlockN;
+    plan.stages = Traits::kStages;
+    int next = 0;
+    const auto use = [&](const char* name, int bytes) {
+      if (bytes > 0) plan.on_chip[next++] = {name, bytes};
+    };
+    use("k", smem.v);
+    use("v", smem.q - smem.v);
+    use("q", smem.d_out - smem.q);
+    use("d_out", smem.p - smem.d_out);
+    use("p and ds", smem.rows - smem.p);
+    use("lse and delta", smem.bias - smem.rows);
+    use("bias", smem.mask - smem.bias);
+    use("mask", smem.total - smem.mask);
+    plan.on_chip_limit = device.shared_memory_per_block;
+    plan.scratch_bytes = backward_scratch<Traits>(problem, nullptr).bytes;
+    plan.grid = backward_schedule<Traits>(problem, problem.heads_k).size();
+    if (device.multiprocessors > 0) plan.waves = static_cast<double>(plan.grid) / device.multiprocessors;
+    return plan;
+  };
+  Plan plan = with_backward_traits<Element, kHeadDim>(problem, false, make);
+  if (on_chip_bytes(plan) > plan.on_chip_limit) plan = with_backward_traits<Element, kHeadDim>(problem, true, make);
+  return plan;
+}
+
+template <class Element, int kHeadDim>
+void run_backward(const BackwardArgs& args, const Plan& plan, void* workspace) {
+  const Problem& problem = args.fwd.problem;
+  constexpr TileShape kLarge = backward_shape(sizeof(StorageOf<Element>), kHeadDim, false).tile;
+  const bool small = plan.block_m != kLarge.block_m || plan.block_n != kLarge.block_n;
+  with_backward_traits<Element, kHeadDim>(problem, small, [&]<class Traits>(Traits) {
+    BackwardScratch scratch = backward_scratch<Traits>(problem, workspace);
+    if (scratch.zeroed_bytes > 0) {
+      void* const first = static_cast<char*>(workspace) + scratch.bytes - scratch.zeroed_bytes;
+      cuda::check(cudaMemsetAsync(first, 0, scratch.zeroed_bytes, static_cast<cudaStream_t>(args.fwd.stream)),
+                  "memset");
+    }
+    cuda::delta(args, scratch.delta, scratch.bounds);
+    if (problem.wants_dbias && bias_is_whole(problem, args.dbias)) {
+      scratch.direct_dbias = true;  // tiles outside the band are not visited
+      const int64_t bytes = bias_elements(problem, args.dbias) * 4;
+      cuda::check(cudaMemsetAsync(args.dbias.data, 0, bytes, static_cast<cudaStream_t>(args.fwd.stream)), "memset");
+    } else if (problem.wants_dbias) {
+      run_bias_gradient<Element, kHeadDim, Traits::kSmall>(args, scratch.delta, scratch.bias_partial);
+    }
+    const auto launch = [&](const BackwardArgs& part, const BackwardScratch& part_scratch, int64_t groups) {
+      const TileSchedule schedule = backward_schedule<Traits>(problem, groups);
+      cuda::launch(backward_kernel<Traits>, cuda::grid_of(schedule.size()), Traits::kThreads,
+                   backward_smem_of<Traits>(problem).total, args.fwd.stream, part, part_scratch, schedule);
+    };
+    if (problem.heads_k == problem.heads_v || !args.dv) {
+      launch(args, scratch, problem.heads_k);
+    } else {
+      BackwardArgs keys = args, values = args;
+      keys.dv = TensorView();
+      values.dk = TensorView();
+      Problem& of_values = values.fwd.problem;
+      of_values.wants_dq = of_values.wants_dk = of_values.wants_dbias = of_values.wants_dalibi = false;
+      BackwardScratch values_scratch = scratch;
+      values_scratch.turns = nullptr;
+      values_scratch.direct_dbias = false;
+      launch(keys, scratch, problem.heads_k);
+      launch(values, values_scratch, problem.heads_v);
+    }
+    if (problem.wants_dq) cuda::convert_dq(args, scratch.dq_accum);
+    if (problem.wants_dalibi) cuda::sum_slopes(args, scratch.slopes, block_count(problem.len_k, Traits::kBlockN));
+  });
+}
+
+}  // namespace flash_ext::sm80

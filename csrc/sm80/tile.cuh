@@ -1,0 +1,176 @@
+// Tiles between global and shared memory: rows of any stride in, swizzled chunks of 16 bytes out, zeros where the
+// matrix ends. Where pointer and strides allow, 16 bytes at a time by cp.async; else element by element, which also
+// serves columns that are not contiguous. Nothing past a row's last element or the last row is read.
+//
+// Called by every kernel of this folder. Invariant: all threads of a block call a load together; the caller commits and
+// waits (cp.async groups), and a __syncthreads makes either kind of copy visible.
+#pragma once
+
+#include "attention/args.h"
+#include "sm80/mma.cuh"
+
+namespace flash_ext::sm80 {
+
+// A T in static shared memory, which may not have constructors.
+template <class T>
+struct SharedValue {
+  alignas(T) unsigned char bytes[sizeof(T)];
+  __device__ __forceinline__ T& get() { return reinterpret_cast<T&>(bytes); }
+};
+
+// The rows of one (batch, head) in global memory.
+template <class T>
+struct GlobalRows {
+  T* data;
+  int64_t row_stride;  // elements
+  int64_t col_stride;
+  int rows, cols;
+  bool vectors;  // 16-byte accesses are aligned
+
+  __device__ __forceinline__ void advance(int64_t elements) {
+    data += elements;
+    vectors = vectors && reinterpret_cast<uint64_t>(data) % kChunkBytes == 0;
+  }
+
+  // Pointer of the first element of a row.
+  __device__ __forceinline__ T* row(int i) const { return data + i * row_stride; }
+};
+
+template <class T>
+__device__ __forceinline__ GlobalRows<T> rows_of(const TensorView& view, int64_t offset, int64_t rows, int64_t cols) {
+  GlobalRows<T> result{static_cast<T*>(view.data) + offset,
+                       view.row_stride,
+                       view.col_stride,
+                       static_cast<int>(rows),
+                       static_cast<int>(cols),
+                       false};
+  const uint64_t bits = reinterpret_cast<uint64_t>(result.data) | static_cast<uint64_t>(view.row_stride) * sizeof(T);
+  result.vectors = view.col_stride == 1 && bits % kChunkBytes == 0;
+  return result;
+}
+
+// `kChunks` chunks of each of kRows rows, from row `first_row` and column `first_col`, to rows of kPitch bytes.
+// Rows at or past `rows`, and columns past `cols`, become zeros. `present`: how many of the kRows are wanted at all.
+template <int kRows, int kChunks, int kPitch, int kThreads, class T>
+__device__ __forceinline__ void load_rows(uint32_t tile, const GlobalRows<T>& shared_from, int first_row, int first_col,
+                                          int present = kRows) {
+  constexpr int kPerChunk = kChunkBytes / static_cast<int>(sizeof(T));
+  constexpr int kStep = kThreads / kChunks;  // rows a pass; where the division has a rest, some threads stay idle
+  const GlobalRows<T> from = shared_from;    // NOTE: a copy, or each cp.async below would read it again
+  const int thread = opaque(threadIdx.x);
+  const int rows = from.rows - first_row < present ? from.rows - first_row : present;
+  const int cols = from.cols - first_col;
+  const T* source = from.data + first_row * from.row_stride + first_col * from.col_stride;
+  if (from.vectors) {
+    const int row = thread / kChunks, chunk = thread % kChunks;
+    const bool idle = kThreads % kChunks != 0 && row >= kStep;
+    const T* address = source + row * from.row_stride + chunk * kPerChunk;
+    const int64_t step = kStep * from.row_stride;
+    if (rows == kRows && cols >= kChunks * kPerChunk) {
+#pragma unroll
+      for (int i = 0; i < kRows; i += kStep) {
+        if (!idle && (kRows % kStep == 0 || row + i < kRows)) {
+          cp_async_16(tile + swizzled<kPitch>(row + i, chunk * kChunkBytes), address);
+        }
+        address += step;
+      }
+      return;
+    }
+    int bytes = (cols - chunk * kPerChunk) * static_cast<int>(sizeof(T));
+    bytes = bytes < 0 ? 0 : (bytes > kChunkBytes ? kChunkBytes : bytes);
+#pragma unroll 1
+    for (int i = row; i < present && !idle; i += kStep) {
+      const bool inside = i < rows && bytes > 0;
+      cp_async_16(tile + swizzled<kPitch>(i, chunk * kChunkBytes), inside ? address : from.data, inside ? bytes : 0);
+      address += step;
+    }
+    return;
+  }
+#pragma unroll 1
+  for (int index = threadIdx.x; index < present * kChunks; index += kThreads) {
+    const int row = index / kChunks, chunk = index % kChunks;
+    union {
+      T element[kPerChunk];
+      uint32_t word[4];
+    } value;
+    const T* address = source + row * from.row_stride + chunk * kPerChunk * from.col_stride;
+#pragma unroll
+    for (int i = 0; i < kPerChunk; ++i) {
+      value.element[i] = row < rows && chunk * kPerChunk + i < cols ? address[i * from.col_stride] : T(0);
+    }
+    store_shared(tile + swizzled<kPitch>(row, chunk * kChunkBytes), value.word);
+  }
+}
+
+template <int kRows, int kThreads, class T, int kCols>
+__device__ __forceinline__ void load_tile(SmemTile<T, kCols> tile, const GlobalRows<T>& from, int first_row) {
+  load_rows<kRows, SmemTile<T, kCols>::kPitch / kChunkBytes, SmemTile<T, kCols>::kPitch, kThreads>(tile.base, from,
+                                                                                                   first_row, 0);
+}
+
+// 16 * kM rows of accumulators, columns from `col`, as rows of T in global memory, through the warp's own part of
+// `stage` (shared memory that no other warp reads any more), so that the stores are whole chunks.
+template <class Frag, int kCols, int kM, int kN, class T = typename Frag::Storage>
+__device__ __forceinline__ void store_accumulators(const float (&c)[kM][kN][4], SmemTile<T, kCols> stage, int stage_row,
+                                                   int col, const GlobalRows<T>& to, int first_row) {
+  const int lane = threadIdx.x % 32;
+  __syncwarp();
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      Frag::store_pair(stage, stage_row + m * 16 + lane / 4, col + n * 8, c[m][n][0], c[m][n][1]);
+      Frag::store_pair(stage, stage_row + m * 16 + lane / 4 + 8, col + n * 8, c[m][n][2], c[m][n][3]);
+    }
+  }
+  __syncwarp();
+  constexpr int kPerChunk = kChunkBytes / static_cast<int>(sizeof(T));
+  constexpr int kChunks = kN * 8 / kPerChunk;
+  const bool vectors = to.vectors;
+#pragma unroll 2
+  for (int index = lane; index < 16 * kM * kChunks; index += 32) {
+    const int row = index / kChunks, first_col = col + index % kChunks * kPerChunk;
+    if (first_row + row >= to.rows) break;
+    const uint32_t source = stage.base + swizzled<stage.kPitch>(stage_row + row, first_col * sizeof(T));
+    if (vectors && first_col + kPerChunk <= to.cols) {
+      uint32_t words[4];
+      load_shared(words, source);
+      *reinterpret_cast<uint4*>(to.row(first_row + row) + first_col) = {words[0], words[1], words[2], words[3]};
+      continue;
+    }
+#pragma unroll 1
+    for (int i = 0; i < kPerChunk && first_col + i < to.cols; ++i) {
+      T* const target = to.row(first_row + row) + (first_col + i) * to.col_stride;
+      if constexpr (sizeof(T) == 4) {
+        *target = __uint_as_float(load_shared(source + 4 * i));
+      } else {
+        const uint16_t bits = static_cast<uint16_t>(load_shared(source + (i & ~1) * 2) >> i % 2 * 16);
+        *target = reinterpret_cast<const T&>(bits);
+      }
+    }
+  }
+}
+
+// The same straight from registers, for float where T is not: rare, and a pair a store.
+template <int kM, int kN>
+__device__ __forceinline__ void store_float(const float (&c)[kM][kN][4], int col, const GlobalRows<float>& to,
+                                            int first_row) {
+  const int first_col = col + threadIdx.x % 4 * 2;
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = first_row + m * 16 + threadIdx.x % 32 / 4 + half * 8;
+      if (row >= to.rows) continue;
+      float* target = to.row(row) + first_col * to.col_stride;
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+        if (first_col + n * 8 < to.cols) target[0] = c[m][n][2 * half];
+        if (first_col + n * 8 + 1 < to.cols) target[to.col_stride] = c[m][n][2 * half + 1];
+        target += 8 * to.col_stride;
+      }
+    }
+  }
+}
+
+}  // namespace flash_ext::sm80
