@@ -14,7 +14,8 @@ from flash_ext.ops import require_c
 def use_backend(name: str) -> Iterator[None]:
     """Within the context, in this thread, only backend ``name`` is asked, forward and backward.
 
-    Its refusal is then the error. Names: "cpu", "sm80" (in a build with CUDA) and "chunked". ``FLASH_EXT_BACKEND`` sets the same for a process.
+    Its refusal is then the error. Names: "cpu", "sm80" (in a build with CUDA) and "chunked". ``FLASH_EXT_BACKEND`` sets
+    the same for a process.
 
     Raises:
         AttentionError: no backend of that name is in this build.

@@ -65,7 +65,7 @@ struct SoftmaxRows {
         x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
         x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
         tile_max[m][half] = x;
-        grew |= x * to_log2 > row_max[m][half] * to_log2 + 8.f;
+        grew |= (x - row_max[m][half]) * to_log2 > 8.f;  // not before subtracting: finfo.min times log2(e) is -inf
       }
     }
     if (__any_sync(~0u, grew)) {
