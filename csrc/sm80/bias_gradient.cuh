@@ -62,7 +62,7 @@ struct BiasGradientTraits {
 
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
-    bias_gradient_kernel(const __grid_constant__ BackwardArgs args, const float* delta,
+    bias_gradient_kernel(const __grid_constant__ BackwardArgs args, const float* delta, const float* inverse,
                          const __grid_constant__ BiasGradientPlan plan) {
   using Frag = typename Traits::Frag;
   using T = typename Traits::T;
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   const int bias_bytes = problem.bias_dtype == DType::kFloat32 ? 4 : 2;
   const BiasGradientSmem layout = bias_gradient_smem(kTile, kHeadDim, sizeof(T), bias_bytes, problem.has_mask);
   const Tile k_smem{base}, q_smem{base + layout.q}, v_smem{base + layout.v}, d_out_smem{base + layout.d_out};
-  float* const row_smem = reinterpret_cast<float*>(smem + layout.rows);  // [lse, delta][kBlockM]
+  float* const row_smem = reinterpret_cast<float*>(smem + layout.rows);  // [lse, delta, inverse][kBlockM]
 
   __shared__ struct {
     GlobalRows<T> q, k, v, d_out;
@@ -149,6 +149,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       const float lse = inside ? static_cast<const float*>(args.fwd.lse)[at] : kMinusInf;
       row_smem[i] = lse == kMinusInf ? -kMinusInf : lse;
       row_smem[kBlockM + i] = inside ? delta[at] : 0.f;
+      row_smem[2 * kBlockM + i] = inside && inverse != nullptr ? inverse[at] : 1.f;
     }
     cp_async_wait<1>();
     __syncthreads();  // Q, K, bias, mask, lse and delta are there
@@ -161,6 +162,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       mask_band<true>(p_acc, warp_key, 0, block.band, first_query, first_key);
     }
     for_each_column(p_acc, row_smem, [](float& x, float lse) { x = exp2_fast((x - lse) * kLog2e); });
+    for_each_column(p_acc, row_smem + 2 * kBlockM, [](float& x, float of_query) { x *= of_query; });
     if (drops) {
       visit_dropout<true>(p_acc, dropout.get(), block.bh, first_query / 16, (first_key + warp_key) / 16,
                           [](float& x, bool kept) { x = kept ? x : -x; });
@@ -263,7 +265,7 @@ inline int64_t bias_elements(const Problem& problem, const TensorView& dbias) {
 }
 
 template <class Element, int kHeadDim, bool kSmall>
-void run_bias_gradient(const BackwardArgs& args, const float* delta, float* partial) {
+void run_bias_gradient(const BackwardArgs& args, const BackwardScratch& scratch) {
   using Traits = BiasGradientTraits<Element, kHeadDim, kSmall>;
   constexpr int64_t kPlaces = 256;  // about the blocks that run at once
   const Problem& problem = args.fwd.problem;
@@ -281,14 +283,15 @@ void run_bias_gradient(const BackwardArgs& args, const float* delta, float* part
   plan.part_elements = bias_elements(problem, args.dbias);
   const int64_t room = kBiasPartialBytes / 4 / plan.part_elements;
   plan.parts = std::max<int64_t>(1, std::min({kPlaces / plan.tiles(), plan.items(), room}));
-  if (plan.parts > 1) plan.partial = partial;
+  if (plan.parts > 1) plan.partial = scratch.bias_partial;
   constexpr TileShape kTile = Traits::kTile;
   const int shared =
       bias_gradient_smem(kTile, kHeadDim, sizeof(typename Traits::T), bias_bytes_of(problem), problem.has_mask).total;
   cuda::launch(bias_gradient_kernel<Traits>, cuda::grid_of(plan.tiles() * plan.parts), Traits::kThreads, shared,
-               args.fwd.stream, args, delta, plan);
+               args.fwd.stream, args, scratch.delta, scratch.inverse, plan);
   if (plan.parts > 1) {
-    cuda::sum_parts(static_cast<float*>(args.dbias.data), partial, plan.part_elements, plan.parts, args.fwd.stream);
+    cuda::sum_parts(static_cast<float*>(args.dbias.data), scratch.bias_partial, plan.part_elements, plan.parts,
+                    args.fwd.stream);
   }
 }
 

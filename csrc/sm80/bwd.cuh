@@ -29,6 +29,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   constexpr int kThreads = Traits::kThreads, kStages = Traits::kStages, kSplit = Traits::kSplit;
   constexpr int kQueries = Traits::kQueries, kColumns = Traits::kColumns;
   constexpr bool kScaled = std::is_same_v<typename Traits::Element, Fp16>;
+  // One multiply-add before ex2. Not in float, where measure.cuh must find the same bits.
+  constexpr bool kFolded = Traits::kPlain && sizeof(T) == 2;
   extern __shared__ __align__(128) char smem[];
 
   const Problem& problem = args.fwd.problem;
@@ -39,7 +41,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       backward_smem(kShape, kHeadDim, sizeof(T), bias_bytes, !Traits::kPlain && problem.has_mask);
   const Tile k_smem{base + layout.k}, v_smem{base + layout.v};
   const ScoreTile p_smem{base + layout.p}, ds_smem{base + layout.ds};
-  float* const row_smem = reinterpret_cast<float*>(smem + layout.rows);  // [stage][lse, delta][kBlockM]
+  float* const row_smem = reinterpret_cast<float*>(smem + layout.rows);  // [stage][lse, delta, inverse][kBlockM]
 
   // What is read once a tile or less, see fwd.cuh.
   __shared__ struct {
@@ -47,7 +49,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     GlobalRows<T> q, d_out, k, v, dk, dv;
     int head, q_per_k, q_per_v;
     bool new_k, new_v;  // this query head is the first of its key or value head
-    const float *lse, *delta;
+    const float *lse, *delta, *inverse;
     float *dq_accum, *dbias, *slope;
     int* turn;
     TileBand band;
@@ -67,6 +69,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   }
   const int members = static_cast<int>(problem.heads_q / schedule.heads_k);
   const bool drops = !Traits::kPlain && problem.dropout_p > 0.0;
+  const bool measured = !kFolded && scratch.inverse != nullptr;
   const int warp = threadIdx.x / 32;
   const int warp_key = warp / kSplit * 16;
   const int warp_query = warp % kSplit * kQueries;  // of S^T
@@ -104,6 +107,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     block.new_k = block.new_v = true;
     block.lse = static_cast<const float*>(args.fwd.lse) + bh * problem.len_q;
     block.delta = scratch.delta + bh * problem.len_q;
+    block.inverse = scratch.inverse + bh * problem.len_q;
     block.dq_accum = scratch.dq_accum + bh * problem.len_q * problem.head_dim;
     block.turn = scratch.turns + bh * scratch.m_blocks;
     block.slope = problem.wants_dalibi ? scratch.slopes + bh * schedule.blocks + n_block : nullptr;
@@ -155,14 +159,16 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     // lse and delta of a query pass through registers, because lse is changed on the way.
     const auto read_row = [&](int first_query) {
       const int query = first_query + static_cast<int>(threadIdx.x);
-      return threadIdx.x < kBlockM && query < problem.len_q ? make_float2(block.lse[query], block.delta[query])
-                                                            : make_float2(kMinusInf, 0.f);
+      const bool inside = threadIdx.x < kBlockM && query < problem.len_q;
+      return inside ? make_float3(block.lse[query], block.delta[query], measured ? block.inverse[query] : 1.f)
+                    : make_float3(kMinusInf, 0.f, 1.f);
     };
-    const auto write_row = [&](float2 row, int stage) {
+    const auto write_row = [&](float3 row, int stage) {
       if (threadIdx.x >= kBlockM) return;
-      float* const to = row_smem + stage * 2 * kBlockM + threadIdx.x;
-      to[0] = row.x == kMinusInf ? -kMinusInf : (Traits::kPlain ? row.x * kLog2e - Traits::kPShift : row.x);
+      float* const to = row_smem + stage * 3 * kBlockM + threadIdx.x;
+      to[0] = row.x == kMinusInf ? -kMinusInf : (kFolded ? row.x * kLog2e - Traits::kPShift : row.x);
       to[kBlockM] = row.y;
+      to[2 * kBlockM] = row.z;
     };
 
     int stage = 0;
@@ -189,11 +195,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     for (int query = block.first_query; query < block.last_query; query += kBlockM) {
       const Tile q_smem{base + layout.q + stage * Tile::bytes(kBlockM)};
       const Tile d_out_smem{base + layout.d_out + stage * Tile::bytes(kBlockM)};
-      const float* const lse_row = row_smem + stage * 2 * kBlockM + warp_query;
+      const float* const lse_row = row_smem + stage * 3 * kBlockM + warp_query;
       cp_async_wait<0>();
       __syncthreads();  // this Q, dO (bias, mask) are there for all; nobody reads dS, or the other stage, any more
       const bool goes_on = query + kBlockM < block.last_query;
-      float2 next_row;
+      float3 next_row;
       if (kStages == 2 && goes_on) {
         load_queries(query + kBlockM, stage ^ 1);
         next_row = read_row(query + kBlockM);
@@ -204,14 +210,33 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       clear(p_acc);
       gemm_nt<Frag, kHeadDim>(p_acc, k_smem, warp_key, q_smem, warp_query);
       if constexpr (!Traits::kPlain) {
-        mods.template apply<true>(p_acc, warp_key, warp_query, query + block.diagonal - block.first_key);
+        mods.template apply<true>(p_acc, warp_key, warp_query, query + block.diagonal - block.first_key,
+                                  // 1 - t^2 waits where dS will be written, at this lane's own places: no registers are
+                                  // left for it, and P in T is too coarse to find t again.
+                                  [&](const float(&capped)[1][kQueries / 8][4]) {
+                                    float slope[1][kQueries / 8][4];
+#pragma unroll
+                                    for (int n = 0; n < kQueries / 8; ++n) {
+#pragma unroll
+                                      for (int i = 0; i < 4; ++i) {
+                                        const float t = capped[0][n][i] * mods.inverse_cap;
+                                        slope[0][n][i] = 1.f - t * t;
+                                      }
+                                    }
+                                    store_scores(ds_smem, operands<Frag>(slope).row[0], warp_key, warp_query);
+                                  });
       }
       if (block.band.is_boundary(query, kBlockM, block.first_key, kBlockN)) {
         mask_band<true>(p_acc, warp_key, warp_query, block.band, query, block.first_key);
       }
+      if constexpr (Traits::kPlain && !kFolded) {
+        for_each_score<true>(p_acc, 0, 0,
+                             [&](float& x, int, int) { x = __fmul_rn(x, static_cast<float>(problem.scale)); });
+      }
       for_each_column(p_acc, lse_row, [&](float& x, float lse) {
-        x = Traits::kPlain ? exp2_fast(fmaf(x, to_log2, -lse)) : exp2_fast((x - lse) * kLog2e + Traits::kPShift);
+        x = kFolded ? exp2_fast(fmaf(x, to_log2, -lse)) : exp2_fast((x - lse) * kLog2e + Traits::kPShift);
       });
+      if (measured) for_each_column(p_acc, lse_row + 2 * kBlockM, [](float& x, float inverse) { x *= inverse; });
       // A dropped P keeps its size and turns negative, so that one array serves dV and dS.
       if (drops) {
         visit_dropout<true>(p_acc, dropout.get(), block.bh, (query + warp_query) / 16,
@@ -244,8 +269,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
           });
         }
         if (mods.cap != 0.f) {
-          mods.softcap_backward(ds_acc, p_frag.row[0], lse_row, Traits::kPShift, warp_key, warp_query,
-                                query + block.diagonal - block.first_key);
+          multiply_scores<Frag>(ds_acc, ds_smem, warp_key, warp_query);
         }
       }
       if (kScaled) {
@@ -293,7 +317,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       if (kStages == 2) {
         stage ^= 1;
       } else if (goes_on) {
-        const float2 row = read_row(query + kBlockM);
+        const float3 row = read_row(query + kBlockM);
         __syncthreads();  // nobody reads Q and dO any more
         load_queries(query + kBlockM, 0);
         write_row(row, 0);
@@ -319,6 +343,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       if (block.new_v) block.v.advance(args.fwd.v.head_stride);
       block.lse += problem.len_q;
       block.delta += problem.len_q;
+      block.inverse += problem.len_q;
       block.dq_accum += problem.len_q * problem.head_dim;
       block.turn += scratch.m_blocks;
       if (block.slope != nullptr) block.slope += schedule.blocks;

@@ -14,6 +14,7 @@ namespace flash_ext::sm80 {
 
 // Scratch in the workspace. What lies from `turns` to the end of dq_accum must be zero before the kernel runs.
 struct BackwardScratch {
+  float* inverse = nullptr;   // [b, h_q, s_q], 1 / sum of P, where measure.cuh runs
   float* delta = nullptr;     // [b, h_q, s_q]
   float* slopes = nullptr;    // [b, h_q, n_blocks], with dalibi
   int* turns = nullptr;       // [b, h_q, m_blocks] and one more, the counter of tiles; when deterministic
@@ -85,6 +86,21 @@ __device__ __forceinline__ void store_scores(Tile tile, const Operand& c, int ke
   for (int n = 0; n < Operand::kBlocks; ++n) {
     c.store(tile, key + lane / 4, query + n * 8, n, 0);
     c.store(tile, key + lane / 4 + 8, query + n * 8, n, 1);
+  }
+}
+
+// c *= what this lane stored at the fragment's place.
+template <class Frag, int kN, class Tile>
+__device__ __forceinline__ void multiply_scores(float (&c)[1][kN][4], Tile tile, int key, int query) {
+  const int lane = opaque(threadIdx.x % 32);
+#pragma unroll
+  for (int n = 0; n < kN; ++n) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float2 pair = Frag::template Operand<kN>::load(tile, key + lane / 4 + half * 8, query + n * 8);
+      c[0][n][2 * half] *= pair.x;
+      c[0][n][2 * half + 1] *= pair.y;
+    }
   }
 }
 

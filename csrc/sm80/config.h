@@ -103,7 +103,7 @@ FLASH_DEVICE constexpr BackwardSmem backward_smem(BackwardShape shape, int head_
   smem.p = smem.d_out + shape.stages * shape.tile.block_m * row;
   smem.ds = smem.p + (shape.split > 1 ? scores : 0);
   smem.rows = smem.ds + scores;
-  smem.bias = smem.rows + 2 * shape.stages * shape.tile.block_m * 4;
+  smem.bias = smem.rows + 3 * shape.stages * shape.tile.block_m * 4;
   smem.mask = smem.bias + (bias_bytes > 0 ? shape.tile.block_m * aux_pitch(shape.tile.block_n, bias_bytes) : 0);
   smem.total = smem.mask + (has_mask ? shape.tile.block_m * aux_pitch(shape.tile.block_n, 1) : 0);
   return smem;
@@ -133,7 +133,7 @@ FLASH_DEVICE constexpr BiasGradientSmem bias_gradient_smem(TileShape tile, int h
   smem.v = smem.q + tile.block_m * row;
   smem.d_out = smem.v + tile.block_n * row;
   smem.rows = smem.d_out + tile.block_m * row;
-  smem.bias = smem.rows + 2 * tile.block_m * 4;
+  smem.bias = smem.rows + 3 * tile.block_m * 4;
   smem.mask = smem.bias + tile.block_m * aux_pitch(tile.block_n, bias_bytes);
   smem.total = smem.mask + (has_mask ? tile.block_m * aux_pitch(tile.block_n, 1) : 0);
   return smem;

@@ -107,6 +107,14 @@ struct Fragments16 {
     __device__ __forceinline__ void store(SmemTile<T, kCols> tile, int row, int col, int n, int half) const {
       store_shared(tile.at(row, col * 2, 0) + threadIdx.x % 4 * 4, r[n][half]);
     }
+    // What this lane stored there.
+    template <int kCols>
+    static __device__ __forceinline__ float2 load(SmemTile<T, kCols> tile, int row, int col) {
+      const uint32_t bits = load_shared(tile.at(row, col * 2, 0) + threadIdx.x % 4 * 4);
+      const uint16_t low = bits & 0xFFFFu, high = bits >> 16;
+      return {static_cast<float>(reinterpret_cast<const T&>(low)),
+              static_cast<float>(reinterpret_cast<const T&>(high))};
+    }
     // max(x, 0)
     __device__ __forceinline__ void drop_negative() {
 #pragma unroll
@@ -200,6 +208,11 @@ struct FragmentsTf32 {
     template <int kCols>
     __device__ __forceinline__ void store(SmemTile<float, kCols> tile, int row, int col, int n, int half) const {
       store_pair(tile, row, col, r[n][2 * half], r[n][2 * half + 1]);
+    }
+    template <int kCols>
+    static __device__ __forceinline__ float2 load(SmemTile<float, kCols> tile, int row, int col) {
+      const uint32_t address = tile.at(row, col * 4, threadIdx.x % 4 / 2 * 16) + threadIdx.x % 2 * 8;
+      return {__uint_as_float(load_shared(address)), __uint_as_float(load_shared(address + 4))};
     }
     __device__ __forceinline__ void drop_negative() {
 #pragma unroll

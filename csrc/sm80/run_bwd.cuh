@@ -1,6 +1,7 @@
 // The host side of backward: which instance, how much scratch, which launches in which order.
 //
-//   memset -> delta -> (gradient of a broadcast bias) -> main kernel -> dQ to its own dtype, sums of slopes
+//   memset -> delta -> (sums of rows with a large lse) -> (gradient of a broadcast bias) -> main kernel -> dQ to its
+//   own dtype, sums of slopes
 //
 // Called by backend.cpp through kernels.h. Invariant: plan_backward and run_backward read the same functions, so
 // scratch and shared memory are what explain prints.
@@ -10,6 +11,7 @@
 #include "cuda/rows.h"
 #include "sm80/bias_gradient.cuh"
 #include "sm80/bwd.cuh"
+#include "sm80/measure.cuh"
 
 namespace flash_ext::sm80 {
 
@@ -55,6 +57,7 @@ BackwardScratch backward_scratch(const Problem& problem, void* workspace) {
   };
   scratch.m_blocks = block_count(problem.len_q, Traits::kBlockM);
   take(scratch.delta, heads * problem.len_q);
+  if (may_be_inexact(problem)) take(scratch.inverse, heads * problem.len_q);
   if (problem.wants_dalibi) take(scratch.slopes, heads * block_count(problem.len_k, Traits::kBlockN));
   if (problem.wants_dbias) take(scratch.bias_partial, kBiasPartialBytes / 4);
   const int64_t before = scratch.bytes;
@@ -110,12 +113,13 @@ void run_backward(const BackwardArgs& args, const Plan& plan, void* workspace) {
                   "memset");
     }
     cuda::delta(args, scratch.delta, scratch.bounds);
+    if (may_be_inexact(problem)) run_measure<Element, kHeadDim>(args, scratch);
     if (problem.wants_dbias && bias_is_whole(problem, args.dbias)) {
       scratch.direct_dbias = true;  // tiles outside the band are not visited
       const int64_t bytes = bias_elements(problem, args.dbias) * 4;
       cuda::check(cudaMemsetAsync(args.dbias.data, 0, bytes, static_cast<cudaStream_t>(args.fwd.stream)), "memset");
     } else if (problem.wants_dbias) {
-      run_bias_gradient<Element, kHeadDim, Traits::kSmall>(args, scratch.delta, scratch.bias_partial);
+      run_bias_gradient<Element, kHeadDim, Traits::kSmall>(args, scratch);
     }
     const auto launch = [&](const BackwardArgs& part, const BackwardScratch& part_scratch, int64_t groups) {
       const TileSchedule schedule = backward_schedule<Traits>(problem, groups);

@@ -195,6 +195,11 @@ struct ScoreMods {
     return mods;
   }
 
+  template <bool kTransposed, int kM, int kN>
+  __device__ __forceinline__ void apply(float (&s)[kM][kN][4], int row0, int col0, int distance) const {
+    apply<kTransposed>(s, row0, col0, distance, [](auto&) {});
+  }
+
   // Steps on by one query head of the same batch element.
   __device__ __forceinline__ void next_head(const ForwardArgs& args) {
     if (has_bias) bias.advance(args.bias.head_stride * (bias_is_float ? 4 / static_cast<int>(sizeof(T)) : 1));
@@ -231,12 +236,16 @@ struct ScoreMods {
     }
   }
 
+  // NOTE: the multiplication is rounded, not contracted, so that every kernel sees the same score.
   // q k^T -> the score in natural units; `distance` is i + offset - j of the tile's first query and key.
-  template <bool kTransposed, int kM, int kN>
-  __device__ __forceinline__ void apply(float (&s)[kM][kN][4], int row0, int col0, int distance) const {
-    for_each_score<kTransposed>(s, row0, col0, [&](float& x, int, int) { x *= scale; });
+  // With a softcap `capped(s)` is told cap * tanh(...) on the way, for backward.
+  template <bool kTransposed, int kM, int kN, class Capped>
+  __device__ __forceinline__ void apply(float (&s)[kM][kN][4], int row0, int col0, int distance,
+                                        const Capped& capped) const {
+    for_each_score<kTransposed>(s, row0, col0, [&](float& x, int, int) { x = __fmul_rn(x, scale); });
     if (cap != 0.f) {
       for_each_score<kTransposed>(s, row0, col0, [&](float& x, int, int) { x = cap * tanh_of<T>(x * inverse_cap); });
+      capped(s);
     }
     if (has_bias) visit_bias<kTransposed>(s, row0, col0, [](float& x, float value) { x += value; });
     if (has_alibi) {
@@ -248,33 +257,6 @@ struct ScoreMods {
       visit_aux<kTransposed, uint8_t, kMaskPitch>(s, row0, col0, mask_tile, mask_step, [](float& x, float value) {
         if (value == 0.f) x = kMinusInf;
       });
-    }
-  }
-
-  // ds -> ds * (1 - t^2), t = tanh(...) found again from P, which is e^(cap * t + bias + alibi - lse) times 2^p_shift:
-  // another array beside P and dS would not fit the registers. `lse`: one a query, in shared memory.
-  template <int kN, class Operand>
-  __device__ __forceinline__ void softcap_backward(float (&ds)[1][kN][4], const Operand& p, const float* lse,
-                                                   float p_shift, int row0, int col0, int distance) const {
-#pragma unroll
-    for (int n = 0; n < kN; ++n) {  // NOTE: 8 queries at a time, to hold 4 numbers and not another array
-      const float2 pair = *reinterpret_cast<const float2*>(lse + n * 8 + threadIdx.x % 4 * 2);
-      float t[1][1][4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        t[0][0][i] = (__log2f(fabsf(p.value(n, i))) - p_shift) * 0.6931471805599453f + (i % 2 == 0 ? pair.x : pair.y);
-      }
-      if (has_bias) visit_bias<true>(t, row0, col0 + n * 8, [](float& x, float value) { x -= value; });
-      if (has_alibi) {
-        for_each_score<true>(t, row0, col0 + n * 8, [&](float& x, int query, int key) {
-          x += slope * fabsf(static_cast<float>(distance + query - key));
-        });
-      }
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float x = t[0][0][i] * inverse_cap;
-        ds[0][n][i] = p.value(n, i) == 0.f ? 0.f : ds[0][n][i] * (1.f - x * x);
-      }
     }
   }
 };

@@ -1,0 +1,180 @@
+// Before backward, for rows whose lse is not good enough: what their probabilities sum up to, and delta from the same
+// probabilities.
+//
+//   Z = sum_j e^(s_j - lse)     inverse = 1 / Z     delta = (sum_j e^(s_j - lse) dP_j) / Z - dlse
+//
+// lse is a float: beyond |lse| = 2^15 (a row of finfo.min) it has lost log of the number of keys, and in float32, where
+// gradients are held to 1e-7, its rounding is felt from |lse| = 16 on; with few keys dP - delta cancels, which takes
+// delta from the very numbers that it is subtracted from. Blocks of queries without such a row end at once. Called by
+// run_backward between delta and the main kernel. Invariant: S^T and dP^T come from the same products, in the same
+// roles and order, as in the main kernel, so that both see the same bits.
+#pragma once
+
+#include "cuda/launch.h"
+#include "sm80/bwd_parts.cuh"
+
+namespace flash_ext::sm80 {
+
+template <class Element_, int kHeadDim_>
+struct MeasureTraits {
+  using Element = Element_;
+  using Frag = Fragments<Element>;
+  using T = typename Frag::Storage;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kBlockM = 32, kBlockN = 32;
+  static constexpr int kWarps = kBlockN / 16;  // a warp owns 16 keys
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr bool kExact = sizeof(T) == 4;  // float32
+  using Tile = SmemTile<T, kHeadDim>;
+  using Mods = ScoreMods<Element, kBlockM, kBlockN, kThreads>;
+};
+
+template <class Traits>
+__device__ __forceinline__ bool is_inexact(float lse, int64_t visible) {
+  if (lse == kMinusInf) return false;
+  return fabsf(lse) > (Traits::kExact ? 16.f : 32768.f) || (Traits::kExact && visible < 64);
+}
+
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kThreads)
+    measure_kernel(const __grid_constant__ BackwardArgs args, const __grid_constant__ BackwardScratch scratch,
+                   int64_t m_blocks) {
+  using Frag = typename Traits::Frag;
+  using T = typename Traits::T;
+  using Tile = typename Traits::Tile;
+  constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kHeadDim = Traits::kHeadDim;
+  constexpr int kThreads = Traits::kThreads, kWarps = Traits::kWarps;
+  extern __shared__ __align__(128) char smem[];
+
+  const Problem& problem = args.fwd.problem;
+  const int64_t bh = blockIdx.x / m_blocks, b = bh / problem.heads_q, head = bh % problem.heads_q;
+  const int first_query = static_cast<int>(blockIdx.x % m_blocks) * kBlockM;
+  const Band band = make_band(problem);
+  const int64_t row = bh * problem.len_q + first_query;
+  bool inexact = false;
+  if (threadIdx.x < kBlockM && first_query + static_cast<int>(threadIdx.x) < problem.len_q) {
+    const int64_t query = first_query + static_cast<int>(threadIdx.x);
+    inexact = is_inexact<Traits>(static_cast<const float*>(args.fwd.lse)[row + threadIdx.x],
+                                 band.keys({query, query + 1}, problem.len_k).size());
+    scratch.inverse[row + threadIdx.x] = 1.f;
+  }
+  if (!__syncthreads_or(inexact)) return;
+
+  constexpr int kRow = kHeadDim * static_cast<int>(sizeof(T));
+  const uint32_t base = shared_address(smem);
+  const Tile q_smem{base}, d_out_smem{base + kBlockM * kRow}, k_smem{base + 2 * kBlockM * kRow},
+      v_smem{base + (2 * kBlockM + kBlockN) * kRow};
+  const uint32_t bias_smem = base + 2 * (kBlockM + kBlockN) * kRow;
+  __shared__ typename Traits::Mods mods;
+  if (threadIdx.x == 0) {
+    mods = Traits::Mods::make(args.fwd, b, head, bias_smem, bias_smem + kBlockM * aux_pitch(kBlockN, 4));
+  }
+  __syncthreads();
+  const auto rows = [&](const TensorView& view, int64_t h, int64_t count, int64_t cols) {
+    return rows_of<T>(view, batch_offset(problem, view, b) + h * view.head_stride, count, cols);
+  };
+  const auto k = rows(args.fwd.k, head / (problem.heads_q / problem.heads_k), problem.len_k, problem.head_dim);
+  const auto v = rows(args.fwd.v, head / (problem.heads_q / problem.heads_v), problem.len_k, problem.head_dim_v);
+  load_tile<kBlockM, kThreads>(q_smem, rows(args.fwd.q, head, problem.len_q, problem.head_dim), first_query);
+  load_tile<kBlockM, kThreads>(d_out_smem, rows(args.d_out, head, args.d_out ? problem.len_q : 0, problem.head_dim_v),
+                               first_query);
+
+  const bool drops = problem.dropout_p > 0.0;
+  Dropout dropout;
+  if (drops) dropout = make_dropout(args.fwd.rng_state[0], args.fwd.rng_state[1], problem.dropout_p);
+  const float dropout_scale = problem.dropout_p < 1.0 ? static_cast<float>(1.0 / (1.0 - problem.dropout_p)) : 0.f;
+  const int diagonal = problem.bottom_right ? static_cast<int>(problem.len_k - problem.len_q) : 0;
+  const TileBand tile_band = TileBand::make(problem);
+  const int warp = threadIdx.x / 32, warp_key = warp * 16;
+  constexpr int kN = kBlockM / 8;  // blocks of 8 queries
+  __shared__ float lse_smem[kBlockM], sums[kWarps][2][kBlockM];
+  if (threadIdx.x < kBlockM) {
+    const bool inside = first_query + static_cast<int>(threadIdx.x) < problem.len_q;
+    const float lse = inside ? static_cast<const float*>(args.fwd.lse)[row + threadIdx.x] : kMinusInf;
+    lse_smem[threadIdx.x] = lse == kMinusInf ? -kMinusInf : lse;
+  }
+  float sum[1][kN][4], product[1][kN][4];
+  clear(sum);
+  clear(product);
+
+  const Range keys = band.keys({first_query, min(int64_t{first_query} + kBlockM, problem.len_q)}, problem.len_k);
+  for (int key = static_cast<int>(keys.first) / kBlockN * kBlockN; key < keys.last; key += kBlockN) {
+    __syncthreads();  // nobody reads the last tiles any more
+    load_tile<kBlockN, kThreads>(k_smem, k, key);
+    load_tile<kBlockN, kThreads>(v_smem, v, key);
+    mods.load(first_query, key);
+    cp_async_commit();
+    cp_async_wait<0>();
+    __syncthreads();  // all tiles are there
+    float p_acc[1][kN][4], dp_acc[1][kN][4];
+    clear(p_acc);
+    clear(dp_acc);
+    gemm_nt<Frag, kHeadDim>(p_acc, k_smem, warp_key, q_smem, 0);
+    mods.template apply<true>(p_acc, warp_key, 0, first_query + diagonal - key);
+    if (tile_band.is_boundary(first_query, kBlockM, key, kBlockN)) {
+      mask_band<true>(p_acc, warp_key, 0, tile_band, first_query, key);
+    }
+    for_each_column(p_acc, lse_smem, [](float& x, float lse) { x = exp2_fast((x - lse) * kLog2e); });
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sum[0][n][i] += p_acc[0][n][i];
+    }
+    if (drops) {
+      visit_dropout<true>(p_acc, dropout, static_cast<uint32_t>(bh), first_query / 16, (key + warp_key) / 16,
+                          [&](float& x, bool kept) { x = kept ? x * dropout_scale : 0.f; });
+    }
+    gemm_nt<Frag, kHeadDim>(dp_acc, v_smem, warp_key, d_out_smem, 0);
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) product[0][n][i] = fmaf(p_acc[0][n][i], dp_acc[0][n][i], product[0][n][i]);
+    }
+  }
+
+  // Over the 16 keys of the warp, then over the warps.
+#pragma unroll
+  for (int n = 0; n < kN; ++n) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float x = sum[0][n][i] + sum[0][n][i + 2], y = product[0][n][i] + product[0][n][i + 2];
+#pragma unroll
+      for (int step = 4; step < 32; step *= 2) {
+        x += __shfl_xor_sync(~0u, x, step);
+        y += __shfl_xor_sync(~0u, y, step);
+      }
+      if (threadIdx.x % 32 < 4) {
+        sums[warp][0][n * 8 + threadIdx.x % 4 * 2 + i] = x;
+        sums[warp][1][n * 8 + threadIdx.x % 4 * 2 + i] = y;
+      }
+    }
+  }
+  __syncthreads();
+  const int i = threadIdx.x;
+  if (i >= kBlockM || first_query + i >= problem.len_q || lse_smem[i] == -kMinusInf) return;
+  float x = 0.f, y = 0.f;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) {
+    x += sums[w][0][i];
+    y += sums[w][1][i];
+  }
+  const float d_lse = args.d_lse == nullptr ? 0.f : static_cast<const float*>(args.d_lse)[row + i];
+  scratch.inverse[row + i] = 1.f / x;
+  scratch.delta[row + i] = y / x - d_lse;
+}
+
+// Whether a problem may have such rows at all: in 16-bit types only a bias or an unusual scale leads beyond 2^15.
+inline bool may_be_inexact(const Problem& problem) { return problem.dtype == DType::kFloat32 || problem.has_bias; }
+
+template <class Element, int kHeadDim>
+void run_measure(const BackwardArgs& args, const BackwardScratch& scratch) {
+  using Traits = MeasureTraits<Element, kHeadDim>;
+  const Problem& problem = args.fwd.problem;
+  const int64_t m_blocks = block_count(problem.len_q, Traits::kBlockM);
+  const int shared = 2 * (Traits::kBlockM + Traits::kBlockN) * kHeadDim * static_cast<int>(sizeof(typename Traits::T)) +
+                     Traits::kBlockM * (aux_pitch(Traits::kBlockN, 4) + aux_pitch(Traits::kBlockN, 1));
+  cuda::launch(measure_kernel<Traits>, cuda::grid_of(problem.batch * problem.heads_q * m_blocks), Traits::kThreads,
+               shared, args.fwd.stream, args, scratch, m_blocks);
+}
+
+}  // namespace flash_ext::sm80
