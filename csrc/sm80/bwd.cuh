@@ -303,9 +303,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         const int dq_row = dq_warp / Traits::kDqWarpsN * Traits::kDqM * 16;
         const int dq_col = dq_warp % Traits::kDqWarpsN * Traits::kDqN * 8;
         gemm_tn<Frag, kBlockN>(dq_acc, ds_smem, dq_row, k_smem, dq_col);
-        // NOTE: asked of the parameters and not of the pointer. For `pointer == nullptr ? nullptr : pointer + i`
-        // ptxas 13.0 wrote a 64-bit zero (CS2R) that the next comparison did not wait for, and a null turn was waited
-        // for.
+        // NOTE: asked of the parameters and not of the pointer. With `pointer == nullptr ? nullptr : pointer + i`,
+        // tested for null, one fp16 instance on 9.0 took the branch with a null pointer; probably the comparison did
+        // not wait for the zero that was written (CS2R).
         const bool ordered = scratch.turns != nullptr;
         int* const turn = block.turn + query / kBlockM;
         const int predecessors = block.n_block - max(query + block.band.lower, 0) / kBlockN;

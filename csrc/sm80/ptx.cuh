@@ -138,7 +138,7 @@ __device__ __forceinline__ float reciprocal_fast(float x) {
 }
 
 // red.global.add.f32. NOTE: atomicAdd through a pointer of unknown state space asks for each number whether it lies in
-// shared memory; that took a quarter of backward.
+// shared memory; without that backward took 4 to 14 % less time.
 __device__ __forceinline__ void add_global(float* address, float x) {
   asm volatile("red.global.add.f32 [%0], %1;" ::"l"(address), "f"(x) : "memory");
 }
