@@ -1,8 +1,8 @@
 // The sm80 backend's entry, host code only: refuses, and picks the kernel's instance.
 //
-//   dtype              kernels                                        head dimension
-//   fp16, bf16, fp32   mma.sync on tiles (fwd.cuh, bwd.cuh)           the first of HeadDims >= max(head_dim,
-//   head_dim_v) fp64               plain (fp64_forward.cu, fp64_backward.cu)      as it is
+//   fp16, bf16, fp32   mma.sync on tiles (fwd.cuh, bwd.cuh), the first of HeadDims >= max(head_dim, head_dim_v)
+//   fp64               plain arithmetic (fp64_forward.cu, fp64_backward.cu), any head dimension up to the largest
+//
 // Serves compute capability 8.0 and above. Called by api/dispatch.cpp. Invariant: what refuses() lets pass has an
 // instance; the lists of instances come from cmake/cuda_units.cmake.
 #include <algorithm>

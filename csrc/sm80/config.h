@@ -40,11 +40,6 @@ constexpr int aux_pitch(int block_n, int element_bytes) {
   return block_n * element_bytes < 64 ? 64 : block_n * element_bytes;
 }
 
-struct SmemUse {
-  const char* name = nullptr;
-  int bytes = 0;
-};
-
 struct ForwardSmem {
   int q = 0, k = 0, v = 0, bias = 0, mask = 0;  // offsets
   int total = 0;
