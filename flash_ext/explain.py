@@ -16,7 +16,10 @@ from flash_ext.ops import require_c
 
 @dataclass(frozen=True)
 class Plan:
-    """One pass as a backend will run it. Tiles in elements, memory in bytes; 0 where a notion does not exist."""
+    """One pass as a backend will run it. Tiles in elements, memory in bytes; 0 where a notion does not exist.
+
+    ``registers`` and what follows it are asked of the compiled kernel, and 0 where its device is not in use.
+    """
 
     backend: str
     kernel: str
@@ -26,10 +29,13 @@ class Plan:
     on_chip: tuple[tuple[str, int], ...]
     on_chip_limit: int
     scratch_bytes: int
-    registers: int
-    occupancy: float
     grid: int
     waves: float
+    registers: int  # a thread
+    local_bytes: int  # a thread: what registers did not hold
+    static_bytes: int  # shared memory beside on_chip
+    resident_blocks: int  # on a multiprocessor at a time
+    occupancy: float  # their threads over those that a multiprocessor can have
 
     @property
     def on_chip_bytes(self) -> int:
@@ -74,7 +80,18 @@ def _uses(plan: Plan) -> str:
     if not plan.on_chip:
         return "-"
     parts = " + ".join(f"{name} {size:,}" for name, size in plan.on_chip)
-    return f"{parts} = {plan.on_chip_bytes:,} of {plan.on_chip_limit:,} bytes"
+    beside = f" (and {plan.static_bytes:,})" if plan.static_bytes else ""
+    return f"{parts} = {plan.on_chip_bytes:,}{beside} of {plan.on_chip_limit:,} bytes"
+
+
+def _registers(plan: Plan) -> str:
+    spilled = f", {plan.local_bytes:,} bytes in local memory" if plan.local_bytes else ""
+    return f"{plan.registers} a thread{spilled}" if plan.registers else "-"
+
+
+def _occupancy(plan: Plan) -> str:
+    blocks = f"{plan.resident_blocks} block{'s' if plan.resident_blocks > 1 else ''} a multiprocessor"
+    return f"{blocks}, {plan.occupancy:.0%} of its threads" if plan.resident_blocks else "-"
 
 
 _ROWS = (
@@ -84,8 +101,8 @@ _ROWS = (
     ("stages", lambda p: str(p.stages) if p.stages else "-"),
     ("on chip", _uses),
     ("scratch", lambda p: f"{p.scratch_bytes:,} bytes"),
-    ("registers", lambda p: str(p.registers) if p.registers else "-"),
-    ("occupancy", lambda p: f"{p.occupancy:.0%}" if p.occupancy else "-"),
+    ("registers", _registers),
+    ("occupancy", _occupancy),
     ("grid", lambda p: f"{p.grid:,} in {p.waves:.2f} waves" if p.grid else "-"),
 )
 
@@ -156,5 +173,5 @@ def explain(
     return Explanation(
         *plans,
         refusals=tuple(Refusal(*r) for r in parts["refusals"]),
-        copies=tuple(Copy(*c) for c in parts["copies"]),
+        copies=tuple(Copy("attn_mask" if sdpa and c[0] in ("mask", "bias") else c[0], *c[1:]) for c in parts["copies"]),
     )

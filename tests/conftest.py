@@ -27,7 +27,7 @@ PLACES = {
 # What a backend may refuse: patterns of its reasons. The CPU and the chunked backend refuse nothing.
 REFUSALS = {
     "cpu": r"(?!)",
-    "sm80": r"head_dim(_v)? \d+ is more than 256",
+    "sm80": r"head_dim(_v)? \d+ (is more than 256|in .* needs [\d,]+ bytes of shared memory)",
     "chunked": r"(?!)",
 }
 

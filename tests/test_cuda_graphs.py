@@ -29,6 +29,9 @@ def capture(step: Callable[[], tuple[Tensor, ...]]) -> tuple[torch.cuda.CUDAGrap
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         results = step()
+    # NOTE: capturing writes the generator's seed on the capturing stream and a replay on its own; nothing orders the
+    # two. On a busy GPU the first replay after manual_seed(5) drew with the seed of the capture.
+    torch.cuda.synchronize()
     return graph, results
 
 

@@ -69,6 +69,22 @@ def test_layouts(
             assert got[name].stride(-1) == 1, (names, name)
 
 
+def test_a_copy_keeps_broadcasts(device: str, backend: str) -> None:
+    """Keys that are transposed and shared by all batches are copied once, not once for each."""
+    batch, heads, length, width = 64, 4, 512, 64
+    query = rand(batch, heads, 16, width, dtype=torch.bfloat16, device=device)
+    shared = rand(1, heads, width, length, dtype=torch.bfloat16, device=device).mT
+    key = shared.expand(batch, heads, length, width)
+    for _ in range(2):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        out = flash_ext.attention(query, key, key)
+        peak = torch.cuda.max_memory_allocated() - before
+    assert peak < 2 * shared.nbytes + out.nbytes + (1 << 20) < key.nbytes
+    assert torch.equal(out, flash_ext.attention(query, key.contiguous(), key.contiguous()))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 def test_transposed_inputs_obey_the_rule(dtype: torch.dtype, device: str, backend: str) -> None:
     inputs = make_inputs((B, H, L, 64), (B, H, S, 64), (B, H, S, 48), dtype=dtype, device=device)

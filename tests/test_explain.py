@@ -112,6 +112,65 @@ def test_plans_for_a_card_that_is_not_there(head_dim: int, dtype: torch.dtype) -
         }
 
 
+@pytest.mark.skipif(not HAS_CUDA, reason="needs a build with CUDA")
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_lengths_beyond_positions_are_refused(dtype: torch.dtype) -> None:
+    """Kernels count positions in 32 bits; the composite has no such limit."""
+    for len_q, len_k in ((1, 2**30), (2**30 + 1, 1), (1, 2**30 + 1)):
+        q, k = (torch.empty(1, device="meta", dtype=dtype).expand(1, 1, n, 64) for n in (len_q, len_k))
+        plan = flash_ext.explain(q, k, k, device="cuda")
+        name, length = ("len_q", len_q) if len_q > len_k else ("len_k", len_k)
+        assert plan.forward.backend == plan.backward.backend == ("sm80" if length == 2**30 else "chunked")
+        reasons = [r.reason for r in plan.refusals if r.backend == "sm80"]
+        assert reasons == ([] if length == 2**30 else [f"{name} {length} is more than 2^30"] * 2)
+
+
+@pytest.mark.skipif(not HAS_CUDA, reason="needs a build with CUDA")
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256])
+def test_plans_tf32_where_torch_allows_it(head_dim: int) -> None:
+    """Only float32 on a GPU."""
+    q, k, v = (t.to("meta") for t in make_inputs((2, 4, 300, head_dim), (2, 2, 400, head_dim)).values())
+
+    def kernels(device: str, dtype: torch.dtype = torch.float32) -> list[str]:
+        plan = flash_ext.explain(q.to(dtype), k.to(dtype), v.to(dtype), device=device)
+        return [plan.forward.kernel, plan.backward.kernel]
+
+    before = [kernels("cuda"), kernels("cuda", torch.float64), kernels("cpu")]
+    for level in ("high", "medium"):
+        torch.set_float32_matmul_precision(level)
+        try:
+            allowed = [kernels("cuda"), kernels("cuda", torch.float64), kernels("cpu")]
+        finally:
+            torch.set_float32_matmul_precision("highest")
+        assert allowed == [[f"{name}.tf32" for name in before[0]], *before[1:]]
+    assert kernels("cuda") == before[0]
+
+
+@pytest.mark.skipif(not HAS_CUDA, reason="needs a build with CUDA")
+def test_copies_of_what_has_scattered_columns() -> None:
+    """Kernels on a GPU are given contiguous rows; broadcasts are not written out, and the CPU copies nothing."""
+    inputs = {
+        "query": rand(2, 4, 64, 30).mT,  # (2, 4, 30, 64)
+        "key": rand(1, 2, 40, 128)[..., ::2].expand(2, 2, 40, 64),
+        "value": rand(2, 2, 40, 1).expand(2, 2, 40, 64),  # one number a row
+        "mask": torch.ones(2, 1, 40, 30, dtype=torch.bool).mT,
+        "bias": rand(4, 30, 1),
+    }
+    plan = flash_ext.explain(**inputs, device="cuda")
+    reason = "its last dimension is not contiguous"
+    assert [(c.argument, c.bytes, c.reason) for c in plan.copies] == [
+        ("query", 2 * 4 * 30 * 64 * 4, reason),
+        ("key", 2 * 40 * 64 * 4, reason),
+        ("mask", 2 * 40 * 30, reason),
+    ]
+    assert "copies key: 20,480 bytes, its last dimension is not contiguous" in str(plan)
+    assert flash_ext.explain(**inputs).copies == ()
+    drop_in = flash_ext.explain(
+        *list(inputs.values())[:3], attn_mask=inputs["mask"], sdpa=True, enable_gqa=True, device="cuda"
+    )
+    assert [c.argument for c in drop_in.copies] == ["query", "key", "attn_mask"]
+
+
 def test_draws_and_allocates_nothing(device: str) -> None:
     q = torch.empty(1, device=device).expand(64, 64, 1 << 20, 64)
     state = torch.get_rng_state()

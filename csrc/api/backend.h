@@ -34,13 +34,18 @@ struct Plan {
   const char* kernel = "";           // e.g. "cpu.forward.bf16.brgemm"
   int64_t block_m = 0, block_n = 0;  // queries, keys
   int stages = 0;                    // 0 where the notion does not exist
+  bool small_tiles = false;          // of a backend that has two tiles for a pass, the smaller
   Use on_chip[8];                    // shared memory (CPU: cache) by what it holds; ends at the first null name
   int64_t on_chip_limit = 0;
   int64_t scratch_bytes = 0;  // memory beside inputs and outputs
-  int registers = 0;
-  double occupancy = 0.0;
-  int64_t grid = 0;  // work items
+  int64_t grid = 0;           // work items
   double waves = 0.0;
+  // What only the compiled kernel knows: filled by Backend::inspect, for explain alone.
+  int registers = 0;         // a thread
+  int64_t local_bytes = 0;   // a thread, of any kernel of the pass: registers that did not suffice
+  int64_t static_bytes = 0;  // shared memory beside on_chip
+  int resident_blocks = 0;   // on a multiprocessor at a time
+  double occupancy = 0.0;    // their threads over those that a multiprocessor can have
 };
 
 // Scratch comes from torch's allocator on the current stream; the caller of a backend provides it.
@@ -53,6 +58,8 @@ struct Backend {
   Plan (*plan)(const Problem& problem, Pass pass, const DeviceInfo& device);
   void (*forward)(const ForwardArgs& args, const Plan& plan, void* workspace);
   void (*backward)(const BackwardArgs& args, const Plan& plan, void* workspace);
+  // Asks the current device about the kernel of a plan; null where there is nothing to ask.
+  void (*inspect)(const Problem& problem, Pass pass, Plan& plan) = nullptr;
 };
 
 extern const Backend cpu_backend;

@@ -47,6 +47,12 @@ DeviceInfo cuda_device_info(const c10::Device& device) {
   return index < devices.size() ? devices[index] : kH200;
 }
 
+bool is_in_use(const c10::Device& device) {
+  if (c10::cuda::device_count() == 0) return false;
+  const c10::DeviceIndex index = device.has_index() ? device.index() : c10::cuda::current_device();
+  return index < c10::cuda::device_count() && c10::cuda::hasPrimaryContext(index);
+}
+
 void* current_cuda_stream(const c10::Device& device) {
   return c10::cuda::getCurrentCUDAStream(device.index()).stream();
 }

@@ -17,6 +17,9 @@ inline constexpr bool kWithCuda = false;
 // Without an index: the current device. A device that is not there is planned for as an H200.
 DeviceInfo cuda_device_info(const c10::Device& device);
 
+// Whether the device is there and in use by this process, so that asking it about a kernel makes no context.
+bool is_in_use(const c10::Device& device);
+
 // The current stream of torch on that device, a cudaStream_t.
 void* current_cuda_stream(const c10::Device& device);
 

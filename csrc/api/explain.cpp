@@ -1,8 +1,10 @@
 // JSON by hand: numbers and our own names. flash_ext/explain.py turns it into a dataclass and a table.
 #include "api/explain.h"
 
+#include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
+#include "api/cuda_runtime.h"
 #include "api/dispatch.h"
 #include "api/problem.h"
 #include "api/signatures.h"
@@ -35,8 +37,10 @@ std::string json(const std::string& backend, const Plan& plan) {
   return "{\"backend\": " + json_string(backend) + ", \"kernel\": " + json_string(plan.kernel) +
          field("block_m", plan.block_m) + field("block_n", plan.block_n) + field("stages", plan.stages) +
          ", \"on_chip\": [" + uses + "]" + field("on_chip_limit", plan.on_chip_limit) +
-         field("scratch_bytes", plan.scratch_bytes) + field("registers", plan.registers) +
-         field("occupancy", plan.occupancy) + field("grid", plan.grid) + field("waves", plan.waves) + "}";
+         field("scratch_bytes", plan.scratch_bytes) + field("grid", plan.grid) + field("waves", plan.waves) +
+         field("registers", plan.registers) + field("local_bytes", plan.local_bytes) +
+         field("static_bytes", plan.static_bytes) + field("resident_blocks", plan.resident_blocks) +
+         field("occupancy", plan.occupancy) + "}";
 }
 
 c10::Device planned_device(const Tensor& query, std::string_view device) {
@@ -44,11 +48,24 @@ c10::Device planned_device(const Tensor& query, std::string_view device) {
   return query.is_meta() ? c10::Device(c10::kCPU) : query.device();
 }
 
+// What the compiled kernel is like, where the device that it is planned for is there and in use.
+void inspect(const Backend& backend, const Problem& problem, Pass pass, const c10::Device& device,
+             const DeviceInfo& info, Plan& plan) {
+  if constexpr (kWithCuda) {
+    if (backend.inspect == nullptr || !is_in_use(device)) return;
+    const c10::OptionalDeviceGuard guard(device.has_index() ? std::optional(device) : std::nullopt);
+    backend.inspect(problem, pass, plan);
+    const int64_t at_once = int64_t{info.multiprocessors} * plan.resident_blocks;
+    if (at_once > 0) plan.waves = static_cast<double>(plan.grid) / static_cast<double>(at_once);
+  }
+}
+
 }  // namespace
 
 std::string explain(const Inputs& in, const Options& options, std::string_view device_name, const GradMask& grad_mask) {
   const auto shape = check_call<int64_t>(in, options);
-  const DeviceInfo device = device_info(planned_device(in.query, device_name));
+  const c10::Device planned = planned_device(in.query, device_name);
+  const DeviceInfo device = device_info(planned);
   const auto name = options.backend.has_value() ? options.backend : requested_backend();
   const GradMask wanted = existing(grad_mask, in);
 
@@ -60,24 +77,38 @@ std::string explain(const Inputs& in, const Options& options, std::string_view d
   set_wanted(problem, wanted);
 
   std::string plans, refused, copies;
-  bool composite = false;
+  bool composite = false, kernels = false;
   for (const Pass pass : {Pass::kForward, Pass::kBackward}) {
     const char* pass_name = pass == Pass::kForward ? "forward" : "backward";
     const Backend* backend = select_backend(problem, pass, device, name);
     Plan plan;
     plan.kernel = "composite of torch operations over blocks of queries";
-    if (backend != nullptr) plan = backend->plan(problem, pass, device);
+    if (backend != nullptr) {
+      plan = backend->plan(problem, pass, device);
+      inspect(*backend, problem, pass, planned, device, plan);
+    }
     composite = composite || backend == nullptr;
+    kernels = kernels || backend != nullptr;
     plans += json_string(pass_name) + ": " + json(backend ? backend->name : std::string(kChunked), plan) + ", ";
     for (const Refusal& refusal : refusals(problem, pass, device)) {
       append(refused, "[" + json_string(refusal.backend) + ", " + json_string(pass_name) + ", " +
                           json_string(refusal.reason) + "]");
     }
   }
+  const auto add_copy = [&](const char* argument, int64_t bytes, const char* reason) {
+    append(copies, "[" + json_string(argument) + ", " + std::to_string(bytes) + ", " + json_string(reason) + "]");
+  };
+  if (kernels && device.type == DeviceType::kCuda) {
+    for (const auto& [argument, tensor] :
+         {std::pair{"query", &in.query}, std::pair{"key", &in.key}, std::pair{"value", &in.value},
+          std::pair{"mask", &in.mask}, std::pair{"bias", &in.bias}}) {
+      if (!has_scattered_columns(*tensor)) continue;
+      add_copy(argument, bytes_of_copy(*tensor), "its last dimension is not contiguous");
+    }
+  }
   if (composite && in.query.element_size() == 2) {
     for (const auto& [argument, tensor] : {std::pair{"key", &in.key}, std::pair{"value", &in.value}}) {
-      append(copies, "[" + json_string(argument) + ", " + std::to_string(tensor->numel() * 4) + ", " +
-                         json_string("the composite computes in float32") + "]");
+      add_copy(argument, tensor->numel() * 4, "the composite computes in float32");
     }
   }
   return "{" + plans + "\"refusals\": [" + refused + "], \"copies\": [" + copies + "]}";

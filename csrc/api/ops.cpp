@@ -50,6 +50,14 @@ struct GradBuffer {
     return reduced ? cast_like(at::sum_to(buffer, input.sizes()), input) : buffer;
   }
 
+  // A buffer of ours that has the dtype and stride order of the input already is the result.
+  static Tensor as_result(const Tensor& grad, const Tensor& input) {
+    const Sizes<int64_t> sizes(input.sizes());
+    const auto strides = strides_in_order_of<int64_t>(sizes, input);
+    if (grad.scalar_type() == input.scalar_type() && grad.strides() == c10::IntArrayRef(strides)) return grad;
+    return cast_like(grad, input);
+  }
+
   // In the dtype and stride order of the input.
   static Tensor cast_like(const Tensor& grad, const Tensor& input) {
     Tensor result = empty_in_order_of(Sizes<int64_t>(input.sizes()), input, input.scalar_type());
@@ -110,7 +118,8 @@ ForwardResult forward_with_rng_state(c10::DispatchKeySet, const Inputs& in, cons
 
   ForwardArgs args;
   ProblemBuilder builder(in, options, shape);
-  add_inputs(builder, args, in, shape);
+  const std::optional<Inputs> gathered = gather_columns(in);
+  add_inputs(builder, args, gathered.has_value() ? *gathered : in, shape);
   builder.add(args.out, result.out, shape.heads_q, shape.len_q, shape.head_dim_v);
   builder.finish(args.problem);
   const DeviceInfo device = device_info(in.query.device());
@@ -155,9 +164,11 @@ Gradients backward(c10::DispatchKeySet, const Tensor& grad_out, const Tensor& gr
 
   BackwardArgs args;
   ProblemBuilder builder(in, options, shape);
-  add_inputs(builder, args.fwd, in, shape);
+  const std::optional<Inputs> gathered = gather_columns(in);
+  const Tensor d_out = gather_columns(grad_out);
+  add_inputs(builder, args.fwd, gathered.has_value() ? *gathered : in, shape);
   builder.add(args.fwd.out, saved.out, shape.heads_q, shape.len_q, shape.head_dim_v);
-  builder.add(args.d_out, grad_out, shape.heads_q, shape.len_q, shape.head_dim_v);
+  builder.add(args.d_out, d_out, shape.heads_q, shape.len_q, shape.head_dim_v);
   const Tensor* const inputs[] = {&in.query, &in.key, &in.value};
   const Sizes<int64_t> whole[] = {shape.sizes(shape.heads_q, shape.len_q, shape.head_dim),
                                   shape.sizes(shape.heads_k, shape.len_k, shape.head_dim),
@@ -206,14 +217,19 @@ Gradients backward(c10::DispatchKeySet, const Tensor& grad_out, const Tensor& gr
   if (options.dropout_p > 0) args.fwd.rng_state = saved.rng_state.const_data_ptr<int64_t>();
   args.fwd.stream = current_stream(in.query);
   const Plan plan = backend->plan(problem, Pass::kBackward, device);
-  const Tensor workspace = make_workspace(in.query, plan.scratch_bytes);
-  backend->backward(args, plan, workspace.defined() ? workspace.mutable_data_ptr() : nullptr);
+  {
+    // Given back before the sums and casts below: the stream orders who writes to its memory next.
+    const Tensor workspace = make_workspace(in.query, plan.scratch_bytes);
+    backend->backward(args, plan, workspace.defined() ? workspace.mutable_data_ptr() : nullptr);
+  }
 
   Gradients result;
   for (int i = 0; i < 3; ++i) {
-    if (wanted[i]) result[i] = buffers[i].finish(*inputs[i]);
+    if (!wanted[i]) continue;
+    result[i] = buffers[i].finish(*inputs[i]);
+    buffers[i].buffer.reset();
   }
-  if (wanted[3]) result[3] = GradBuffer::cast_like(dbias, in.bias);
+  if (wanted[3]) result[3] = GradBuffer::as_result(dbias, in.bias);
   if (wanted[4]) result[4] = GradBuffer::cast_like(at::sum_to(dalibi, in.alibi_slopes.sizes()), in.alibi_slopes);
   return result;
 }

@@ -1,7 +1,10 @@
 // Merging of leading dimensions, see problem.h.
 #include "api/problem.h"
 
+#include <ATen/Context.h>
+
 #include <cmath>
+#include <string>
 
 namespace flash_ext {
 
@@ -17,6 +20,21 @@ DType dtype_of(at::ScalarType type) {
       return DType::kFloat32;
   }
 }
+
+namespace {
+
+// torch's setting for matrix products on CUDA; each of its switches ends there. Up to 2.9 it is asked by name.
+template <class Backend, class Operation, class Precision>
+bool tf32_is_allowed(Precision (at::Context::*precision)(Backend, Operation) const) {
+  return (at::globalContext().*precision)(Backend::CUDA, Operation::MATMUL) == Precision::TF32;
+}
+
+[[maybe_unused]] bool tf32_is_allowed(std::string (at::Context::*precision)(const std::string&, const std::string&)
+                                          const) {
+  return (at::globalContext().*precision)("cuda", "matmul") == "tf32";
+}
+
+}  // namespace
 
 at::ScalarType accumulate_type(at::ScalarType type) { return type == at::kDouble ? at::kDouble : at::kFloat; }
 
@@ -40,6 +58,7 @@ ProblemBuilder::ProblemBuilder(const Inputs& in, const Options& options, const S
   p.window_right = options.window_right.value_or(kUnbounded);
   p.dropout_p = options.dropout_p;
   p.deterministic = options.deterministic.value_or(false);
+  p.allow_tf32 = p.dtype == DType::kFloat32 && !in.query.is_cpu() && tf32_is_allowed(&at::Context::float32Precision);
   p.has_mask = in.mask.defined();
   p.has_bias = in.bias.defined();
   p.has_alibi = in.alibi_slopes.defined();
@@ -112,6 +131,49 @@ void set_wanted(Problem& problem, const GradMask& wanted) {
   problem.wants_dv = wanted[2];
   problem.wants_dbias = wanted[3];
   problem.wants_dalibi = wanted[4];
+}
+
+namespace {
+
+// One element of each broadcast dimension.
+Tensor without_broadcasts(Tensor tensor) {
+  for (int64_t i = 0; i < tensor.dim(); ++i) {
+    if (tensor.stride(i) == 0 && tensor.size(i) > 1) tensor = tensor.narrow(i, 0, 1);
+  }
+  return tensor;
+}
+
+}  // namespace
+
+bool has_scattered_columns(const Tensor& tensor) {
+  if (!tensor.defined() || tensor.dim() == 0 || tensor.size(-1) == 1) return false;
+  return tensor.stride(-1) != 1 && tensor.stride(-1) != 0;
+}
+
+int64_t bytes_of_copy(const Tensor& tensor) {
+  return without_broadcasts(tensor).numel() * static_cast<int64_t>(tensor.element_size());
+}
+
+Tensor gather_columns(const Tensor& tensor) {
+  if (!has_scattered_columns(tensor) || !tensor.is_cuda()) return tensor;
+  const Tensor whole = without_broadcasts(tensor);
+  const Sizes<int64_t> sizes(whole.sizes());
+  const Tensor copy = at::empty_strided(sizes, strides_in_order_of<int64_t>(sizes, whole), whole.options());
+  copy.copy_(whole);
+  return copy.expand(tensor.sizes());
+}
+
+std::optional<Inputs> gather_columns(const Inputs& in) {
+  bool any = false;
+  for (const Tensor* tensor : {&in.query, &in.key, &in.value, &in.mask, &in.bias}) {
+    any = any || (has_scattered_columns(*tensor) && tensor->is_cuda());
+  }
+  if (!any) return std::nullopt;
+  Inputs result = in;
+  for (Tensor* tensor : {&result.query, &result.key, &result.value, &result.mask, &result.bias}) {
+    *tensor = gather_columns(*tensor);
+  }
+  return result;
 }
 
 void add_inputs(ProblemBuilder& builder, ForwardArgs& args, const Inputs& in, const Shape<int64_t>& shape) {

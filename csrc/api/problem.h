@@ -1,6 +1,9 @@
 // From checked tensors to the structures that backends read: leading dimensions merged jointly, broadcasts as strides
-// of 0, nothing copied. Called by ops.cpp once per forward and once per backward.
+// of 0, nothing copied but, for GPUs, what has scattered columns. Called by ops.cpp once per forward and once per
+// backward, and by explain.cpp.
 #pragma once
+
+#include <optional>
 
 #include "api/checks.h"
 #include "attention/args.h"
@@ -40,6 +43,17 @@ at::ScalarType accumulate_type(at::ScalarType type);  // double for double, else
 
 // Which gradients backward is asked for.
 void set_wanted(Problem& problem, const GradMask& wanted);
+
+// GPU kernels move rows by 16 bytes. A last dimension with another stride than 1 (or 0, one number for all) would be
+// read element by element, and again by every tile that needs it.
+bool has_scattered_columns(const Tensor& tensor);
+// Of the copy: a dimension of stride 0 counts once.
+int64_t bytes_of_copy(const Tensor& tensor);
+// The tensor itself or, on a GPU where its columns are scattered, a copy with the last dimension innermost; the others
+// keep their order and their broadcasts, so that leading dimensions merge as before.
+Tensor gather_columns(const Tensor& tensor);
+// The inputs with all of them gathered; none where there is nothing to copy.
+std::optional<Inputs> gather_columns(const Inputs& in);
 
 // The views of forward's inputs, added to the builder.
 void add_inputs(ProblemBuilder& builder, ForwardArgs& args, const Inputs& in, const Shape<int64_t>& shape);

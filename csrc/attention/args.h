@@ -53,6 +53,7 @@ struct Problem {
   int64_t window_right = kUnbounded;  // keys j <= i + offset + window_right
   double dropout_p = 0.0;
   bool deterministic = false;
+  bool allow_tf32 = false;  // float32 on a GPU: products may round their factors to TF32
 
   bool has_mask = false;
   bool has_bias = false;

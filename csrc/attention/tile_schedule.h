@@ -30,6 +30,8 @@ struct TileSchedule {
   int64_t kv_heads = 0;     // batch * heads_k
   int64_t section = 1;      // of them, how many share the L2 cache
   bool last_first = false;  // from the last block to the first
+  int64_t batch = 1;
+  bool batch_inner = false;  // key heads of all batch elements follow each other, to share a bias or mask tile in L2
 
   FLASH_DEVICE int64_t size() const { return blocks * group * kv_heads; }
 
@@ -46,9 +48,12 @@ struct TileSchedule {
     const Index heads = (in_section < left ? in_section : left) * per_head;  // query heads of this section
     const Index index = rest / heads;
     const Index head = rest % heads;
-    const Index kv_head = section_first + head / per_head, keys = static_cast<Index>(heads_k);
+    const Index kv_head = section_first + head / per_head;
+    const Index inner = static_cast<Index>(batch_inner ? batch : heads_k), low = kv_head % inner,
+                high = kv_head / inner;
     const int64_t block = static_cast<int64_t>(index);
-    return {static_cast<int64_t>(kv_head / keys), static_cast<int64_t>(kv_head % keys * per_head + head % per_head),
+    return {static_cast<int64_t>(batch_inner ? low : high),
+            static_cast<int64_t>((batch_inner ? high : low) * per_head + head % per_head),
             last_first ? blocks - 1 - block : block};
   }
 };
@@ -60,6 +65,16 @@ FLASH_DEVICE int64_t heads_per_section(int64_t kv_head_bytes, int64_t l2_budget)
   return kv_head_bytes > 0 && l2_budget > kv_head_bytes ? l2_budget / kv_head_bytes : 1;
 }
 
+// True where batch elements, but not heads, share a bias or mask.
+inline bool batch_shares_scores(const Problem& problem, const ForwardArgs& args) {
+  const auto shares = [&](const TensorView& view) {
+    bool shared = view && view.head_stride != 0 && problem.heads_q > 1;
+    for (int i = 0; i < problem.batch_rank; ++i) shared = shared && view.batch_stride[i] == 0;
+    return shared;
+  };
+  return shares(args.bias) || shares(args.mask);
+}
+
 // Tiles of block_m queries. A packed batch is scheduled by its longest sequence, problem.len_q and problem.len_k.
 FLASH_DEVICE TileSchedule make_tile_schedule(const Problem& problem, int64_t block_m, int64_t kv_head_bytes,
                                              int64_t l2_budget) {
@@ -68,6 +83,7 @@ FLASH_DEVICE TileSchedule make_tile_schedule(const Problem& problem, int64_t blo
   schedule.heads_k = problem.heads_k;
   schedule.group = problem.heads_k > 0 ? problem.heads_q / problem.heads_k : 0;
   schedule.kv_heads = problem.batch * problem.heads_k;
+  schedule.batch = problem.batch;
   schedule.section = heads_per_section(kv_head_bytes, l2_budget);
 
   const Band band = make_band(problem);

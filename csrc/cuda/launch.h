@@ -12,21 +12,40 @@
 
 namespace flash_ext::cuda {
 
+// The card has neither machine code nor PTX here that it could run.
+[[noreturn]] inline void throw_no_image() {
+  int device = 0, major = 0, minor = 0;
+  (void)cudaGetDevice(&device);
+  (void)cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  (void)cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+  const std::string major_text = std::to_string(major), minor_text = std::to_string(minor);
+  throw std::runtime_error("flash_ext: this build has no kernels for compute capability " + major_text + "." +
+                           minor_text + "; build it with FLASH_EXT_CUDA_ARCHS=native or with a list that has " +
+                           major_text + minor_text);
+}
+
 inline void check(cudaError_t status, const char* what) {
   if (status == cudaSuccess) return;
   (void)cudaGetLastError();
+  // Which of the two it is depends on the call that finds out.
+  if (status == cudaErrorNoKernelImageForDevice || status == cudaErrorInvalidDeviceFunction) throw_no_image();
   throw std::runtime_error(std::string("flash_ext: ") + what + ": " + cudaGetErrorString(status));
 }
 
-// Kernels: plain functions or template instances. The attribute is a property of (kernel, device); setting it costs
-// about as much as asking whether it is set, and only blocks that pass 48 KiB with their static share need it.
+// The attribute is a property of (kernel, device); setting it costs about as much as asking whether it is set, and only
+// blocks that pass 48 KiB with their static share need it.
+template <class... Params>
+void allow_shared(void (*kernel)(Params...), int64_t shared_bytes) {
+  if (shared_bytes <= 40 * 1024) return;
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)),
+        "shared memory");
+}
+
+// Kernels: plain functions or template instances.
 template <class... Params, class... Args>
 void launch(void (*kernel)(Params...), dim3 grid, int threads, int64_t shared_bytes, void* stream,
             const Args&... args) {
-  if (shared_bytes > 40 * 1024) {
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)),
-          "shared memory");
-  }
+  allow_shared(kernel, shared_bytes);
   kernel<<<grid, threads, shared_bytes, static_cast<cudaStream_t>(stream)>>>(args...);
   check(cudaGetLastError(), "kernel launch");
 }

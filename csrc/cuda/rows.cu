@@ -113,6 +113,7 @@ __global__ void sum_parts_kernel(float* sums, const float* partial, int64_t coun
   const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if (i >= count) return;
   float sum = 0.f;
+#pragma unroll 16  // loads in flight: few elements may have hundreds of parts
   for (int64_t part = 0; part < parts; ++part) sum += partial[part * count + i];
   sums[i] = sum;
 }

@@ -5,11 +5,12 @@
 //   S^T = K Q^T     P^T = e^(S^T - lse)     dV += dropout(P)^T dO     dP^T = V dO^T     dS^T = P^T o (dP^T - delta)
 //   dK += dS^T Q    dQ += dS K              delta = rowsum(dO o out) - dlse
 //
-// FlashAttention-2 (arXiv:2307.08691), algorithm 2, with S transposed: a warp owns whole rows of S^T, so P^T and dS^T
-// are register operands of dV and dK, and only dS passes through shared memory, for dQ. dQ is added up in float in
-// global memory by red.add, in the order of the blocks of keys when deterministic. Called by backend.cpp through
-// kernels.h. Invariant: rows past len_q have lse = +inf in shared memory, hence P = 0, as have rows without keys; keys
-// past len_k are masked.
+// FlashAttention-2 (arXiv:2307.08691), algorithm 2, with S transposed and two kinds of warps. A pair of warps, one of
+// each kind, owns the same keys. One computes S^T, P^T and dV, the other dP^T, dS^T and dK; P^T and dS^T are their
+// register operands. P passes from one to the other, dS to all for dQ, through shared memory. dQ of a tile is computed
+// beside the next tile's softmax, and added up in float in global memory by red.add, in the order of the blocks of keys
+// when deterministic. Called by backend.cpp through kernels.h. Invariant: rows past len_q are zeros in shared memory,
+// which make dS = 0 and add nothing to dV; keys past len_k are masked.
 #pragma once
 
 #include "attention/tile_schedule.h"
@@ -26,8 +27,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   using Tile = typename Traits::Tile;
   using ScoreTile = typename Traits::ScoreTile;
   constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kHeadDim = Traits::kHeadDim;
-  constexpr int kThreads = Traits::kThreads, kStages = Traits::kStages, kSplit = Traits::kSplit;
-  constexpr int kQueries = Traits::kQueries, kColumns = Traits::kColumns;
+  constexpr int kThreads = Traits::kThreads, kStages = Traits::kStages, kM = Traits::kM;
   constexpr bool kScaled = std::is_same_v<typename Traits::Element, Fp16>;
   // One multiply-add before ex2. Not in float, where measure.cuh must find the same bits.
   constexpr bool kFolded = Traits::kPlain && sizeof(T) == 2;
@@ -40,7 +40,6 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   const BackwardSmem layout =
       backward_smem(kShape, kHeadDim, sizeof(T), bias_bytes, !Traits::kPlain && problem.has_mask);
   const Tile k_smem{base + layout.k}, v_smem{base + layout.v};
-  const ScoreTile p_smem{base + layout.p}, ds_smem{base + layout.ds};
   float* const row_smem = reinterpret_cast<float*>(smem + layout.rows);  // [stage][lse, delta, inverse][kBlockM]
 
   // What is read once a tile or less, see fwd.cuh.
@@ -64,16 +63,19 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   if (threadIdx.x == 0) {
     block.tile = blockIdx.x;
     if (scratch.turns != nullptr) {
-      block.tile = atomicAdd(scratch.turns + problem.batch * problem.heads_q * scratch.m_blocks, 1);
+      block.tile = atomicAdd(scratch.turns + problem.batch * problem.heads_q * scratch.m_blocks * Traits::kWarps, 1);
     }
   }
   const int members = static_cast<int>(problem.heads_q / schedule.heads_k);
   const bool drops = !Traits::kPlain && problem.dropout_p > 0.0;
   const bool measured = !kFolded && scratch.inverse != nullptr;
-  const int warp = threadIdx.x / 32;
-  const int warp_key = warp / kSplit * 16;
-  const int warp_query = warp % kSplit * kQueries;  // of S^T
-  const int warp_col = warp % kSplit * kColumns;    // of dK and dV
+  // The first half of the warps holds dV, the second dK; a pair of warps, one of each, shares its keys. NOTE: computed
+  // anew wherever they are used, because no registers are left.
+  const auto warp = [] { return static_cast<int>(opaque(threadIdx.x) / 32); };
+  const auto holds_dv = [&] { return warp() < Traits::kWarps / 2; };
+  const auto pair = [] { return static_cast<int>(opaque(threadIdx.x) / 32 % (Traits::kWarps / 2)); };
+  const auto warp_key = [&] { return pair() * kM * 16; };
+  const auto p_buffer = [&] { return base + layout.p + warp_key() * kBlockM * static_cast<int>(sizeof(T)); };
   const float to_log2 = Traits::kPlain ? static_cast<float>(problem.scale * 1.4426950408889634) : kLog2e;
   const float dropout_scale = problem.dropout_p < 1.0 ? static_cast<float>(1.0 / (1.0 - problem.dropout_p)) : 0.f;
 
@@ -109,7 +111,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     block.delta = scratch.delta + bh * problem.len_q;
     block.inverse = scratch.inverse + bh * problem.len_q;
     block.dq_accum = scratch.dq_accum + bh * problem.len_q * problem.head_dim;
-    block.turn = scratch.turns + bh * scratch.m_blocks;
+    block.turn = scratch.turns + bh * scratch.m_blocks * Traits::kWarps;
     block.slope = problem.wants_dalibi ? scratch.slopes + bh * schedule.blocks + n_block : nullptr;
     block.dbias = nullptr;
     if (scratch.direct_dbias) {
@@ -142,40 +144,102 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
   }
 
-  float dk_acc[1][kColumns / 8][4], dv_acc[1][kColumns / 8][4];
-  clear(dk_acc);
-  clear(dv_acc);
-  float ds_scale = 1.f, ds_unscale = 1.f;  // of dS in fp16, and of dk_acc; powers of two
+  float acc[kM][kHeadDim / 8][4];  // dV or dK
+  clear(acc);
+  float ds_scale = 1.f, ds_unscale = 1.f;  // of dS in fp16, and of dK; powers of two
+
+  const auto ds_tile = [&](int stage) {
+    return ScoreTile{base + layout.ds + (Traits::kDeferred ? stage * ScoreTile::bytes(kBlockN) : 0)};
+  };
+
+  // S^T becomes P^T; a dropped P keeps its size and turns negative, so that one array serves dV and dS.
+  const auto score_to_p = [&](float(&s_acc)[kM][kBlockM / 8][4], int query, int stage) {
+    const float* const lse_row = row_smem + stage * 3 * kBlockM;
+    if constexpr (!Traits::kPlain) {
+      mods.template apply<true>(s_acc, warp_key(), 0, query + block.diagonal - block.first_key, stage,
+                                // 1 - t^2 waits for the partner where it will write dS: no registers are left for it,
+                                // and P in T is too coarse to find t again.
+                                [&](const float(&capped)[kM][kBlockM / 8][4]) {
+                                  float slope[kM][kBlockM / 8][4];
+                                  for_each_pair(slope, capped, [&](float& x, float y) {
+                                    const float t = y * mods.inverse_cap;
+                                    x = 1.f - t * t;
+                                  });
+                                  store_scores(ds_tile(stage), operands<Frag>(slope), warp_key());
+                                });
+    }
+    if (block.band.is_boundary(query, kBlockM, block.first_key, kBlockN)) {
+      mask_band<true>(s_acc, warp_key(), 0, block.band, query, block.first_key);
+    }
+    if constexpr (Traits::kPlain && !kFolded) {
+      for_each_score<true>(s_acc, 0, 0,
+                           [&](float& x, int, int) { x = __fmul_rn(x, static_cast<float>(problem.scale)); });
+    }
+    // Rows without keys have lse = -inf and scores of -inf: any finite number serves them.
+    for_each_column(
+        s_acc, lse_row,
+        [&](float lse) {
+          return kFolded ? fminf(fmaf(lse, -kLog2e, Traits::kPShift), 1e30f) : (lse == kMinusInf ? 0.f : lse);
+        },
+        [&](float& x, float shift) {
+          x = kFolded ? exp2_fast(fmaf(x, to_log2, shift)) : exp2_fast((x - shift) * kLog2e + Traits::kPShift);
+        });
+    if (measured) for_each_column(s_acc, lse_row + 2 * kBlockM, [](float& x, float inverse) { x *= inverse; });
+    if (drops) {
+      visit_dropout<true>(s_acc, dropout.get(), block.bh, query / 16, (block.first_key + warp_key()) / 16,
+                          [](float& x, bool kept) { x = kept ? x : -x; });
+    }
+  };
+
+  // dP^T becomes dS^T. NOTE: P is what the products see, rounded to T, because P in float beside dP would spill (eager
+  // attention rounds P and dP).
+  float slope_sum = 0.f;
+  const auto dp_to_ds = [&](float(&dp_acc)[kM][kBlockM / 8][4], int query, int stage) {
+    if (drops) with_p<Frag>(dp_acc, p_buffer(), [&](float& x, float p) { x = p > 0.f ? x * dropout_scale : 0.f; });
+    for_each_column(dp_acc, row_smem + (stage * 3 + 1) * kBlockM, [](float& x, float delta) { x -= delta; });
+    with_p<Frag>(dp_acc, p_buffer(), [&](float& x, float p) { x *= Traits::kPlain ? p : fabsf(p); });
+    if (kScaled) for_each_score<true>(dp_acc, 0, 0, [](float& x, int, int) { x *= 1.f / 1024.f; });
+    if constexpr (!Traits::kPlain) {
+      if (block.dbias != nullptr) {
+        for_each_score<true>(dp_acc, warp_key(), 0, [&](float& x, int i, int j) {
+          if (query + i < problem.len_q && block.first_key + j < problem.len_k) {
+            block.dbias[(query + i) * args.dbias.row_stride + (block.first_key + j) * args.dbias.col_stride] = x;
+          }
+        });
+      }
+      if (problem.wants_dalibi) {
+        visit_distance<true>(dp_acc, warp_key(), 0, query + block.diagonal - block.first_key,
+                             [&](float& x, float away) { slope_sum -= x * away; });
+      }
+      if (mods.cap != 0.f) multiply_scores<Frag>(dp_acc, ds_tile(stage), warp_key());
+    }
+    if (kScaled) for_each_score<true>(dp_acc, 0, 0, [&](float& x, int, int) { x *= ds_scale; });
+  };
 
   for (int member = 0; member < members; ++member) {
     __syncthreads();
     if (block.new_k) load_tile<kBlockN, kThreads>(k_smem, block.k, block.first_key);
     if (block.new_v) load_tile<kBlockN, kThreads>(v_smem, block.v, block.first_key);
 
+    // Everything a tile of queries brings.
     const auto load_queries = [&](int first_query, int stage) {
       load_tile<kBlockM, kThreads>(Tile{base + layout.q + stage * Tile::bytes(kBlockM)}, block.q, first_query);
       load_tile<kBlockM, kThreads>(Tile{base + layout.d_out + stage * Tile::bytes(kBlockM)}, block.d_out, first_query);
-    };
-    // lse and delta of a query pass through registers, because lse is changed on the way.
-    const auto read_row = [&](int first_query) {
-      const int query = first_query + static_cast<int>(threadIdx.x);
-      const bool inside = threadIdx.x < kBlockM && query < problem.len_q;
-      return inside ? make_float3(block.lse[query], block.delta[query], measured ? block.inverse[query] : 1.f)
-                    : make_float3(kMinusInf, 0.f, 1.f);
-    };
-    const auto write_row = [&](float3 row, int stage) {
-      if (threadIdx.x >= kBlockM) return;
-      float* const to = row_smem + stage * 3 * kBlockM + threadIdx.x;
-      to[0] = row.x == kMinusInf ? -kMinusInf : (kFolded ? row.x * kLog2e - Traits::kPShift : row.x);
-      to[kBlockM] = row.y;
-      to[2 * kBlockM] = row.z;
+      if constexpr (!Traits::kPlain) mods.load(first_query, block.first_key, stage);
+      if (threadIdx.x < kBlockM) {
+        const int query = first_query + static_cast<int>(threadIdx.x);
+        const bool inside = query < problem.len_q;
+        const int row = inside ? query : 0;
+        const uint32_t to = base + layout.rows + (stage * 3 * kBlockM + static_cast<int>(threadIdx.x)) * 4;
+        cp_async_4(to, block.lse + row, inside);
+        cp_async_4(to + kBlockM * 4, block.delta + row, inside);
+        if (measured) cp_async_4(to + 2 * kBlockM * 4, block.inverse + row, inside);
+      }
     };
 
     int stage = 0;
     if (block.first_query < block.last_query) {
       load_queries(block.first_query, 0);
-      write_row(read_row(block.first_query), 0);
-      if constexpr (!Traits::kPlain) mods.load(block.first_query, block.first_key);
     }
     cp_async_commit();
     if constexpr (kScaled) {
@@ -188,143 +252,84 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       const float before = ds_unscale;
       ds_scale = fp16_scale(bound);
       ds_unscale = 1.f / ds_scale;
-      if (member > 0) for_each_score<true>(dk_acc, 0, 0, [&](float& x, int, int) { x *= ds_scale * before; });
+      if (member > 0 && !holds_dv())
+        for_each_score<true>(acc, 0, 0, [&](float& x, int, int) { x *= ds_scale * before; });
     }
-    float slope_sum = 0.f;
+    slope_sum = 0.f;
+
+    // dQ of the tile at `query`, whose dS is complete.
+    const auto add_dq = [&](int query, int ds_stage) {
+      if (!problem.wants_dq || warp() < Traits::kFirstDqWarp) return;
+      float dq_acc[Traits::kDqM][Traits::kDqN][4];
+      clear(dq_acc);
+      const int dq_warp = warp() - Traits::kFirstDqWarp;
+      const int dq_row = dq_warp / Traits::kDqWarpsN * Traits::kDqM * 16;
+      const int dq_col = dq_warp % Traits::kDqWarpsN * Traits::kDqN * 8;
+      gemm_tn<Frag, kBlockN>(dq_acc, ds_tile(ds_stage), dq_row, k_smem, dq_col);
+      // NOTE: asked of the parameters and not of the pointer. With `pointer == nullptr ? nullptr : pointer + i`,
+      // tested for null, one fp16 instance on 9.0 took the branch with a null pointer; probably the comparison did
+      // not wait for the zero that was written (CS2R).
+      const bool ordered = scratch.turns != nullptr;
+      int* const turn = block.turn + query / kBlockM * Traits::kWarps + dq_warp;
+      const int predecessors = block.n_block - max(query + block.band.lower, 0) / kBlockN;
+      if (ordered) wait_for_turn(turn, predecessors);
+      add_to_global(dq_acc, block.dq_accum, static_cast<int>(problem.head_dim), dq_col, query + dq_row,
+                    static_cast<int>(problem.len_q), ds_unscale);
+      if (ordered) end_turn(turn, predecessors);
+    };
 
     for (int query = block.first_query; query < block.last_query; query += kBlockM) {
       const Tile q_smem{base + layout.q + stage * Tile::bytes(kBlockM)};
       const Tile d_out_smem{base + layout.d_out + stage * Tile::bytes(kBlockM)};
-      const float* const lse_row = row_smem + stage * 3 * kBlockM + warp_query;
+      const float* const lse_row = row_smem + stage * 3 * kBlockM;
       cp_async_wait<0>();
-      __syncthreads();  // this Q, dO (bias, mask) are there for all; nobody reads dS, or the other stage, any more
+      __syncthreads();  // this tile's loads and the last one's dS are there for all; nobody reads the other stage
       const bool goes_on = query + kBlockM < block.last_query;
-      float3 next_row;
-      if (kStages == 2 && goes_on) {
-        load_queries(query + kBlockM, stage ^ 1);
-        next_row = read_row(query + kBlockM);
-      }
+      if (kStages == 2 && goes_on) load_queries(query + kBlockM, stage ^ 1);
       cp_async_commit();
 
-      float p_acc[1][kQueries / 8][4];
-      clear(p_acc);
-      gemm_nt<Frag, kHeadDim>(p_acc, k_smem, warp_key, q_smem, warp_query);
-      if constexpr (!Traits::kPlain) {
-        mods.template apply<true>(p_acc, warp_key, warp_query, query + block.diagonal - block.first_key,
-                                  // 1 - t^2 waits where dS will be written, at this lane's own places: no registers are
-                                  // left for it, and P in T is too coarse to find t again.
-                                  [&](const float(&capped)[1][kQueries / 8][4]) {
-                                    float slope[1][kQueries / 8][4];
+      float s_acc[kM][kBlockM / 8][4];
+      if (holds_dv()) {
+        clear(s_acc);
+        gemm_nt<Frag, kHeadDim>(s_acc, k_smem, warp_key(), q_smem, 0);
+        score_to_p(s_acc, query, stage);
+        auto p_frag = operands<Frag>(s_acc);
+        send(p_buffer(), p_frag);
+        pair_arrive(1 + pair());
+        if (drops) {
 #pragma unroll
-                                    for (int n = 0; n < kQueries / 8; ++n) {
-#pragma unroll
-                                      for (int i = 0; i < 4; ++i) {
-                                        const float t = capped[0][n][i] * mods.inverse_cap;
-                                        slope[0][n][i] = 1.f - t * t;
-                                      }
-                                    }
-                                    store_scores(ds_smem, operands<Frag>(slope).row[0], warp_key, warp_query);
-                                  });
-      }
-      if (block.band.is_boundary(query, kBlockM, block.first_key, kBlockN)) {
-        mask_band<true>(p_acc, warp_key, warp_query, block.band, query, block.first_key);
-      }
-      if constexpr (Traits::kPlain && !kFolded) {
-        for_each_score<true>(p_acc, 0, 0,
-                             [&](float& x, int, int) { x = __fmul_rn(x, static_cast<float>(problem.scale)); });
-      }
-      for_each_column(p_acc, lse_row, [&](float& x, float lse) {
-        x = kFolded ? exp2_fast(fmaf(x, to_log2, -lse)) : exp2_fast((x - lse) * kLog2e + Traits::kPShift);
-      });
-      if (measured) for_each_column(p_acc, lse_row + 2 * kBlockM, [](float& x, float inverse) { x *= inverse; });
-      // A dropped P keeps its size and turns negative, so that one array serves dV and dS.
-      if (drops) {
-        visit_dropout<true>(p_acc, dropout.get(), block.bh, (query + warp_query) / 16,
-                            (block.first_key + warp_key) / 16, [](float& x, bool kept) { x = kept ? x : -x; });
-      }
-      // NOTE: from here on P is what the products see, rounded to T: dS takes it as well, because P in float beside dP
-      // would spill (eager attention rounds P and dP).
-      auto p_frag = operands<Frag>(p_acc);
-      float ds_acc[1][kQueries / 8][4];
-      clear(ds_acc);
-      gemm_nt<Frag, kHeadDim>(ds_acc, v_smem, warp_key, d_out_smem, warp_query);
-      if (kStages == 2 && goes_on) write_row(next_row, stage ^ 1);
-      if (drops) {
-        with_p(ds_acc, p_frag.row[0], [&](float& x, float p) { x = p > 0.f ? x * dropout_scale : 0.f; });
-      }
-      for_each_column(ds_acc, lse_row + kBlockM, [](float& x, float delta) { x -= delta; });
-      with_p(ds_acc, p_frag.row[0], [&](float& x, float p) { x *= Traits::kPlain ? p : fabsf(p); });
-      if (kScaled) for_each_score<true>(ds_acc, 0, 0, [](float& x, int, int) { x *= 1.f / 1024.f; });
-      if constexpr (!Traits::kPlain) {
-        if (block.dbias != nullptr) {
-          for_each_score<true>(ds_acc, warp_key, warp_query, [&](float& x, int i, int j) {
-            if (query + i < problem.len_q && block.first_key + j < problem.len_k) {
-              block.dbias[(query + i) * args.dbias.row_stride + (block.first_key + j) * args.dbias.col_stride] = x;
-            }
-          });
+          for (int m = 0; m < kM; ++m) p_frag.row[m].drop_negative();
         }
-        if (problem.wants_dalibi) {
-          for_each_score<true>(ds_acc, warp_key, warp_query, [&](float& x, int i, int j) {
-            slope_sum -= x * fabsf(static_cast<float>(query + i + block.diagonal - block.first_key - j));
-          });
+        gemm_from_registers<Frag>(acc, p_frag, d_out_smem, 0, 0);
+        if (Traits::kDeferred && Traits::kFirstDqWarp == 0 && query > block.first_query) {
+          add_dq(query - kBlockM, stage ^ 1);
         }
-        if (mods.cap != 0.f) {
-          multiply_scores<Frag>(ds_acc, ds_smem, warp_key, warp_query);
-        }
-      }
-      if (kScaled) {
-        for_each_score<true>(ds_acc, 0, 0, [&](float& x, int, int) { x *= ds_scale; });
-      }
-      if (drops) p_frag.row[0].drop_negative();
-
-      const auto ds_frag = operands<Frag>(ds_acc);
-      store_scores(ds_smem, ds_frag.row[0], warp_key, warp_query);
-      if constexpr (kSplit == 1) {
-        gemm_from_registers<Frag>(dv_acc, p_frag, d_out_smem, 0, 0);
       } else {
-        store_scores(p_smem, p_frag.row[0], warp_key, warp_query);
-      }
-      __syncthreads();  // dS (and P) of all warps are there; nobody reads bias and mask any more
-      if constexpr (!Traits::kPlain) {
-        if (goes_on) mods.load(query + kBlockM, block.first_key);
-        cp_async_commit();
-      }
-      if constexpr (kSplit == 1) {
-        gemm_from_registers<Frag>(dk_acc, ds_frag, q_smem, 0, 0);
-      } else {
-        gemm_nn<Frag, kBlockM>(dv_acc, p_smem, warp_key, d_out_smem, warp_col);
-        gemm_nn<Frag, kBlockM>(dk_acc, ds_smem, warp_key, q_smem, warp_col);
-      }
-
-      if (problem.wants_dq) {
-        float dq_acc[Traits::kDqM][Traits::kDqN][4];
-        clear(dq_acc);
-        const int dq_warp = opaque(warp);
-        const int dq_row = dq_warp / Traits::kDqWarpsN * Traits::kDqM * 16;
-        const int dq_col = dq_warp % Traits::kDqWarpsN * Traits::kDqN * 8;
-        gemm_tn<Frag, kBlockN>(dq_acc, ds_smem, dq_row, k_smem, dq_col);
-        // NOTE: asked of the parameters and not of the pointer. With `pointer == nullptr ? nullptr : pointer + i`,
-        // tested for null, one fp16 instance on 9.0 took the branch with a null pointer; probably the comparison did
-        // not wait for the zero that was written (CS2R).
-        const bool ordered = scratch.turns != nullptr;
-        int* const turn = block.turn + query / kBlockM;
-        const int predecessors = block.n_block - max(query + block.band.lower, 0) / kBlockN;
-        if (ordered) wait_for_turn(turn, predecessors);
-        add_to_global(dq_acc, block.dq_accum, static_cast<int>(problem.head_dim), dq_col, query + dq_row,
-                      static_cast<int>(problem.len_q), ds_unscale);
-        if (ordered) end_turn(turn, predecessors);
+        if (Traits::kDeferred && query > block.first_query) add_dq(query - kBlockM, stage ^ 1);
+        clear(s_acc);
+        gemm_nt<Frag, kHeadDim>(s_acc, v_smem, warp_key(), d_out_smem, 0);
+        pair_wait(1 + pair());
+        dp_to_ds(s_acc, query, stage);
+        const auto ds_frag = operands<Frag>(s_acc);
+        store_scores(ds_tile(stage), ds_frag, warp_key());
+        gemm_from_registers<Frag>(acc, ds_frag, q_smem, 0, 0);
       }
       if (kStages == 2) {
         stage ^= 1;
-      } else if (goes_on) {
-        const float3 row = read_row(query + kBlockM);
-        __syncthreads();  // nobody reads Q and dO any more
-        load_queries(query + kBlockM, 0);
-        write_row(row, 0);
-        cp_async_commit();
+      } else {
+        __syncthreads();  // dS of all warps is there; nobody reads Q and dO any more
+        if (goes_on) {
+          load_queries(query + kBlockM, 0);
+          cp_async_commit();
+        }
+        add_dq(query, 0);
       }
     }
     cp_async_wait<0>();
+    if (Traits::kDeferred && block.first_query < block.last_query) {
+      __syncthreads();  // the last dS is there
+      add_dq((block.last_query - 1 - block.first_query) / kBlockM * kBlockM + block.first_query, stage ^ 1);
+    }
     if constexpr (!Traits::kPlain) {
       if (problem.wants_dalibi) {
         const float sum = block_sum<kThreads>(slope_sum, warp_values);
@@ -341,33 +346,35 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       block.d_out.advance(args.d_out.head_stride);
       if (block.new_k) block.k.advance(args.fwd.k.head_stride);
       if (block.new_v) block.v.advance(args.fwd.v.head_stride);
-      block.lse += problem.len_q;
-      block.delta += problem.len_q;
-      block.inverse += problem.len_q;
-      block.dq_accum += problem.len_q * problem.head_dim;
-      block.turn += scratch.m_blocks;
-      if (block.slope != nullptr) block.slope += schedule.blocks;
-      if (block.dbias != nullptr) block.dbias += args.dbias.head_stride;
+      const int64_t len_q = opaque(problem.len_q);
+      block.lse += len_q;
+      block.delta += len_q;
+      block.inverse += len_q;
+      block.dq_accum += len_q * problem.head_dim;
+      block.turn += opaque(scratch.m_blocks) * Traits::kWarps;
+      if (block.slope != nullptr) block.slope += opaque(schedule.blocks);
+      if (block.dbias != nullptr) block.dbias += opaque(args.dbias.head_stride);
       ++block.bh;
       if constexpr (!Traits::kPlain) mods.next_head(args.fwd);
     }
   }
 
   // K and V become the stages of their gradients.
-  const auto store = [&](float(&acc)[1][kColumns / 8][4], const GlobalRows<T>& to, bool in_accum, Tile stage_tile,
-                         float factor) {
+  const auto store = [&](const GlobalRows<T>& to, bool in_accum, Tile stage_tile, float factor) {
     for_each_score<true>(acc, 0, 0, [&](float& x, int, int) { x *= factor; });
     if (in_accum && sizeof(T) == 2) {
       const GlobalRows<float> wide{
           reinterpret_cast<float*>(to.data), to.row_stride, to.col_stride, to.rows, to.cols, false};
-      store_float(acc, warp_col, wide, block.first_key + warp_key);
+      store_float(acc, 0, wide, block.first_key + warp_key());
     } else {
-      store_accumulators<Frag>(acc, stage_tile, warp_key, warp_col, to, block.first_key + warp_key);
+      store_accumulators<Frag>(acc, stage_tile, warp_key(), 0, to, block.first_key + warp_key());
     }
   };
-  if (args.dk) store(dk_acc, block.dk, args.dk_in_accum, k_smem, static_cast<float>(problem.scale) * ds_unscale);
-  if (args.dv) {
-    store(dv_acc, block.dv, args.dv_in_accum, v_smem, (drops ? dropout_scale : 1.f) * (kScaled ? 1.f / 1024.f : 1.f));
+  if (holds_dv() && args.dv) {
+    store(block.dv, args.dv_in_accum, v_smem, (drops ? dropout_scale : 1.f) * (kScaled ? 1.f / 1024.f : 1.f));
+  }
+  if (!holds_dv() && args.dk) {
+    store(block.dk, args.dk_in_accum, k_smem, static_cast<float>(problem.scale) * ds_unscale);
   }
 }
 

@@ -17,13 +17,13 @@ struct BackwardScratch {
   float* inverse = nullptr;   // [b, h_q, s_q], 1 / sum of P, where measure.cuh runs
   float* delta = nullptr;     // [b, h_q, s_q]
   float* slopes = nullptr;    // [b, h_q, n_blocks], with dalibi
-  int* turns = nullptr;       // [b, h_q, m_blocks] and one more, the counter of tiles; when deterministic
+  int* turns = nullptr;       // [b, h_q, m_blocks, warps] and one more, the counter of tiles; when deterministic
   float* bounds = nullptr;    // [b, h_q, 2], fp16: cuda::delta
   float* dq_accum = nullptr;  // [b, h_q, s_q, d], with dq
   int64_t m_blocks = 0;
   int64_t zeroed_bytes = 0;
   int64_t bytes = 0;
-  float* bias_partial = nullptr;  // kBiasPartialBytes, with dbias
+  float* bias_partial = nullptr;  // bias_partial_elements(), with dbias
   bool direct_dbias = false;      // no dimension of the bias is broadcast: the main kernel writes its gradient
 };
 
@@ -34,19 +34,18 @@ struct BackwardTraits {
   using T = typename Frag::Storage;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr bool kPlain = kPlain_, kSmall = kSmall_;
-  static constexpr BackwardShape kShape = backward_shape(sizeof(T), kHeadDim, kSmall_);
+  static constexpr BackwardShape kShape = backward_shape(sizeof(T), kHeadDim, kSmall_, kPlain_);
   static constexpr int kBlockM = kShape.tile.block_m, kBlockN = kShape.tile.block_n;
-  static constexpr int kThreads = kShape.tile.warps * 32;
+  static constexpr int kWarps = kShape.tile.warps, kThreads = kWarps * 32;
   static constexpr int kStages = kShape.stages;
-  static constexpr int kSplit = kShape.split;
-  static constexpr int kQueries = kBlockM / kSplit;   // of a warp's part of S^T, 16 keys high
-  static constexpr int kColumns = kHeadDim / kSplit;  // of a warp's part of dK and dV
-  static constexpr int kDqWarpsM = kShape.dq_warps_m;
-  static constexpr int kDqWarpsN = kShape.tile.warps / kDqWarpsM;
+  static constexpr bool kDeferred = kShape.deferred();
+  static constexpr int kM = kShape.key_rows / 16;  // fragments of 16 keys of a warp
+  static constexpr int kDqWarpsM = kShape.dq_warps_m, kDqWarpsN = kShape.dq_warps_n;
+  static constexpr int kFirstDqWarp = kWarps - kDqWarpsM * kDqWarpsN;
   static constexpr int kDqM = kBlockM / kDqWarpsM / 16;
   static constexpr int kDqN = kHeadDim / kDqWarpsN / 8;
-  static_assert(kBlockN == 16 * kShape.tile.warps / kSplit, "a warp owns 16 keys");
-  static_assert(kDqM >= 1 && kDqN >= 2 && kDqN % 2 == 0, "dQ is laid over all warps in pairs of 8 columns");
+  static_assert(kBlockN == kShape.key_rows * kWarps / 2, "the keys are laid over half of the warps");
+  static_assert(kDqM >= 1 && kDqN >= 2 && kDqN % 2 == 0, "dQ is laid over the warps in pairs of 8 columns");
   // P is at most 1: in fp16, where 2^-14 is the least normal number, it is kept as 2^10 P.
   static constexpr float kPShift = std::is_same_v<Element, Fp16> ? 10.f : 0.f;
   using Tile = SmemTile<T, kHeadDim>;
@@ -55,99 +54,161 @@ struct BackwardTraits {
 };
 
 // fn(value, number of its query) over a fragment of S^T; the numbers lie in shared memory, one a query.
-template <int kN, class Fn>
-__device__ __forceinline__ void for_each_column(float (&c)[1][kN][4], const float* numbers, const Fn& fn) {
+// `prepare` is applied to each number first.
+template <int kM, int kN, class Prepare, class Fn>
+__device__ __forceinline__ void for_each_column(float (&c)[kM][kN][4], const float* numbers, const Prepare& prepare,
+                                                const Fn& fn) {
   numbers += opaque(threadIdx.x) % 4 * 2;
 #pragma unroll
   for (int n = 0; n < kN; ++n) {
-    const float2 pair = *reinterpret_cast<const float2*>(numbers + n * 8);
-    fn(c[0][n][0], pair.x);
-    fn(c[0][n][1], pair.y);
-    fn(c[0][n][2], pair.x);
-    fn(c[0][n][3], pair.y);
-  }
-}
-
-// fn(value, P of the same place)
-template <int kN, class Operand, class Fn>
-__device__ __forceinline__ void with_p(float (&c)[1][kN][4], const Operand& p, const Fn& fn) {
+    float2 pair = *reinterpret_cast<const float2*>(numbers + n * 8);
+    pair = {prepare(pair.x), prepare(pair.y)};
 #pragma unroll
-  for (int n = 0; n < kN; ++n) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) fn(c[0][n][i], p.value(n, i));
-  }
-}
-
-// A fragment of S^T to its place in a [key][query] tile.
-template <class Operand, class Tile>
-__device__ __forceinline__ void store_scores(Tile tile, const Operand& c, int key, int query) {
-  const int lane = opaque(threadIdx.x % 32);
-#pragma unroll
-  for (int n = 0; n < Operand::kBlocks; ++n) {
-    c.store(tile, key + lane / 4, query + n * 8, n, 0);
-    c.store(tile, key + lane / 4 + 8, query + n * 8, n, 1);
-  }
-}
-
-// c *= what this lane stored at the fragment's place.
-template <class Frag, int kN, class Tile>
-__device__ __forceinline__ void multiply_scores(float (&c)[1][kN][4], Tile tile, int key, int query) {
-  const int lane = opaque(threadIdx.x % 32);
-#pragma unroll
-  for (int n = 0; n < kN; ++n) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float2 pair = Frag::template Operand<kN>::load(tile, key + lane / 4 + half * 8, query + n * 8);
-      c[0][n][2 * half] *= pair.x;
-      c[0][n][2 * half + 1] *= pair.y;
+    for (int m = 0; m < kM; ++m) {
+      fn(c[m][n][0], pair.x);
+      fn(c[m][n][1], pair.y);
+      fn(c[m][n][2], pair.x);
+      fn(c[m][n][3], pair.y);
     }
   }
 }
 
-// to[row, col] += factor * c, rows of `cols` floats; red.global.add, two columns at once where the card has it.
-template <int kM, int kN>
-__device__ __forceinline__ void add_to_global(const float (&c)[kM][kN][4], float* to, int cols, int col, int row,
-                                              int rows, float factor) {
-  const int lane = opaque(threadIdx.x % 32), g = lane / 4, t = lane % 4;
-  const bool pairs = cols % 2 == 0;
+// fn(x, y) over two fragments
+template <int kM, int kN, class Fn>
+__device__ __forceinline__ void for_each_pair(float (&x)[kM][kN][4], const float (&y)[kM][kN][4], const Fn& fn) {
 #pragma unroll
   for (int m = 0; m < kM; ++m) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int i = row + m * 16 + half * 8 + g;
-      if (i >= rows) continue;
-      float* const line = to + int64_t{i} * cols + col + 2 * t;
+    for (int n = 0; n < kN; ++n) {
 #pragma unroll
-      for (int n = 0; n < kN; ++n) {
-        const float x = c[m][n][2 * half] * factor, y = c[m][n][2 * half + 1] * factor;
-        const int left = cols - (col + n * 8 + 2 * t);
-        if (pairs) {
-          if (left > 0) add_global(line + n * 8, x, y);
-        } else {
-          if (left > 0) add_global(line + n * 8, x);
-          if (left > 1) add_global(line + n * 8 + 1, y);
-        }
+      for (int i = 0; i < 4; ++i) fn(x[m][n][i], y[m][n][i]);
+    }
+  }
+}
+
+template <int kM, int kN, class Fn>
+__device__ __forceinline__ void for_each_column(float (&c)[kM][kN][4], const float* numbers, const Fn& fn) {
+  for_each_column(
+      c, numbers, [](float x) { return x; }, fn);
+}
+
+// A fragment of S^T to its place in a [key][query] tile.
+template <class Frag, int kM, int kN, class Tile>
+__device__ __forceinline__ void store_scores(Tile tile, const Operands<Frag, kM, kN>& c, int key) {
+  const unsigned lane = opaque(threadIdx.x % 32);
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      c.row[m].store(tile, key + m * 16, n * 8, lane, n, 0);
+      c.row[m].store(tile, key + m * 16 + 8, n * 8, lane, n, 1);
+    }
+  }
+}
+
+// c *= what the same lane of this or its partner warp stored at the fragment's place.
+template <class Frag, int kM, int kN, class Tile>
+__device__ __forceinline__ void multiply_scores(float (&c)[kM][kN][4], Tile tile, int key) {
+  const unsigned lane = opaque(threadIdx.x % 32);
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float2 pair = Frag::template Operand<kN>::load(tile, key + m * 16 + half * 8, n * 8, lane);
+        c[m][n][2 * half] *= pair.x;
+        c[m][n][2 * half + 1] *= pair.y;
       }
     }
   }
 }
 
-// Deterministic dQ: blocks of keys add to a block of queries in ascending order. `turn` counts who is done.
+// P from the warp that computed it to the same lanes of its partner: 16 bytes a lane and step, so that no swizzle is
+// needed. `buffer`: of this pair, as large as the fragment.
+template <class Frag, int kM, int kN>
+__device__ __forceinline__ void send(uint32_t buffer, const Operands<Frag, kM, kN>& p) {
+  constexpr int kWords = Frag::template Operand<kN>::kWords;
+  const uint32_t at = buffer + opaque(threadIdx.x % 32) * kChunkBytes;
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int i = 0; i < kWords; i += 4) {
+      const uint32_t words[4] = {p.row[m].word(i), p.row[m].word(i + 1), p.row[m].word(i + 2), p.row[m].word(i + 3)};
+      store_shared(at + (m * kWords + i) * 128, words);
+    }
+  }
+}
+
+// fn(value, P of the same place), P as it was sent. It is read here, a few words at once, to save registers.
+template <class Frag, int kM, int kN, class Fn>
+__device__ __forceinline__ void with_p(float (&c)[kM][kN][4], uint32_t buffer, const Fn& fn) {
+  constexpr int kBlocks = Frag::kBlocksPerChunk, kWords = Frag::template Operand<kN>::kWords;
+  const uint32_t at = buffer + opaque(threadIdx.x % 32) * kChunkBytes;
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int n = 0; n < kN; n += kBlocks) {
+      typename Frag::template Operand<kBlocks> p;
+      uint32_t words[4];
+      load_shared(words, at + (m * kWords + n / kBlocks * 4) * 128);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) p.set_word(i, words[i]);
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) fn(c[m][n + block][i], p.value(block, i));
+      }
+    }
+  }
+}
+
+// to[row, col] += factor * c, rows of `cols` floats; red.global.add, two columns at once where all of them exist.
+template <int kM, int kN>
+__device__ __forceinline__ void add_to_global(const float (&c)[kM][kN][4], float* to, int cols, int col, int row,
+                                              int rows, float factor) {
+  const int g = lane_row(), t = lane_column();
+  float* line = to + int64_t{row + g} * cols + col + 2 * t;
+  const int step = 8 * cols;
+  if (row + 16 * kM <= rows && col + 8 * kN <= cols && cols % 2 == 0) {
+#pragma unroll
+    for (int i = 0; i < 2 * kM; ++i) {
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+        add_global(line + n * 8, c[i / 2][n][i % 2 * 2] * factor, c[i / 2][n][i % 2 * 2 + 1] * factor);
+      }
+      line += step;
+    }
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < 2 * kM; ++i) {
+    const int left = row + g + i * 8 < rows ? cols - col - 2 * t : 0;
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      if (n * 8 < left) add_global(line + n * 8, c[i / 2][n][i % 2 * 2] * factor);
+      if (n * 8 + 1 < left) add_global(line + n * 8 + 1, c[i / 2][n][i % 2 * 2 + 1] * factor);
+    }
+    line += step;
+  }
+}
+
+// Deterministic dQ: blocks of keys add to a block of queries in ascending order, each warp after the warp that owns the
+// same part of dQ. `turn` counts who is done.
 // NOTE: no deadlock, because blocks draw their tiles from a counter: whoever is waited for has started.
 __device__ __forceinline__ void wait_for_turn(const int* turn, int predecessors) {
-  if (threadIdx.x == 0) {
+  if (threadIdx.x % 32 == 0) {
     int done;
     do {
       asm volatile("ld.global.acquire.gpu.b32 %0, [%1];" : "=r"(done) : "l"(turn) : "memory");
     } while (done != predecessors);
   }
-  __syncthreads();
+  __syncwarp();
 }
 
 __device__ __forceinline__ void end_turn(int* turn, int predecessors) {
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) {
+  __syncwarp();  // a release is cumulative: with it, what the other lanes added is seen too
+  if (threadIdx.x % 32 == 0) {
     asm volatile("st.global.release.gpu.b32 [%0], %1;" ::"l"(turn), "r"(predecessors + 1) : "memory");
   }
 }

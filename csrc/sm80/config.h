@@ -58,65 +58,82 @@ FLASH_DEVICE constexpr ForwardSmem forward_smem(TileShape tile, int head_dim, in
   return smem;
 }
 
-// Backward keeps K and V of one block of keys and walks over the queries. A warp owns 16 keys, whose rows of dK and dV
-// stay in registers; from head dimension 192 on two warps share them, half of the columns each.
+// Backward keeps K and V of one block of keys and walks over the queries. Half of the warps hold dV, half dK; in each
+// half a warp owns key_rows keys. NOTE: what limits these kernels on Hopper are the reads of shared memory (2.9 passes
+// an mma and 72 % of its bandwidth when every warp held both gradients of 16 keys); with 32 keys a fragment of Q and dO
+// serves two mma.
 struct BackwardShape {
   TileShape tile;
-  int split;       // warps that share 16 keys
-  int stages;      // of Q and dO
-  int dq_warps_m;  // the warps are laid over dQ [block_m, head_dim] as dq_warps_m x warps / dq_warps_m
+  int key_rows;  // of a warp
+  int stages;    // of Q, dO, bias and mask; with two, dQ of a tile is computed beside the next tile's softmax
+  int dq_warps_m, dq_warps_n;  // dQ [block_m, head_dim] is laid over the last dq_warps_m x dq_warps_n of the warps
+
+  constexpr bool deferred() const { return stages == 2; }
 };
 
-constexpr BackwardShape backward_shape(int element_bytes, int head_dim, bool small) {
+constexpr BackwardShape backward_shape(int element_bytes, int head_dim, bool small, bool plain) {
   if (element_bytes == 2) {
     if (small) {
-      if (head_dim <= 64) return {{64, 64, 4}, 1, 1, 4};
-      return head_dim <= 128 ? BackwardShape{{32, 64, 4}, 1, 1, 2} : BackwardShape{{32, 32, 4}, 2, 1, 2};
+      return head_dim <= 128 ? BackwardShape{{32, 64, 4}, 32, 1, 2, 2} : BackwardShape{{32, 32, 4}, 16, 1, 2, 2};
     }
-    if (head_dim <= 64) return {{64, 128, 8}, 1, 2, 4};
-    if (head_dim <= 96) return {{64, 128, 8}, 1, 2, 4};
-    return head_dim <= 128 ? BackwardShape{{64, 128, 8}, 1, 2, 2} : BackwardShape{{64, 64, 8}, 2, 1, 2};
+    if (head_dim > 128) return {{64, 64, 8}, 16, plain ? 2 : 1, 2, 4};
+    // NOTE: with score modifications the warps that hold dV have more to do: dQ by the others alone is 4 % faster, and
+    // 9 % slower without modifications.
+    if (!plain) return {{64, 128, 8}, 32, 2, 2, 2};
+    if (head_dim <= 64 && plain) return {{128, 128, 8}, 32, 2, 4, 2};
+    return head_dim <= 96 ? BackwardShape{{64, 128, 8}, 32, 2, 4, 2} : BackwardShape{{64, 128, 8}, 32, 2, 2, 4};
   }
-  if (small && head_dim <= 128) return {{32, 32, 4}, 2, 1, 2};
-  if (head_dim <= 96) return {{64, 64, 8}, 2, 2, 4};
-  return head_dim <= 128 ? BackwardShape{{32, 64, 8}, 2, 2, 2} : BackwardShape{{64, 32, 8}, 4, 1, 2};
+  if (small) return head_dim <= 128 ? BackwardShape{{32, 32, 4}, 16, 1, 2, 2} : BackwardShape{{16, 32, 4}, 16, 1, 1, 4};
+  if (head_dim <= 96) return {{64, 64, 8}, 16, 2, 4, 2};
+  return {{32, 64, 8}, 16, head_dim <= 128 ? 2 : 1, 2, 4};
 }
 
 struct BackwardSmem {
-  int k = 0, v = 0, q = 0, d_out = 0, p = 0, ds = 0, rows = 0, bias = 0, mask = 0;  // offsets; q, d_out: of stage 0
+  int k = 0, v = 0, q = 0, d_out = 0, p = 0, ds = 0, rows = 0, bias = 0, mask = 0;  // offsets of stage 0
   int total = 0;
 };
 
 FLASH_DEVICE constexpr BackwardSmem backward_smem(BackwardShape shape, int head_dim, int element_bytes, int bias_bytes,
                                                   bool has_mask) {
   BackwardSmem smem;
+  const auto [block_m, block_n, warps] = shape.tile;
   const int row = head_dim * element_bytes;
-  const int scores = shape.tile.block_n * aux_pitch(shape.tile.block_m, element_bytes);
-  smem.v = shape.tile.block_n * row;
-  smem.q = smem.v + shape.tile.block_n * row;
-  smem.d_out = smem.q + shape.stages * shape.tile.block_m * row;
-  smem.p = smem.d_out + shape.stages * shape.tile.block_m * row;
-  smem.ds = smem.p + (shape.split > 1 ? scores : 0);
-  smem.rows = smem.ds + scores;
-  smem.bias = smem.rows + 3 * shape.stages * shape.tile.block_m * 4;
-  smem.mask = smem.bias + (bias_bytes > 0 ? shape.tile.block_m * aux_pitch(shape.tile.block_n, bias_bytes) : 0);
-  smem.total = smem.mask + (has_mask ? shape.tile.block_m * aux_pitch(shape.tile.block_n, 1) : 0);
+  const int scores = block_n * aux_pitch(block_m, element_bytes);
+  smem.v = block_n * row;
+  smem.q = smem.v + block_n * row;
+  smem.d_out = smem.q + shape.stages * block_m * row;
+  smem.p = smem.d_out + shape.stages * block_m * row;
+  smem.ds = smem.p + block_m * block_n * element_bytes;
+  smem.rows = smem.ds + (shape.deferred() ? 2 : 1) * scores;
+  smem.bias = smem.rows + 3 * shape.stages * block_m * 4;
+  smem.mask = smem.bias + (bias_bytes > 0 ? shape.stages * block_m * aux_pitch(block_n, bias_bytes) : 0);
+  smem.total = smem.mask + (has_mask ? shape.stages * block_m * aux_pitch(block_n, 1) : 0);
   return smem;
 }
 
-// The pass of its own for a broadcast bias's gradient: no dK and dV in registers, so its tiles may be larger.
-constexpr TileShape bias_gradient_tile(int element_bytes, int head_dim, bool small) {
+// The pass of its own for a broadcast bias's gradient: no dK and dV in registers, so its tiles are larger. A warp owns
+// warp_keys x (the warp's share of block_m) scores, three times: sum, S and dP. Its loads come from L2, which gives
+// about 20 bytes a clock and multiprocessor: 128 x 128 scores of head dimension 128 take 6,600 clocks to load where
+// nothing is shared with the item before, and 3,300 to multiply.
+struct BiasGradientShape {
+  TileShape tile;
+  int warp_keys;  // 16 or 32
+};
+
+constexpr BiasGradientShape bias_gradient_shape(int element_bytes, int head_dim, bool small) {
   if (element_bytes == 2) {
-    if (small) return head_dim <= 128 ? TileShape{32, 64, 4} : TileShape{32, 32, 2};
-    return head_dim <= 128 ? TileShape{64, 128, 8} : TileShape{64, 64, 4};
+    if (small) return head_dim <= 128 ? BiasGradientShape{{64, 64, 4}, 32} : BiasGradientShape{{32, 32, 4}, 16};
+    return head_dim <= 128 ? BiasGradientShape{{128, 128, 8}, 32} : BiasGradientShape{{64, 128, 8}, 32};
   }
-  if (small) return {16, 32, 2};
-  if (head_dim <= 64) return {64, 64, 4};
-  return head_dim <= 128 ? TileShape{32, 64, 4} : TileShape{32, 32, 2};
+  if (small) return head_dim <= 128 ? BiasGradientShape{{32, 32, 4}, 16} : BiasGradientShape{{16, 16, 1}, 16};
+  return head_dim <= 128 ? BiasGradientShape{{64, 64, 8}, 16} : BiasGradientShape{{32, 64, 8}, 16};
 }
 
+// Items that are found ahead, in a ring: a warp finds 32 at once, and the last two are still read.
+constexpr int kBiasItems = 64, kBiasItemBytes = 80;
+
 struct BiasGradientSmem {
-  int q = 0, v = 0, d_out = 0, rows = 0, bias = 0, mask = 0;  // offsets; K begins at 0
+  int q = 0, v = 0, d_out = 0, rows = 0, items = 0, bias = 0, mask = 0;  // offsets; K begins at 0
   int total = 0;
 };
 
@@ -128,7 +145,8 @@ FLASH_DEVICE constexpr BiasGradientSmem bias_gradient_smem(TileShape tile, int h
   smem.v = smem.q + tile.block_m * row;
   smem.d_out = smem.v + tile.block_n * row;
   smem.rows = smem.d_out + tile.block_m * row;
-  smem.bias = smem.rows + 3 * tile.block_m * 4;
+  smem.items = smem.rows + 2 * 3 * tile.block_m * 4;
+  smem.bias = smem.items + kBiasItems * kBiasItemBytes;
   smem.mask = smem.bias + tile.block_m * aux_pitch(tile.block_n, bias_bytes);
   smem.total = smem.mask + (has_mask ? tile.block_m * aux_pitch(tile.block_n, 1) : 0);
   return smem;
@@ -142,12 +160,6 @@ inline bool is_plain(const Problem& problem) {
 
 inline int bias_bytes_of(const Problem& problem) {
   return problem.has_bias ? (problem.bias_dtype == DType::kFloat32 ? 4 : 2) : 0;
-}
-
-inline int64_t on_chip_bytes(const Plan& plan) {
-  int64_t sum = 0;
-  for (const Plan::Use& use : plan.on_chip) sum += use.bytes;
-  return sum;
 }
 
 }  // namespace flash_ext::sm80

@@ -9,6 +9,7 @@
 // Invariant: every element of a wanted gradient is written exactly once; an absent one costs nothing.
 #include <cuda_runtime.h>
 
+#include "cuda/inspect.h"
 #include "cuda/launch.h"
 #include "sm80/fp64.cuh"
 #include "sm80/kernels.h"
@@ -374,6 +375,15 @@ void backward_fp64(const BackwardArgs& args, void* workspace) {
     cuda::launch(key_kernel<true>, grid, kThreads, 0, stream, args, scratch);
   }
   if (args.dbias) launch_bias(args, scratch);
+}
+
+// Of the kernel of dq; the others are its like.
+void inspect_backward_fp64(Plan& plan) {
+  cuda::inspect_static(query_kernel, kThreads, plan);
+  cuda::inspect_beside(prepare_kernel, plan);
+  cuda::inspect_beside(key_kernel<false>, plan);
+  cuda::inspect_beside(key_kernel<true>, plan);
+  cuda::inspect_beside(bias_kernel, plan);
 }
 
 }  // namespace flash_ext::sm80

@@ -7,6 +7,7 @@
 // Invariant: nothing of size L x S exists; every element of out and lse is written exactly once.
 #include <cuda_runtime.h>
 
+#include "cuda/inspect.h"
 #include "cuda/launch.h"
 #include "sm80/fp64.cuh"
 #include "sm80/kernels.h"
@@ -127,5 +128,7 @@ void forward_fp64(const ForwardArgs& args) {
   const TileSchedule schedule = make_tile_schedule(args.problem, kTile, 0, 0);
   cuda::launch(forward_kernel, cuda::grid_of(schedule.size()), kThreads, 0, args.stream, args, schedule);
 }
+
+void inspect_forward_fp64(Plan& plan) { cuda::inspect_static(forward_kernel, kThreads, plan); }
 
 }  // namespace flash_ext::sm80

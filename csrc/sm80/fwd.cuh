@@ -12,8 +12,10 @@
 #include "attention/online_softmax.h"
 #include "attention/seq_info.h"
 #include "attention/tile_schedule.h"
+#include "cuda/inspect.h"
 #include "cuda/launch.h"
 #include "sm80/score.cuh"
+#include "sm80/shared_memory.h"
 
 namespace flash_ext::sm80 {
 
@@ -30,6 +32,7 @@ struct ForwardTraits {
   static constexpr int kThreads = kTile.warps * 32;
   static constexpr int kM = kBlockM / kTile.warps / 16;  // 16-row fragments of a warp
   static constexpr int kMinBlocks = kThreads == 128 ? 2 : 1;
+  static constexpr bool kAhead = Frag::kAhead && kHeadDim <= 64;
   using Tile = SmemTile<T, kHeadDim>;
   using Mods = ScoreMods<Element, kBlockM, kBlockN, kThreads>;
 };
@@ -191,7 +194,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
 
     float s_acc[kM][kBlockN / 8][4];
     clear(s_acc);
-    gemm_nt<Frag, kHeadDim>(s_acc, q_smem, warp_row, k_smem, 0);
+    gemm_nt<Frag, kHeadDim, Traits::kAhead>(s_acc, q_smem, warp_row, k_smem, 0);
     if constexpr (!Traits::kPlain) {
       const int64_t offset = problem.bottom_right ? problem.len_k - problem.len_q : 0;
       mods.template apply<false>(s_acc, warp_row, 0, block.first_query + static_cast<int>(offset) - key);
@@ -213,7 +216,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
       if constexpr (!Traits::kPlain) mods.load(block.first_query, key + kBlockN);
     }
     cp_async_commit();
-    gemm_from_registers<Frag>(o_acc, p_frag, v_smem, 0, 0);
+    gemm_from_registers<Frag, Traits::kAhead>(o_acc, p_frag, v_smem, 0, 0);
   }
   cp_async_wait<0>();
 
@@ -271,7 +274,9 @@ Plan plan_forward(const Problem& problem, const DeviceInfo& device) {
   const auto make = [&]<class Traits>(Traits) {
     const ForwardSmem smem = forward_smem_of<Traits>(problem);
     Plan plan;
-    plan.kernel = Traits::kPlain ? "sm80.forward.plain" : "sm80.forward.general";
+    constexpr bool kTf32 = std::is_same_v<Element, Tf32>;
+    plan.kernel = kTf32 ? (Traits::kPlain ? "sm80.forward.plain.tf32" : "sm80.forward.general.tf32")
+                        : (Traits::kPlain ? "sm80.forward.plain" : "sm80.forward.general");
     plan.block_m = Traits::kBlockM;
     plan.block_n = Traits::kBlockN;
     plan.stages = 1;
@@ -288,23 +293,26 @@ Plan plan_forward(const Problem& problem, const DeviceInfo& device) {
     }
     return plan;
   };
-  const bool few_queries = problem.len_q <= 64;
-  Plan plan = with_forward_traits<Element, kHeadDim>(problem, few_queries, make);
-  if (!few_queries && on_chip_bytes(plan) > plan.on_chip_limit) {
-    plan = with_forward_traits<Element, kHeadDim>(problem, true, make);
-  }
+  const bool small = takes_small_tiles(problem, Pass::kForward, kHeadDim, device);
+  Plan plan = with_forward_traits<Element, kHeadDim>(problem, small, make);
+  plan.small_tiles = small;
   return plan;
 }
 
 template <class Element, int kHeadDim>
 void run_forward(const ForwardArgs& args, const Plan& plan) {
-  constexpr int kBytes = sizeof(StorageOf<Element>);
-  const TileShape large = forward_tile(kBytes, kHeadDim, false, is_plain(args.problem));
-  const bool small = plan.block_m != large.block_m || plan.block_n != large.block_n;
-  with_forward_traits<Element, kHeadDim>(args.problem, small, [&]<class Traits>(Traits) {
-    const TileSchedule schedule = forward_schedule(args.problem, Traits::kBlockM, sizeof(typename Traits::T));
+  with_forward_traits<Element, kHeadDim>(args.problem, plan.small_tiles, [&]<class Traits>(Traits) {
+    TileSchedule schedule = forward_schedule(args.problem, Traits::kBlockM, sizeof(typename Traits::T));
+    schedule.batch_inner = batch_shares_scores(args.problem, args);
     cuda::launch(forward_kernel<Traits>, cuda::grid_of(schedule.size()), Traits::kThreads,
                  forward_smem_of<Traits>(args.problem).total, args.stream, args, schedule);
+  });
+}
+
+template <class Element, int kHeadDim>
+void inspect_forward(const Problem& problem, Plan& plan) {
+  with_forward_traits<Element, kHeadDim>(problem, plan.small_tiles, [&]<class Traits>(Traits) {
+    cuda::inspect(forward_kernel<Traits>, Traits::kThreads, forward_smem_of<Traits>(problem).total, plan);
   });
 }
 

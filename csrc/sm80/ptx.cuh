@@ -18,8 +18,13 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
 // A number hidden from the compiler's loop-invariant code motion. NOTE: it would keep the swizzled addresses of all
 // operands and the row offsets of all copies in registers across the main loop, some forty of them, and spill at 255;
 // computing them anew costs a few instructions a tile.
-__device__ __forceinline__ int opaque(int x) {
-  asm volatile("" : "+r"(x));
+template <class T>
+__device__ __forceinline__ T opaque(T x) {
+  if constexpr (sizeof(T) == 8) {
+    asm volatile("" : "+l"(x));
+  } else {
+    asm volatile("" : "+r"(x));
+  }
   return x;
 }
 
@@ -31,6 +36,12 @@ __device__ __forceinline__ void cp_async_16(uint32_t shared, const void* global)
 // The same, but it copies `bytes` (0..16) of the 16 and fills the rest with zeros; 0 reads nothing.
 __device__ __forceinline__ void cp_async_16(uint32_t shared, const void* global, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
+}
+
+// cp.async.ca.shared.global 4: four bytes, or zeros.
+__device__ __forceinline__ void cp_async_4(uint32_t shared, const void* global, bool inside) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(inside ? 4 : 0)
+               : "memory");
 }
 
 // cp.async.commit_group
@@ -63,6 +74,14 @@ __device__ __forceinline__ uint32_t movmatrix_trans(uint32_t value) {
   uint32_t result;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(value));
   return result;
+}
+
+// barrier.cta.arrive and .sync between two warps; barrier 0 is __syncthreads.
+__device__ __forceinline__ void pair_arrive(int barrier) {
+  asm volatile("barrier.cta.arrive %0, 64;" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void pair_wait(int barrier) {
+  asm volatile("barrier.cta.sync %0, 64;" ::"r"(barrier) : "memory");
 }
 
 // mma.sync.aligned.m16n8k16, float accumulators

@@ -7,18 +7,20 @@
 // scratch and shared memory are what explain prints.
 #pragma once
 
+#include "cuda/inspect.h"
 #include "cuda/launch.h"
 #include "cuda/rows.h"
 #include "sm80/bias_gradient.cuh"
 #include "sm80/bwd.cuh"
 #include "sm80/measure.cuh"
+#include "sm80/shared_memory.h"
 
 namespace flash_ext::sm80 {
 
 // fn(Traits) of the instance that serves the problem.
 template <class Element, int kHeadDim, class Fn>
 auto with_backward_traits(const Problem& problem, bool small, const Fn& fn) {
-  const bool plain = is_plain(problem) && !problem.wants_dbias && !problem.wants_dalibi;
+  const bool plain = is_plain_backward(problem);
   if (small) {
     return plain ? fn(BackwardTraits<Element, kHeadDim, true, true>())
                  : fn(BackwardTraits<Element, kHeadDim, true, false>());
@@ -40,6 +42,7 @@ TileSchedule backward_schedule(const Problem& problem, int64_t groups) {
   schedule.blocks = block_count(problem.len_k, Traits::kBlockN);
   schedule.heads_k = groups;
   schedule.kv_heads = problem.batch * schedule.heads_k;
+  schedule.batch = problem.batch;
   const int64_t bytes = problem.len_q * (problem.head_dim * (sizeof(typename Traits::T) + 4) +
                                          problem.head_dim_v * sizeof(typename Traits::T));
   schedule.section = heads_per_section(bytes * problem.heads_q / groups, kL2Budget);
@@ -59,9 +62,9 @@ BackwardScratch backward_scratch(const Problem& problem, void* workspace) {
   take(scratch.delta, heads * problem.len_q);
   if (may_be_inexact(problem)) take(scratch.inverse, heads * problem.len_q);
   if (problem.wants_dalibi) take(scratch.slopes, heads * block_count(problem.len_k, Traits::kBlockN));
-  if (problem.wants_dbias) take(scratch.bias_partial, kBiasPartialBytes / 4);
+  if (problem.wants_dbias) take(scratch.bias_partial, bias_partial_elements(problem));
   const int64_t before = scratch.bytes;
-  if (problem.deterministic && problem.wants_dq) take(scratch.turns, heads * scratch.m_blocks + 1);
+  if (problem.deterministic && problem.wants_dq) take(scratch.turns, heads * scratch.m_blocks * Traits::kWarps + 1);
   if (problem.dtype == DType::kFloat16) take(scratch.bounds, heads * 2);
   if (problem.wants_dq) take(scratch.dq_accum, heads * problem.len_q * problem.head_dim);
   scratch.zeroed_bytes = scratch.bytes - before;
@@ -73,7 +76,9 @@ Plan plan_backward(const Problem& problem, const DeviceInfo& device) {
   const auto make = [&]<class Traits>(Traits) {
     const BackwardSmem smem = backward_smem_of<Traits>(problem);
     Plan plan;
-    plan.kernel = Traits::kPlain ? "sm80.backward.plain" : "sm80.backward.general";
+    constexpr bool kTf32 = std::is_same_v<Element, Tf32>;
+    plan.kernel = kTf32 ? (Traits::kPlain ? "sm80.backward.plain.tf32" : "sm80.backward.general.tf32")
+                        : (Traits::kPlain ? "sm80.backward.plain" : "sm80.backward.general");
     plan.block_m = Traits::kBlockM;
     plan.block_n = Traits::kBlockN;
     plan.stages = Traits::kStages;
@@ -95,17 +100,16 @@ Plan plan_backward(const Problem& problem, const DeviceInfo& device) {
     if (device.multiprocessors > 0) plan.waves = static_cast<double>(plan.grid) / device.multiprocessors;
     return plan;
   };
-  Plan plan = with_backward_traits<Element, kHeadDim>(problem, false, make);
-  if (on_chip_bytes(plan) > plan.on_chip_limit) plan = with_backward_traits<Element, kHeadDim>(problem, true, make);
+  const bool small = takes_small_tiles(problem, Pass::kBackward, kHeadDim, device);
+  Plan plan = with_backward_traits<Element, kHeadDim>(problem, small, make);
+  plan.small_tiles = small;
   return plan;
 }
 
 template <class Element, int kHeadDim>
 void run_backward(const BackwardArgs& args, const Plan& plan, void* workspace) {
   const Problem& problem = args.fwd.problem;
-  constexpr TileShape kLarge = backward_shape(sizeof(StorageOf<Element>), kHeadDim, false).tile;
-  const bool small = plan.block_m != kLarge.block_m || plan.block_n != kLarge.block_n;
-  with_backward_traits<Element, kHeadDim>(problem, small, [&]<class Traits>(Traits) {
+  with_backward_traits<Element, kHeadDim>(problem, plan.small_tiles, [&]<class Traits>(Traits) {
     BackwardScratch scratch = backward_scratch<Traits>(problem, workspace);
     if (scratch.zeroed_bytes > 0) {
       void* const first = static_cast<char*>(workspace) + scratch.bytes - scratch.zeroed_bytes;
@@ -119,10 +123,11 @@ void run_backward(const BackwardArgs& args, const Plan& plan, void* workspace) {
       const int64_t bytes = bias_elements(problem, args.dbias) * 4;
       cuda::check(cudaMemsetAsync(args.dbias.data, 0, bytes, static_cast<cudaStream_t>(args.fwd.stream)), "memset");
     } else if (problem.wants_dbias) {
-      run_bias_gradient<Element, kHeadDim, Traits::kSmall>(args, scratch);
+      run_bias_gradient<Element, kHeadDim>(args, scratch, plan.on_chip_limit);
     }
     const auto launch = [&](const BackwardArgs& part, const BackwardScratch& part_scratch, int64_t groups) {
-      const TileSchedule schedule = backward_schedule<Traits>(problem, groups);
+      TileSchedule schedule = backward_schedule<Traits>(problem, groups);
+      schedule.batch_inner = batch_shares_scores(problem, part.fwd);
       cuda::launch(backward_kernel<Traits>, cuda::grid_of(schedule.size()), Traits::kThreads,
                    backward_smem_of<Traits>(problem).total, args.fwd.stream, part, part_scratch, schedule);
     };
@@ -142,6 +147,18 @@ void run_backward(const BackwardArgs& args, const Plan& plan, void* workspace) {
     }
     if (problem.wants_dq) cuda::convert_dq(args, scratch.dq_accum);
     if (problem.wants_dalibi) cuda::sum_slopes(args, scratch.slopes, block_count(problem.len_k, Traits::kBlockN));
+  });
+}
+
+template <class Element, int kHeadDim>
+void inspect_backward(const Problem& problem, Plan& plan) {
+  with_backward_traits<Element, kHeadDim>(problem, plan.small_tiles, [&]<class Traits>(Traits) {
+    cuda::inspect(backward_kernel<Traits>, Traits::kThreads, backward_smem_of<Traits>(problem).total, plan);
+    if (may_be_inexact(problem)) cuda::inspect_beside(measure_kernel<MeasureTraits<Element, kHeadDim>>, plan);
+    if (problem.wants_dbias) {
+      cuda::inspect_beside(bias_gradient_kernel<BiasGradientTraits<Element, kHeadDim, false>>, plan);
+      cuda::inspect_beside(bias_gradient_kernel<BiasGradientTraits<Element, kHeadDim, true>>, plan);
+    }
   });
 }
 

@@ -18,10 +18,14 @@ namespace flash_ext::sm80 {
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kMinusInf = -__builtin_huge_valf();
 
+// g and t of this lane, hidden as opaque() says.
+__device__ __forceinline__ int lane_row() { return static_cast<int>(opaque(threadIdx.x) % 32 / 4); }
+__device__ __forceinline__ int lane_column() { return static_cast<int>(opaque(threadIdx.x) % 4); }
+
 // fn(value, query, key) for every element of a warp's fragment that starts at (row0, col0) of the tile.
 template <bool kTransposed, int kM, int kN, class Fn>
 __device__ __forceinline__ void for_each_score(float (&c)[kM][kN][4], int row0, int col0, const Fn& fn) {
-  const int lane = opaque(threadIdx.x % 32), g = lane / 4, t = lane % 4;
+  const int g = lane_row(), t = lane_column();
 #pragma unroll
   for (int m = 0; m < kM; ++m) {
 #pragma unroll
@@ -35,6 +39,26 @@ __device__ __forceinline__ void for_each_score(float (&c)[kM][kN][4], int row0, 
         } else {
           fn(c[m][n][i], row, col);
         }
+      }
+    }
+  }
+}
+
+// fn(value, |i + offset - j|); `distance` is i + offset - j of the tile's first query and key.
+// NOTE: a place's distance from the tile's first one is a constant, and integers add exactly in float; a conversion
+// from integer a score takes as long as an ex2.
+template <bool kTransposed, int kM, int kN, class Fn>
+__device__ __forceinline__ void visit_distance(float (&c)[kM][kN][4], int row0, int col0, int distance, const Fn& fn) {
+  const int row = row0 + lane_row(), col = col0 + 2 * lane_column();
+  const float first = static_cast<float>(distance + (kTransposed ? col - row : row - col));
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int step = m * 16 + i / 2 * 8 - n * 8 - i % 2;  // along rows minus along columns
+        fn(c[m][n][i], fabsf(first + static_cast<float>(kTransposed ? -step : step)));
       }
     }
   }
@@ -68,74 +92,102 @@ __device__ __forceinline__ void mask_band(float (&s)[kM][kN][4], int row0, int c
   });
 }
 
-// One number of a bias or mask tile in shared memory, as float; a pair has an even key and its successor.
-template <class T>
-__device__ __forceinline__ float aux_value(uint32_t address) {
-  if constexpr (sizeof(T) == 4) {
-    return __uint_as_float(load_shared(address));
-  } else if constexpr (sizeof(T) == 2) {
-    uint16_t bits;
-    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(bits) : "r"(address) : "memory");
-    return static_cast<float>(reinterpret_cast<const T&>(bits));
-  } else {
-    uint32_t value;
-    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
-    return static_cast<float>(value);
-  }
-}
-
-template <class T>
-__device__ __forceinline__ float2 aux_pair(uint32_t address) {
-  if constexpr (sizeof(T) == 4) {
-    float2 pair;
-    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(pair.x), "=f"(pair.y) : "r"(address) : "memory");
-    return pair;
-  } else if constexpr (sizeof(T) == 2) {
-    const uint32_t bits = load_shared(address);
-    const uint16_t low = bits & 0xFFFFu, high = bits >> 16;
-    return {static_cast<float>(reinterpret_cast<const T&>(low)), static_cast<float>(reinterpret_cast<const T&>(high))};
-  } else {
-    uint16_t bits;
-    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(bits) : "r"(address) : "memory");
-    return {static_cast<float>(bits & 0xFFu), static_cast<float>(bits >> 8)};
-  }
-}
-
-// fn(score, number) with the tile's number at the score's place. `query_step`: 0 where the tile is one row for all
-// queries, else 1.
+// fn(score, number) with the number of a bias tile [query][key] at the score's place. `query_step`: 0 where the tile is
+// one row for all queries, else 1.
 template <bool kTransposed, class T, int kPitch, int kM, int kN, class Fn>
-__device__ __forceinline__ void visit_aux(float (&c)[kM][kN][4], int row0, int col0, uint32_t tile, int query_step,
-                                          const Fn& fn) {
+__device__ __forceinline__ void visit_bias_tile(float (&c)[kM][kN][4], int row0, int col0, uint32_t tile,
+                                                int query_step, const Fn& fn) {
   constexpr int kSize = static_cast<int>(sizeof(T));
-  const auto address = [&](int query, int key) {
-    const int byte = key * kSize;
-    return tile + swizzled<kPitch>(query * query_step, byte & ~(kChunkBytes - 1)) + (byte & (kChunkBytes - 1));
-  };
-  if constexpr (kTransposed) {
-    for_each_score<true>(c, row0, col0,
-                         [&](float& x, int query, int key) { fn(x, aux_value<T>(address(query, key))); });
-  } else {
-    const int lane = opaque(threadIdx.x % 32), g = lane / 4, t = lane % 4;
+  const SmemTile<T, kPitch / kSize> bias{tile};
+  const unsigned lane = opaque(threadIdx.x % 32);
+  if constexpr (kSize == 2) {
+    // ldmatrix gives a lane the two neighbours that its accumulator holds: keys of a row of S, or, transposed, queries.
+    const unsigned low = lane % 8 + (kTransposed ? lane / 16 : lane / 8 % 2) * 8;  // query
+    const unsigned high = (kTransposed ? lane / 8 % 2 : lane / 16) * kChunkBytes;  // byte of the key
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
+      for (int n = 0; n < kN; n += 2) {
+        const int query = kTransposed ? col0 + n * 8 : row0 + m * 16, key = kTransposed ? row0 + m * 16 : col0 + n * 8;
+        const uint32_t address = bias.at(query * query_step, low * query_step, key * kSize, high);
+        uint32_t words[4];
+        if constexpr (kTransposed) {
+          ldmatrix_x4_trans(words, address);
+        } else {
+          ldmatrix_x4(words, address);
+        }
 #pragma unroll
-        for (int n = 0; n < kN; ++n) {
-          const float2 pair = aux_pair<T>(address(row0 + m * 16 + g + half * 8, col0 + n * 8 + 2 * t));
-          fn(c[m][n][2 * half], pair.x);
-          fn(c[m][n][2 * half + 1], pair.y);
+        for (int i = 0; i < 4; ++i) {
+          const uint16_t bits[2] = {static_cast<uint16_t>(words[i]), static_cast<uint16_t>(words[i] >> 16)};
+          fn(c[m][n + i / 2][i % 2 * 2], static_cast<float>(reinterpret_cast<const T&>(bits[0])));
+          fn(c[m][n + i / 2][i % 2 * 2 + 1], static_cast<float>(reinterpret_cast<const T&>(bits[1])));
+        }
+      }
+    }
+  } else {
+    const unsigned g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int row = row0 + m * 16 + i / 2 * 8, col = col0 + n * 8;  // of the fragment, multiples of 8
+          const unsigned query = kTransposed ? 2 * t + i % 2 : g, key = kTransposed ? g : 2 * t + i % 2;
+          const uint32_t address = bias.at((kTransposed ? col : row) * query_step, query * query_step,
+                                           (kTransposed ? row : col) * kSize, key / 4 * kChunkBytes);
+          fn(c[m][n][i], __uint_as_float(load_shared(address + key % 4 * kSize)));
         }
       }
     }
   }
 }
 
-// tanh by ex2 and rcp: absolute error 2e-7. tanh.approx (5e-4) times a cap of 50 would break the error rule.
-template <class T>
-__device__ __forceinline__ float tanh_of(float x) {
-  if constexpr (sizeof(T) == 4) return tanhf(x);
-  return 1.f - 2.f * reciprocal_fast(1.f + exp2_fast(2.f * kLog2e * x));
+// Scores where a mask tile [query][key] of bytes holds 0 become -inf.
+template <bool kTransposed, int kPitch, int kM, int kN>
+__device__ __forceinline__ void mask_tile(float (&c)[kM][kN][4], int row0, int col0, uint32_t tile, int query_step) {
+  const SmemTile<uint8_t, kPitch> mask{tile};
+  const unsigned lane = opaque(threadIdx.x % 32), g = lane / 4, t = lane % 4;
+  if constexpr (kTransposed) {
+    // Transposed, ldmatrix gives lane (g, t) keys 2g and 2g + 1 of queries 2t (low half) and 2t + 1; keys g and g + 8
+    // are a byte of what the lanes of rows g / 2 and 4 + g / 2 received.
+    constexpr int kBlocks = kN < 4 ? kN : 4;
+    const unsigned shift = g % 2 * 8;
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int n = 0; n < kN; n += kBlocks) {
+        uint32_t words[4];
+        ldmatrix_x4_trans(words,
+                          mask.at((col0 + n * 8) * query_step, lane % (8 * kBlocks) * query_step, row0 + m * 16, 0));
+#pragma unroll
+        for (int i = 0; i < kBlocks; ++i) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const uint32_t bytes = __shfl_sync(~0u, words[i], half * 16 + g / 2 * 4 + t) >> shift;
+            if ((bytes & 0xFFu) == 0) c[m][n + i][2 * half] = kMinusInf;
+            if ((bytes & 0xFF0000u) == 0) c[m][n + i][2 * half + 1] = kMinusInf;
+          }
+        }
+      }
+    }
+  } else {
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int n = 0; n < kN; ++n) {
+          const int key = col0 + n * 8;  // a multiple of 8: half a chunk
+          const uint32_t address = mask.at((row0 + m * 16 + half * 8) * query_step, g * query_step, key & ~15, 0);
+          uint16_t bytes;
+          asm volatile("ld.shared.u16 %0, [%1];" : "=h"(bytes) : "r"(address + (key & 8) + 2 * t) : "memory");
+          if ((bytes & 0xFFu) == 0) c[m][n][2 * half] = kMinusInf;
+          if ((bytes & 0xFF00u) == 0) c[m][n][2 * half + 1] = kMinusInf;
+        }
+      }
+    }
+  }
 }
 
 // The general path of one (batch, head): what it loads for a tile, and what it does to the tile's scores.
@@ -152,12 +204,12 @@ struct ScoreMods {
   const float* alibi;  // where the slope came from
   bool has_alibi, has_bias, bias_is_float, has_mask;
   int bias_step, mask_step;  // 0: one row for all queries
-  uint32_t bias_tile, mask_tile;
+  uint32_t bias_smem, mask_smem;
   GlobalRows<T> bias;  // as float where bias_is_float
   GlobalRows<uint8_t> mask;
 
-  static __device__ __forceinline__ ScoreMods make(const ForwardArgs& args, int64_t b, int64_t head, uint32_t bias_smem,
-                                                   uint32_t mask_smem) {
+  static __device__ __forceinline__ ScoreMods make(const ForwardArgs& args, int64_t b, int64_t head, uint32_t bias_base,
+                                                   uint32_t mask_base) {
     const Problem& problem = args.problem;
     ScoreMods mods;
     const double limit = 0x1p100;  // beyond it the cap changes nothing, see make_softcap
@@ -171,8 +223,8 @@ struct ScoreMods {
     mods.bias_is_float = sizeof(T) == 4 || problem.bias_dtype == DType::kFloat32;
     mods.bias_step = args.bias.row_stride != 0;
     mods.mask_step = args.mask.row_stride != 0;
-    mods.bias_tile = bias_smem;
-    mods.mask_tile = mask_smem;
+    mods.bias_smem = bias_base;
+    mods.mask_smem = mask_base;
     mods.slope = 0.f;
     if (mods.has_alibi) {
       const int64_t at = batch_offset(problem, args.alibi, b) + head * args.alibi.head_stride;
@@ -197,7 +249,7 @@ struct ScoreMods {
 
   template <bool kTransposed, int kM, int kN>
   __device__ __forceinline__ void apply(float (&s)[kM][kN][4], int row0, int col0, int distance) const {
-    apply<kTransposed>(s, row0, col0, distance, [](auto&) {});
+    apply<kTransposed>(s, row0, col0, distance, 0, [](auto&) {});
   }
 
   // Steps on by one query head of the same batch element.
@@ -207,32 +259,37 @@ struct ScoreMods {
     if (has_alibi) slope = *(alibi += args.alibi.head_stride);
   }
 
+  __device__ __forceinline__ uint32_t bias_stage(int stage) const {
+    return bias_smem + stage * kBlockM * (bias_is_float ? kFloatPitch : kBiasPitch);
+  }
+  __device__ __forceinline__ uint32_t mask_stage(int stage) const { return mask_smem + stage * kBlockM * kMaskPitch; }
+
   // Starts the copies of a tile's bias and mask.
-  __device__ __forceinline__ void load(int first_query, int first_key) const {
+  __device__ __forceinline__ void load(int first_query, int first_key, int stage = 0) const {
     if (has_bias) {
       const int present = bias_step ? kBlockM : 1;
       if (bias_is_float) {
         const GlobalRows<float> wide{
             reinterpret_cast<float*>(bias.data), bias.row_stride, bias.col_stride, bias.rows, bias.cols, bias.vectors};
-        load_rows<kBlockM, kBlockN / 4, kFloatPitch, kThreads>(bias_tile, wide, bias_step * first_query, first_key,
-                                                               present);
+        load_rows<kBlockM, kBlockN / 4, kFloatPitch, kThreads>(bias_stage(stage), wide, bias_step * first_query,
+                                                               first_key, present);
       } else if constexpr (sizeof(T) == 2) {
-        load_rows<kBlockM, kBlockN / 8, kBiasPitch, kThreads>(bias_tile, bias, bias_step * first_query, first_key,
-                                                              present);
+        load_rows<kBlockM, kBlockN / 8, kBiasPitch, kThreads>(bias_stage(stage), bias, bias_step * first_query,
+                                                              first_key, present);
       }
     }
     if (has_mask) {
-      load_rows<kBlockM, kBlockN / 16, kMaskPitch, kThreads>(mask_tile, mask, mask_step * first_query, first_key,
-                                                             mask_step ? kBlockM : 1);
+      load_rows<kBlockM, kBlockN / 16, kMaskPitch, kThreads>(mask_stage(stage), mask, mask_step * first_query,
+                                                             first_key, mask_step ? kBlockM : 1);
     }
   }
 
   template <bool kTransposed, int kM, int kN, class Fn>
-  __device__ __forceinline__ void visit_bias(float (&s)[kM][kN][4], int row0, int col0, const Fn& fn) const {
+  __device__ __forceinline__ void visit_bias(float (&s)[kM][kN][4], int row0, int col0, int stage, const Fn& fn) const {
     if (bias_is_float) {
-      visit_aux<kTransposed, float, kFloatPitch>(s, row0, col0, bias_tile, bias_step, fn);
+      visit_bias_tile<kTransposed, float, kFloatPitch>(s, row0, col0, bias_stage(stage), bias_step, fn);
     } else if constexpr (sizeof(T) == 2) {
-      visit_aux<kTransposed, T, kBiasPitch>(s, row0, col0, bias_tile, bias_step, fn);
+      visit_bias_tile<kTransposed, T, kBiasPitch>(s, row0, col0, bias_stage(stage), bias_step, fn);
     }
   }
 
@@ -240,24 +297,26 @@ struct ScoreMods {
   // q k^T -> the score in natural units; `distance` is i + offset - j of the tile's first query and key.
   // With a softcap `capped(s)` is told cap * tanh(...) on the way, for backward.
   template <bool kTransposed, int kM, int kN, class Capped>
-  __device__ __forceinline__ void apply(float (&s)[kM][kN][4], int row0, int col0, int distance,
+  __device__ __forceinline__ void apply(float (&s)[kM][kN][4], int row0, int col0, int distance, int stage,
                                         const Capped& capped) const {
-    for_each_score<kTransposed>(s, row0, col0, [&](float& x, int, int) { x = __fmul_rn(x, scale); });
     if (cap != 0.f) {
-      for_each_score<kTransposed>(s, row0, col0, [&](float& x, int, int) { x = cap * tanh_of<T>(x * inverse_cap); });
+      for_each_score<kTransposed>(s, row0, col0, [&](float& x, int, int) { x = capped_score(x); });
       capped(s);
+    } else {
+      for_each_score<kTransposed>(s, row0, col0, [&](float& x, int, int) { x = __fmul_rn(x, scale); });
     }
-    if (has_bias) visit_bias<kTransposed>(s, row0, col0, [](float& x, float value) { x += value; });
+    if (has_bias) visit_bias<kTransposed>(s, row0, col0, stage, [](float& x, float value) { x += value; });
     if (has_alibi) {
-      for_each_score<kTransposed>(s, row0, col0, [&](float& x, int query, int key) {
-        x -= slope * fabsf(static_cast<float>(distance + query - key));
-      });
+      visit_distance<kTransposed>(s, row0, col0, distance, [&](float& x, float away) { x = fmaf(-slope, away, x); });
     }
-    if (has_mask) {
-      visit_aux<kTransposed, uint8_t, kMaskPitch>(s, row0, col0, mask_tile, mask_step, [](float& x, float value) {
-        if (value == 0.f) x = kMinusInf;
-      });
-    }
+    if (has_mask) mask_tile<kTransposed, kMaskPitch>(s, row0, col0, mask_stage(stage), mask_step);
+  }
+
+  // cap * tanh(scale * x / cap), in 16-bit types by ex2 and rcp: absolute error 2e-7 of tanh. tanh.approx (5e-4) times
+  // a cap of 50 would break the error rule.
+  __device__ __forceinline__ float capped_score(float x) const {
+    if constexpr (sizeof(T) == 4) return cap * tanhf(__fmul_rn(x, scale) * inverse_cap);
+    return fmaf(-2.f * cap, reciprocal_fast(1.f + exp2_fast(__fmul_rn(x, scale) * (2.f * kLog2e * inverse_cap))), cap);
   }
 };
 

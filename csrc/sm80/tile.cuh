@@ -28,7 +28,7 @@ struct GlobalRows {
   bool vectors;  // 16-byte accesses are aligned
 
   __device__ __forceinline__ void advance(int64_t elements) {
-    data += elements;
+    data += opaque(elements);  // or the stride in bytes would wait in registers
     vectors = vectors && reinterpret_cast<uint64_t>(data) % kChunkBytes == 0;
   }
 
@@ -57,12 +57,12 @@ __device__ __forceinline__ void load_rows(uint32_t tile, const GlobalRows<T>& sh
   constexpr int kPerChunk = kChunkBytes / static_cast<int>(sizeof(T));
   constexpr int kStep = kThreads / kChunks;  // rows a pass; where the division has a rest, some threads stay idle
   const GlobalRows<T> from = shared_from;    // NOTE: a copy, or each cp.async below would read it again
-  const int thread = opaque(threadIdx.x);
+  const unsigned thread = opaque(threadIdx.x);
   const int rows = from.rows - first_row < present ? from.rows - first_row : present;
   const int cols = from.cols - first_col;
   const T* source = from.data + first_row * from.row_stride + first_col * from.col_stride;
   if (from.vectors) {
-    const int row = thread / kChunks, chunk = thread % kChunks;
+    const int row = static_cast<int>(thread / kChunks), chunk = static_cast<int>(thread % kChunks);
     const bool idle = kThreads % kChunks != 0 && row >= kStep;
     const T* address = source + row * from.row_stride + chunk * kPerChunk;
     const int64_t step = kStep * from.row_stride;
@@ -119,8 +119,8 @@ __device__ __forceinline__ void store_accumulators(const float (&c)[kM][kN][4], 
   for (int m = 0; m < kM; ++m) {
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
-      Frag::store_pair(stage, stage_row + m * 16 + lane / 4, col + n * 8, c[m][n][0], c[m][n][1]);
-      Frag::store_pair(stage, stage_row + m * 16 + lane / 4 + 8, col + n * 8, c[m][n][2], c[m][n][3]);
+      Frag::store_pair(stage, stage_row + m * 16, col + n * 8, lane, c[m][n][0], c[m][n][1]);
+      Frag::store_pair(stage, stage_row + m * 16 + 8, col + n * 8, lane, c[m][n][2], c[m][n][3]);
     }
   }
   __syncwarp();

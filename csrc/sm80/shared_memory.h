@@ -1,0 +1,105 @@
+// Which of its tiles a problem gets on a card: what the kernels of a pass keep in shared memory, against what a block
+// may have there. Host code without CUDA syntax.
+//
+// Called by plan_forward and plan_backward, which choose the tiles, and by refuses() in backend.cpp, where none fit.
+// Invariant: both ask shared_bytes, so what refuses() lets pass can be started with the tiles of its plan.
+#pragma once
+
+#include <algorithm>
+#include <string>
+
+#include "attention/band.h"
+#include "sm80/config.h"
+
+namespace flash_ext::sm80 {
+
+// What a kernel declares statically, from above: only the compiler knows; measure.cuh has as much.
+constexpr int64_t kStaticSharedBytes = 1024;
+
+// Positions are 32-bit in the kernels, and sums of two of them must be.
+constexpr int64_t kMaxLength = int64_t{1} << 30;
+
+// Of measure.cuh, which has one tile for all cards, and room for any bias and mask. Floats above head dimension 128
+// have half of the queries, for cards with 99 KiB.
+constexpr TileShape measure_tile(int element_bytes, int head_dim) {
+  return {element_bytes == 4 && head_dim > 128 ? 16 : 32, 32, 2};
+}
+
+constexpr int64_t measure_shared_bytes(int head_dim, int element_bytes) {
+  const TileShape tile = measure_tile(element_bytes, head_dim);
+  return 2 * (tile.block_m + tile.block_n) * head_dim * element_bytes +
+         tile.block_m * (aux_pitch(tile.block_n, 4) + aux_pitch(tile.block_n, 1));
+}
+
+// Keys below which a row is measured. In 16-bit types the roundings of P and dS hide the rest, but with one key eager
+// attention has dS = 0 exactly; a few more cost nothing.
+constexpr int64_t few_keys(bool is_float) { return is_float ? 64 : 16; }
+
+// Whether measure.cuh runs. In 16-bit types only a bias or an unusual scale leads to an lse beyond 2^15, and a few rows
+// with few keys among many others do not matter: all rows must be of that kind.
+inline bool may_be_inexact(const Problem& problem) {
+  const Band band = make_band(problem);
+  const bool one_key = band.upper <= band.lower;
+  return problem.dtype == DType::kFloat32 || problem.has_bias || problem.wants_dalibi || one_key ||
+         problem.len_k < few_keys(false);
+}
+
+inline bool is_plain_backward(const Problem& problem) {
+  return is_plain(problem) && !problem.wants_dbias && !problem.wants_dalibi;
+}
+
+// Of a block of the pass's hungriest kernel, static and dynamic. `head_dim` is that of the instance.
+inline int64_t shared_bytes(const Problem& problem, Pass pass, int head_dim, bool small) {
+  const int element_bytes = problem.dtype == DType::kFloat32 ? 4 : 2;
+  const int bias_bytes = bias_bytes_of(problem);
+  if (pass == Pass::kForward) {
+    const TileShape tile = forward_tile(element_bytes, head_dim, small, is_plain(problem));
+    return kStaticSharedBytes + forward_smem(tile, head_dim, element_bytes, bias_bytes, problem.has_mask).total;
+  }
+  const BackwardShape shape = backward_shape(element_bytes, head_dim, small, is_plain_backward(problem));
+  int64_t bytes = backward_smem(shape, head_dim, element_bytes, bias_bytes, problem.has_mask).total;
+  if (may_be_inexact(problem)) bytes = std::max(bytes, measure_shared_bytes(head_dim, element_bytes));
+  if (problem.wants_dbias) {
+    const TileShape tile = bias_gradient_shape(element_bytes, head_dim, true).tile;  // its larger one is its own choice
+    const int gradient = bias_gradient_smem(tile, head_dim, element_bytes, bias_bytes, problem.has_mask).total;
+    bytes = std::max<int64_t>(bytes, gradient);
+  }
+  return kStaticSharedBytes + bytes;
+}
+
+// Small tiles for cards where the large ones do not fit and, forward, for few queries.
+inline bool takes_small_tiles(const Problem& problem, Pass pass, int head_dim, const DeviceInfo& device) {
+  if (pass == Pass::kForward && problem.len_q <= 64) return true;
+  return shared_bytes(problem, pass, head_dim, false) > device.shared_memory_per_block;
+}
+
+// A clause where not even the small tiles fit, else empty.
+inline std::string refuses_shared_memory(const Problem& problem, Pass pass, int head_dim, const DeviceInfo& device) {
+  const int64_t needed = shared_bytes(problem, pass, head_dim, true);
+  if (needed <= device.shared_memory_per_block) return "";
+  const auto grouped = [](int64_t number) {
+    std::string text = std::to_string(number);
+    for (size_t i = text.size(); i > 3; i -= 3) text.insert(i - 3, ",");
+    return text;
+  };
+  std::string what = problem.head_dim >= problem.head_dim_v ? "head_dim " + std::to_string(problem.head_dim)
+                                                            : "head_dim_v " + std::to_string(problem.head_dim_v);
+  what += problem.dtype == DType::kFloat32 ? " in float32" : " in 16 bits";
+  if (problem.has_bias || problem.has_mask) {
+    what += problem.has_bias ? (problem.has_mask ? " with a bias and a mask" : " with a bias") : " with a mask";
+  }
+  return what + " needs " + grouped(needed) + " bytes of shared memory a block, the device has " +
+         grouped(device.shared_memory_per_block);
+}
+
+// A clause where a sequence is longer than positions reach, else empty.
+inline std::string refuses_length(const Problem& problem) {
+  const auto too_long = [](const char* what, int64_t length) {
+    return std::string(what) + " " + std::to_string(length) + " is more than 2^30";
+  };
+  if (problem.len_q > kMaxLength) return too_long("len_q", problem.len_q);
+  if (problem.len_k > kMaxLength) return too_long("len_k", problem.len_k);
+  return "";
+}
+
+}  // namespace flash_ext::sm80

@@ -1,0 +1,118 @@
+// sm80/shared_memory.h: every card gets tiles that fit, or a sentence.
+#include "sm80/shared_memory.h"
+
+#include <gtest/gtest.h>
+
+namespace flash_ext::sm80 {
+namespace {
+
+constexpr int kBuckets[] = {32, 64, 96, 128, 192, 256};
+
+DeviceInfo card(int compute_capability, int64_t shared_memory) {
+  return {DeviceType::kCuda, compute_capability, 100, shared_memory, shared_memory + 1024};
+}
+const DeviceInfo kCards[] = {card(80, 166912), card(86, 101376), card(90, 232448), card(120, 101376)};
+
+Problem make_problem(DType dtype, int head_dim) {
+  Problem problem;
+  problem.dtype = dtype;
+  problem.len_q = problem.len_k = 1000;
+  problem.head_dim = problem.head_dim_v = head_dim;
+  problem.wants_dq = problem.wants_dk = problem.wants_dv = true;
+  return problem;
+}
+
+template <class Fn>
+void for_each_problem(const Fn& fn) {
+  for (const DType dtype : {DType::kFloat16, DType::kBFloat16, DType::kFloat32})
+    for (const int head_dim : kBuckets)
+      for (const bool has_mask : {false, true})
+        for (const int bias : {0, 1, 2, 3}) {  // none, of the dtype, float32, float32 with its gradient
+          Problem problem = make_problem(dtype, head_dim);
+          problem.has_mask = has_mask;
+          problem.has_bias = bias > 0;
+          problem.bias_dtype = bias == 1 ? dtype : DType::kFloat32;
+          problem.wants_dbias = bias == 3;
+          fn(problem, head_dim);
+        }
+}
+
+TEST(SharedMemory, TheTilesOfAPlanFitOrTheProblemIsRefused) {
+  for_each_problem([](const Problem& problem, int head_dim) {
+    for (const DeviceInfo& device : kCards)
+      for (const Pass pass : {Pass::kForward, Pass::kBackward}) {
+        const bool small = takes_small_tiles(problem, pass, head_dim, device);
+        const bool fits = shared_bytes(problem, pass, head_dim, small) <= device.shared_memory_per_block;
+        EXPECT_EQ(fits, refuses_shared_memory(problem, pass, head_dim, device).empty());
+      }
+  });
+}
+
+TEST(SharedMemory, SmallTilesTakeNoMore) {
+  for_each_problem([](const Problem& problem, int head_dim) {
+    for (const Pass pass : {Pass::kForward, Pass::kBackward}) {
+      EXPECT_LE(shared_bytes(problem, pass, head_dim, true), shared_bytes(problem, pass, head_dim, false));
+    }
+  });
+}
+
+TEST(SharedMemory, SixteenBitsFitEverywhereAndFloatsOnTheLargest) {
+  for_each_problem([](const Problem& problem, int head_dim) {
+    for (const DeviceInfo& device : kCards)
+      for (const Pass pass : {Pass::kForward, Pass::kBackward}) {
+        if (problem.dtype == DType::kFloat32 && device.compute_capability != 90 && head_dim > 128) continue;
+        EXPECT_EQ(refuses_shared_memory(problem, pass, head_dim, device), "");
+      }
+  });
+}
+
+TEST(SharedMemory, CountsTheKernelsBesideTheMainOne) {
+  Problem problem = make_problem(DType::kFloat32, 256);
+  problem.has_bias = true;
+  const BackwardShape shape = backward_shape(4, 256, true, false);
+  EXPECT_GE(shared_bytes(problem, Pass::kBackward, 256, true),
+            kStaticSharedBytes + backward_smem(shape, 256, 4, 4, false).total);
+  EXPECT_GE(shared_bytes(problem, Pass::kBackward, 256, true), kStaticSharedBytes + measure_shared_bytes(256, 4));
+  problem.wants_dbias = true;
+  EXPECT_GE(shared_bytes(problem, Pass::kBackward, 256, true),
+            kStaticSharedBytes + bias_gradient_smem(bias_gradient_shape(4, 256, true).tile, 256, 4, 4, false).total);
+}
+
+TEST(SharedMemory, TheRefusalIsASentence) {
+  Problem problem = make_problem(DType::kFloat32, 256);
+  const DeviceInfo small = card(86, 10000);
+  const auto refusal = [&] {
+    std::string text = refuses_shared_memory(problem, Pass::kForward, 256, small);
+    const size_t from = text.find("needs "), to = text.find(" bytes");
+    return text.replace(from + 6, to - from - 6, "N");
+  };
+  EXPECT_EQ(refusal(), "head_dim 256 in float32 needs N bytes of shared memory a block, the device has 10,000");
+  problem.has_mask = true;
+  problem.head_dim = 200;
+  EXPECT_EQ(refusal(),
+            "head_dim_v 256 in float32 with a mask needs N bytes of shared memory a block, "
+            "the device has 10,000");
+  problem.has_bias = true;
+  problem.dtype = problem.bias_dtype = DType::kBFloat16;
+  EXPECT_EQ(refusal(),
+            "head_dim_v 256 in 16 bits with a bias and a mask needs N bytes of shared memory a block, "
+            "the device has 10,000");
+  const int64_t needed = shared_bytes(problem, Pass::kForward, 256, true);
+  ASSERT_TRUE(needed > 10000 && needed < 100000);
+  EXPECT_NE(refuses_shared_memory(problem, Pass::kForward, 256, small)
+                .find(std::to_string(needed / 1000) + "," + std::to_string(needed).substr(2)),
+            std::string::npos);
+}
+
+TEST(SharedMemory, LengthsEndWherePositionsDo) {
+  Problem problem = make_problem(DType::kBFloat16, 64);
+  problem.len_q = problem.len_k = int64_t{1} << 30;
+  EXPECT_EQ(refuses_length(problem), "");
+  ++problem.len_k;
+  EXPECT_EQ(refuses_length(problem), "len_k 1073741825 is more than 2^30");
+  problem.len_q = int64_t{1} << 33;
+  EXPECT_EQ(refuses_length(problem), "len_q 8589934592 is more than 2^30");
+}
+
+}  // namespace
+}  // namespace flash_ext::sm80
