@@ -1,0 +1,152 @@
+// Thin wrappers of the PTX instructions this backend uses, but for wgmma (wgmma.cuh); each names its instruction.
+// Shared-memory addresses are 32-bit offsets of the shared window (shared_address).
+// Called by fwd.cuh and the tests of the wrappers; nothing else in the folder contains asm.
+// Invariant: every wait is on a barrier of this block; with FLASH_EXT_SM90_BOUNDED it traps instead of hanging.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+namespace flash_ext::sm90 {
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// elect.sync: true in one lane of a converged warp.
+__device__ __forceinline__ bool elect_one() {
+  uint32_t elected;
+  asm volatile(
+      "{\n.reg .pred p;\n"
+      "elect.sync _|p, 0xFFFFFFFF;\n"
+      "selp.u32 %0, 1, 0, p;\n}"
+      : "=r"(elected));
+  return elected != 0;
+}
+
+// setmaxnreg.inc / .dec.sync.aligned: registers a thread of this warpgroup, a multiple of 8.
+template <int kRegisters>
+__device__ __forceinline__ void more_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void fewer_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// bar.sync and bar.arrive of a named barrier. Number 0 is __syncthreads.
+__device__ __forceinline__ void named_barrier_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// fence.proxy.async.shared::cta: ordinary writes to shared memory before it are seen by TMA and wgmma after it.
+__device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// ---- mbarrier -------------------------------------------------------------------------------------------------------
+
+// mbarrier.init.shared::cta.b64
+__device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+// fence.mbarrier_init: TMA sees the initialised barriers.
+__device__ __forceinline__ void fence_barrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+// mbarrier.arrive.shared::cta.b64
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// mbarrier.arrive.expect_tx: the phase also needs `bytes` of TMA, those out of bounds included.
+__device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+// mbarrier.try_wait.parity: whether the phase of this parity is complete; suspends for a while before it says no.
+__device__ __forceinline__ bool barrier_try_wait(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n.reg .pred p;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p;\n}"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
+#ifdef FLASH_EXT_SM90_BOUNDED
+  for (int polls = 0; !barrier_try_wait(barrier, parity); ++polls) {
+    if (polls > 1 << 20) __trap();
+  }
+#else
+  while (!barrier_try_wait(barrier, parity)) {
+  }
+#endif
+}
+
+// ---- TMA ------------------------------------------------------------------------------------------------------------
+
+// Where a box starts, innermost dimension first: column, row, head, batch, outer batch.
+struct BoxStart {
+  int col, row, head, b0, b1;
+};
+
+// prefetch.tensormap
+__device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// cp.async.bulk.tensor.5d, global to shared; the barrier counts the bytes. One thread calls.
+__device__ __forceinline__ void tma_load(uint32_t shared, const CUtensorMap* map, uint32_t barrier, BoxStart at) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], "
+      "[%2];" ::"r"(shared),
+      "l"(map), "r"(barrier), "r"(at.col), "r"(at.row), "r"(at.head), "r"(at.b0), "r"(at.b1)
+      : "memory");
+}
+
+// cp.async.bulk.tensor.5d, shared to global: rows and columns outside of the tensor are not written.
+__device__ __forceinline__ void tma_store(const CUtensorMap* map, uint32_t shared, BoxStart at) {
+  asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(map),
+               "r"(shared), "r"(at.col), "r"(at.row), "r"(at.head), "r"(at.b0), "r"(at.b1)
+               : "memory");
+}
+// cp.async.bulk.commit_group
+__device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// cp.async.bulk.wait_group.read 0: this thread's stores have read shared memory; they may not be visible yet.
+__device__ __forceinline__ void tma_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
+// ---- registers ------------------------------------------------------------------------------------------------------
+
+// stmatrix.sync.aligned.m8n8.x4: lanes 8i..8i+7 give the row addresses of matrix i.
+__device__ __forceinline__ void stmatrix_x4(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r0), "r"(r1),
+               "r"(r2), "r"(r3)
+               : "memory");
+}
+
+// ex2.approx.ftz.f32: 2^x, relative error 2^-22; 2^-inf = 0, NaN stays NaN.
+__device__ __forceinline__ float exp2_fast(float x) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+// cvt.rn.f16x2.f32 and cvt.rn.bf16x2.f32: two numbers of one register, x in the low half.
+__device__ __forceinline__ uint32_t pack(float x, float y, __half) {
+  uint32_t result;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(y), "f"(x));
+  return result;
+}
+__device__ __forceinline__ uint32_t pack(float x, float y, __nv_bfloat16) {
+  uint32_t result;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(y), "f"(x));
+  return result;
+}
+
+}  // namespace flash_ext::sm90
