@@ -262,7 +262,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--dtypes", nargs="+", choices=DTYPES, help="default: the suite's (cpu: fp32 bf16 fp16)")
     add("--passes", nargs="+", choices=PASSES, help="default: the suite's (mostly fwd bwd)")
     add("--peers", nargs="+", choices=PEERS, help="ratios are of the others to the last one; default: the suite's")
-    add("--backend", metavar="NAME", help="flash_ext's backend, such as sm80 (default: its own choice)")
+    add("--backend", metavar="NAME", help="flash_ext's backend, such as sm90 (default: its own choice)")
     add("--case", metavar="TEXT", default="", help="only cases whose name has this text, such as 2048x64 or dropout")
     add("--only", metavar="REGEX", default="", help="only cases in whose name this regular expression is found")
     add("--threads", type=int, default=2, help="CPU threads of PyTorch (default 2)")

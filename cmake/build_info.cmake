@@ -36,6 +36,7 @@ endfunction()
 to_json_bool(TORCH_CXX11_ABI_JSON ${TORCH_CXX11_ABI})
 to_json_bool(CUDA_ENABLED_JSON ${CUDA_ENABLED})
 to_json_strings(CUDA_ARCHS_JSON ${CUDA_ARCHS})
+to_json_strings(CUDA_BACKENDS_JSON ${CUDA_BACKENDS})
 to_json_strings(CPU_VARIANTS_JSON ${CPU_VARIANTS})
 configure_file(${CMAKE_CURRENT_LIST_DIR}/build_info.json.in ${CMAKE_BINARY_DIR}/build_info.json.in @ONLY)
 

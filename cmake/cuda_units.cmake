@@ -1,9 +1,13 @@
-# flash_ext_add_cuda_units(target): adds what a build with CUDA has more, where CUDA_ENABLED.
+# flash_ext_add_cuda_units(target): adds what a build with CUDA has more, where CUDA_ENABLED. Sets CUDA_BACKENDS.
 #
 # The kernels of sm80/ are templates over (element, head dimension). Each instance of each pass is a unit of its own,
 # written here from csrc/sm80/fwd.cu.in and bwd.cu.in, so that ninja builds them side by side and a changed pass rebuilds
 # its own. The same lists become the types of sm80_instances.h, which dispatch reads: they exist once, and an instance
 # that dispatch names and nobody compiles is an undefined symbol, which the linker refuses.
+#
+# Those of sm90/ (fwd.cu.in, sm90_instances.h) are compiled for sm_90a and nothing else, because wgmma is an instruction
+# of that one architecture. They are there where CUDA_ARCHS has machine code for 9.0 and the lists below leave an
+# instance; without them the library has no backend of that name.
 #
 # FLASH_EXT_ELEMENTS and FLASH_EXT_HEAD_DIMS shorten the lists, for a quick build while tuning; calls beyond them are
 # refused by name. Without Tf32 its calls go to Fp32.
@@ -15,7 +19,58 @@ set(FLASH_EXT_HEAD_DIMS 32 64 96 128 192 256 CACHE STRING "Head dimensions with 
 # driver's, which this copy of the runtime and torch's share.
 set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
 
+# What units with CUDA are compiled with.
+function(flash_ext_cuda_options target)
+  # NOTE: -std=c++20 by hand, because CMake 3.25 drops CMAKE_CUDA_STANDARD 20.
+  set(options -std=c++20 --expt-relaxed-constexpr --expt-extended-lambda -Xcompiler=-Wall,-Wextra,-fvisibility=hidden
+              -Xptxas=-v)
+  if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 12.8)
+    list(APPEND options --compress-mode=size)
+  else()
+    list(APPEND options -Xfatbin=-compress-all)
+  endif()
+  target_compile_options(${target} PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:${options}>")
+endfunction()
+
+# NOTE: that ptxas serialises wgmma (C75xx) is no warning to it, only a line of its output: .ci/run looks for it there.
+function(flash_ext_add_sm90_units target generated)
+  set(archs ${CUDA_ARCHS})
+  list(FILTER archs INCLUDE REGEX "^90a?(-real)?$")
+  set(folder ${CMAKE_SOURCE_DIR}/csrc/sm90)
+  set(Fp16 kFloat16)
+  set(Bf16 kBFloat16)
+  set(units "")
+  set(INSTANCES "")
+  foreach(element Fp16 Bf16)
+    foreach(HEAD_DIM 64 96 128 192 256)
+      if(archs AND element IN_LIST FLASH_EXT_ELEMENTS AND HEAD_DIM IN_LIST FLASH_EXT_HEAD_DIMS)
+        set(DTYPE ${${element}})
+        string(TOLOWER ${element} name)
+        set(unit ${generated}/sm90_fwd_${name}_${HEAD_DIM}.cu)
+        configure_file(${folder}/fwd.cu.in ${unit} @ONLY)
+        list(APPEND units ${unit})
+        string(APPEND INSTANCES "\n    {DType::${DTYPE}, ${HEAD_DIM}, run_forward<DType::${DTYPE}, ${HEAD_DIM}>},")
+      endif()
+    endforeach()
+  endforeach()
+  if(NOT units)
+    return()
+  endif()
+  configure_file(${folder}/sm90_instances.h.in ${generated}/sm90_instances.h @ONLY)
+  add_library(${target}_sm90 OBJECT ${units})
+  set_target_properties(${target}_sm90 PROPERTIES CUDA_ARCHITECTURES 90a-real)
+  target_link_libraries(${target}_sm90 PRIVATE flash_ext_options)
+  flash_ext_cuda_options(${target}_sm90)
+  target_compile_options(${target}_sm90 PRIVATE -Xptxas=--warn-on-spills)
+
+  file(GLOB sources CONFIGURE_DEPENDS csrc/sm90/*.cpp)
+  target_sources(${target} PRIVATE ${sources} $<TARGET_OBJECTS:${target}_sm90>)
+  target_compile_definitions(${target} PRIVATE FLASH_EXT_WITH_SM90)
+  set(CUDA_BACKENDS sm90 ${CUDA_BACKENDS} PARENT_SCOPE)
+endfunction()
+
 function(flash_ext_add_cuda_units target)
+  set(CUDA_BACKENDS "" PARENT_SCOPE)
   if(NOT CUDA_ENABLED)
     return()
   endif()
@@ -51,15 +106,10 @@ function(flash_ext_add_cuda_units target)
   target_sources(${target} PRIVATE ${sources})
   target_compile_definitions(${target} PRIVATE FLASH_EXT_WITH_CUDA)
 
-  # NOTE: -std=c++20 by hand, because CMake 3.25 drops CMAKE_CUDA_STANDARD 20.
-  set(options -std=c++20 --expt-relaxed-constexpr --expt-extended-lambda -Xcompiler=-Wall,-Wextra,-fvisibility=hidden
-              -Xptxas=-v)
-  if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 12.8)
-    list(APPEND options --compress-mode=size)
-  else()
-    list(APPEND options -Xfatbin=-compress-all)
-  endif()
-  target_compile_options(${target} PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:${options}>")
+  flash_ext_cuda_options(${target})
+  set(CUDA_BACKENDS sm80)
+  flash_ext_add_sm90_units(${target} ${generated})
+  set(CUDA_BACKENDS ${CUDA_BACKENDS} PARENT_SCOPE)
 
   # c10_cuda for the current stream; its headers include the toolkit's. A toolkit has lib64 or, from PyPI, lib.
   target_include_directories(${target} SYSTEM PRIVATE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})

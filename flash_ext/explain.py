@@ -23,6 +23,7 @@ class Plan:
 
     backend: str
     kernel: str
+    schedule: str
     block_m: int
     block_n: int
     stages: int
@@ -31,11 +32,13 @@ class Plan:
     scratch_bytes: int
     grid: int
     waves: float
-    registers: int  # a thread
+    registers: int  # a thread; where roles have their own numbers, of one that computes
+    producer_registers: int  # ... and of one that loads
     local_bytes: int  # a thread: what registers did not hold
     static_bytes: int  # shared memory beside on_chip
     resident_blocks: int  # on a multiprocessor at a time
     occupancy: float  # their threads over those that a multiprocessor can have
+    l2_section: int
 
     @property
     def on_chip_bytes(self) -> int:
@@ -86,7 +89,8 @@ def _uses(plan: Plan) -> str:
 
 def _registers(plan: Plan) -> str:
     spilled = f", {plan.local_bytes:,} bytes in local memory" if plan.local_bytes else ""
-    return f"{plan.registers} a thread{spilled}" if plan.registers else "-"
+    loading = f", {plan.producer_registers} to load" if plan.producer_registers else ""
+    return f"{plan.registers} a thread{loading}{spilled}" if plan.registers else "-"
 
 
 def _occupancy(plan: Plan) -> str:
@@ -98,12 +102,14 @@ _ROWS = (
     ("backend", lambda p: p.backend),
     ("kernel", lambda p: p.kernel),
     ("tile", lambda p: f"{p.block_m} queries x {p.block_n} keys" if p.block_m else "-"),
+    ("schedule", lambda p: p.schedule or "-"),
     ("stages", lambda p: str(p.stages) if p.stages else "-"),
     ("on chip", _uses),
     ("scratch", lambda p: f"{p.scratch_bytes:,} bytes"),
     ("registers", _registers),
     ("occupancy", _occupancy),
     ("grid", lambda p: f"{p.grid:,} in {p.waves:.2f} waves" if p.grid else "-"),
+    ("L2 section", lambda p: f"{p.l2_section:,} key heads" if p.l2_section else "-"),
 )
 
 
@@ -111,7 +117,9 @@ def _meta(tensor: Tensor | None) -> Tensor | None:
     if tensor is None:
         return None
     shape, stride = tuple(int(n) for n in tensor.shape), tuple(int(n) for n in tensor.stride())
-    return torch.empty_strided(shape, stride, dtype=tensor.dtype, device="meta")
+    # As far into its storage as the tensor: a backend may want an aligned start.
+    offset = int(tensor.storage_offset())
+    return torch.empty_strided((2, *shape), (offset, *stride), dtype=tensor.dtype, device="meta")[1]
 
 
 def explain(

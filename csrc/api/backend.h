@@ -1,7 +1,8 @@
 // What a backend is to the rest of the library: a name, a reason to refuse, and two functions.
 //
 // Forward and backward are chosen independently, so the hand-over between them is fixed: out (problem.dtype),
-// lse (contiguous [b, h_q, s_q], natural log, no padding, no private form) and rng_state.
+// lse (contiguous [b, h_q, s_q], natural log, no padding, no private form) and rng_state. A backend may have a forward
+// only: its backward is then another backend's.
 // A new backend is a folder with one `extern const Backend` and one name in dispatch.cpp's list.
 #pragma once
 
@@ -31,7 +32,8 @@ struct Plan {
     const char* name = nullptr;
     int64_t bytes = 0;
   };
-  const char* kernel = "";           // e.g. "cpu.forward.bf16.brgemm"
+  const char* kernel = "";    // e.g. "cpu.forward.bf16.brgemm"
+  const char* schedule = "";  // how products, softmax and tiles take turns; empty where the notion does not exist
   int64_t block_m = 0, block_n = 0;  // queries, keys
   int stages = 0;                    // 0 where the notion does not exist
   bool small_tiles = false;          // of a backend that has two tiles for a pass, the smaller
@@ -40,8 +42,10 @@ struct Plan {
   int64_t scratch_bytes = 0;  // memory beside inputs and outputs
   int64_t grid = 0;           // work items
   double waves = 0.0;
-  // What only the compiled kernel knows: filled by Backend::inspect, for explain alone.
-  int registers = 0;         // a thread
+  int64_t l2_section = 0;  // key heads whose tiles run together, so that their K and V stay in the L2 cache; 0: no such
+  int producer_registers = 0;  // of a thread that loads, where roles have their own numbers
+  // What only the compiled kernel knows: filled by Backend::inspect, for explain alone, or by plan() where it is fixed.
+  int registers = 0;         // a thread; where roles have their own numbers, of one that computes
   int64_t local_bytes = 0;   // a thread, of any kernel of the pass: registers that did not suffice
   int64_t static_bytes = 0;  // shared memory beside on_chip
   int resident_blocks = 0;   // on a multiprocessor at a time
@@ -57,13 +61,18 @@ struct Backend {
   std::string (*refuses)(const Problem& problem, Pass pass, const DeviceInfo& device);
   Plan (*plan)(const Problem& problem, Pass pass, const DeviceInfo& device);
   void (*forward)(const ForwardArgs& args, const Plan& plan, void* workspace);
-  void (*backward)(const BackwardArgs& args, const Plan& plan, void* workspace);
+  void (*backward)(const BackwardArgs& args, const Plan& plan, void* workspace);  // null: it has none
   // Asks the current device about the kernel of a plan; null where there is nothing to ask.
   void (*inspect)(const Problem& problem, Pass pass, Plan& plan) = nullptr;
+  // A clause about where an input lies, e.g. "query does not start at a multiple of 16 bytes"; asked after refuses()
+  // has accepted, with the views of q, k and v set. Addresses of explain count from the storage. Null: reads any
+  // strides.
+  std::string (*refuses_views)(const ForwardArgs& args) = nullptr;
 };
 
 extern const Backend cpu_backend;
 extern const Backend sm80_backend;  // only in a build with CUDA
+extern const Backend sm90_backend;  // only in one for compute capability 9.0
 
 // True where dropout keeps, out [batch_heads, rows, cols] contiguous: (n, i, j) is the map at (n, q0 + i, k0 + j).
 void cpu_dropout_mask(const int64_t* rng_state, double p, int64_t batch_heads, int64_t rows, int64_t cols, int64_t q0,

@@ -12,6 +12,9 @@ namespace {
 
 // Fastest first. A new backend is one name here.
 const Backend* const kBackends[] = {
+#ifdef FLASH_EXT_WITH_SM90
+    &sm90_backend,
+#endif
 #ifdef FLASH_EXT_WITH_CUDA
     &sm80_backend,
 #endif
@@ -20,35 +23,40 @@ const Backend* const kBackends[] = {
 
 thread_local std::optional<std::string_view> requested;
 
-std::string reason_to_refuse(const Backend& backend, const Problem& problem, Pass pass, const DeviceInfo& device) {
+const Backend* find_backend(std::string_view name) {
+  for (const Backend* backend : kBackends) {
+    if (name == backend->name) return backend;
+  }
+  return nullptr;
+}
+
+std::string reason_to_refuse(const Backend& backend, const ForwardArgs& args, Pass pass, const DeviceInfo& device) {
   if (backend.device != device.type) {
     return backend.device == DeviceType::kCpu ? "the tensors are not on the CPU"
                                               : "the tensors are not on a CUDA device";
   }
-  if (problem.batch_rank > kMaxBatchDims) {
+  if (args.problem.batch_rank > kMaxBatchDims) {
     return "the leading dimensions do not merge into " + std::to_string(kMaxBatchDims);
   }
-  return backend.refuses(problem, pass, device);
+  if (pass == Pass::kBackward && backend.backward == nullptr) return "it has no backward pass";
+  std::string reason = backend.refuses(args.problem, pass, device);
+  if (reason.empty() && backend.refuses_views != nullptr) reason = backend.refuses_views(args);
+  return reason;
 }
 
 }  // namespace
 
 void check_backend_name(std::string_view name) {
-  if (name == kChunked) return;
+  if (name == kChunked || find_backend(name) != nullptr) return;
   std::string known;
-  for (const Backend* backend : kBackends) {
-    if (name == backend->name) return;
-    known += std::string(backend->name) + ", ";
-  }
+  for (const Backend* backend : kBackends) known += std::string(backend->name) + ", ";
   throw AttentionError("backend", concat("is \"", name, "\"; this build has ", known, kChunked));
 }
 
 std::string_view stored_name(std::string_view name) {
   check_backend_name(name);
-  for (const Backend* backend : kBackends) {
-    if (name == backend->name) return backend->name;
-  }
-  return kChunked;
+  const Backend* backend = find_backend(name);
+  return backend != nullptr ? std::string_view(backend->name) : kChunked;
 }
 
 std::optional<std::string_view> requested_backend() {
@@ -85,23 +93,28 @@ DeviceInfo device_info(const c10::Device& device) {
   return info;
 }
 
-const Backend* select_backend(const Problem& problem, Pass pass, const DeviceInfo& device,
+const Backend* select_backend(const ForwardArgs& args, Pass pass, const DeviceInfo& device,
                               std::optional<std::string_view> name) {
   if (name == kChunked) return nullptr;
-  for (const Backend* backend : kBackends) {
-    if (name.has_value() && *name != backend->name) continue;
-    const std::string reason = reason_to_refuse(*backend, problem, pass, device);
-    if (reason.empty()) return backend;
-    if (name.has_value()) throw AttentionError(backend->name, "refuses: " + reason);
+  if (name.has_value()) {
+    check_backend_name(*name);
+    const Backend* named = find_backend(*name);
+    if (pass == Pass::kForward || named->backward != nullptr) {
+      const std::string reason = reason_to_refuse(*named, args, pass, device);
+      if (!reason.empty()) throw AttentionError(named->name, "refuses: " + reason);
+      return named;
+    }
   }
-  if (name.has_value()) check_backend_name(*name);
+  for (const Backend* backend : kBackends) {
+    if (reason_to_refuse(*backend, args, pass, device).empty()) return backend;
+  }
   return nullptr;
 }
 
-std::vector<Refusal> refusals(const Problem& problem, Pass pass, const DeviceInfo& device) {
+std::vector<Refusal> refusals(const ForwardArgs& args, Pass pass, const DeviceInfo& device) {
   std::vector<Refusal> result;
   for (const Backend* backend : kBackends) {
-    std::string reason = reason_to_refuse(*backend, problem, pass, device);
+    std::string reason = reason_to_refuse(*backend, args, pass, device);
     if (!reason.empty()) result.push_back({backend->name, std::move(reason)});
   }
   return result;

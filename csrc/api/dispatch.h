@@ -1,5 +1,6 @@
 // Which backend runs a call: the first in the list that accepts, or the one that is named. Forward and backward are
-// chosen independently. `chunked` (chunked.h) stands behind the list and refuses nothing.
+// chosen independently. `chunked` (chunked.h) stands behind the list and refuses nothing. A named backend that has no
+// backward pass at all leaves backward to the list, because nobody else's name was given for it.
 #pragma once
 
 #include <optional>
@@ -29,13 +30,13 @@ DeviceInfo device_info(const c10::Device& device);
 
 // The backend that will run, or nullptr for `chunked`. Throws AttentionError where the named one refuses, which every
 // one does where the leading dimensions did not merge.
-const Backend* select_backend(const Problem& problem, Pass pass, const DeviceInfo& device,
+const Backend* select_backend(const ForwardArgs& args, Pass pass, const DeviceInfo& device,
                               std::optional<std::string_view> name);
 
 struct Refusal {
   std::string backend, reason;
 };
 // Every backend's refusal of a problem, for explain.
-std::vector<Refusal> refusals(const Problem& problem, Pass pass, const DeviceInfo& device);
+std::vector<Refusal> refusals(const ForwardArgs& args, Pass pass, const DeviceInfo& device);
 
 }  // namespace flash_ext

@@ -35,12 +35,13 @@ std::string json(const std::string& backend, const Plan& plan) {
     append(uses, "[" + json_string(use.name) + ", " + std::to_string(use.bytes) + "]");
   }
   return "{\"backend\": " + json_string(backend) + ", \"kernel\": " + json_string(plan.kernel) +
-         field("block_m", plan.block_m) + field("block_n", plan.block_n) + field("stages", plan.stages) +
-         ", \"on_chip\": [" + uses + "]" + field("on_chip_limit", plan.on_chip_limit) +
-         field("scratch_bytes", plan.scratch_bytes) + field("grid", plan.grid) + field("waves", plan.waves) +
-         field("registers", plan.registers) + field("local_bytes", plan.local_bytes) +
+         ", \"schedule\": " + json_string(plan.schedule) + field("block_m", plan.block_m) +
+         field("block_n", plan.block_n) + field("stages", plan.stages) + ", \"on_chip\": [" + uses + "]" +
+         field("on_chip_limit", plan.on_chip_limit) + field("scratch_bytes", plan.scratch_bytes) +
+         field("grid", plan.grid) + field("waves", plan.waves) + field("registers", plan.registers) +
+         field("producer_registers", plan.producer_registers) + field("local_bytes", plan.local_bytes) +
          field("static_bytes", plan.static_bytes) + field("resident_blocks", plan.resident_blocks) +
-         field("occupancy", plan.occupancy) + "}";
+         field("occupancy", plan.occupancy) + field("l2_section", plan.l2_section) + "}";
 }
 
 c10::Device planned_device(const Tensor& query, std::string_view device) {
@@ -80,7 +81,7 @@ std::string explain(const Inputs& in, const Options& options, std::string_view d
   bool composite = false, kernels = false;
   for (const Pass pass : {Pass::kForward, Pass::kBackward}) {
     const char* pass_name = pass == Pass::kForward ? "forward" : "backward";
-    const Backend* backend = select_backend(problem, pass, device, name);
+    const Backend* backend = select_backend(args, pass, device, name);
     Plan plan;
     plan.kernel = "composite of torch operations over blocks of queries";
     if (backend != nullptr) {
@@ -90,7 +91,7 @@ std::string explain(const Inputs& in, const Options& options, std::string_view d
     composite = composite || backend == nullptr;
     kernels = kernels || backend != nullptr;
     plans += json_string(pass_name) + ": " + json(backend ? backend->name : std::string(kChunked), plan) + ", ";
-    for (const Refusal& refusal : refusals(problem, pass, device)) {
+    for (const Refusal& refusal : refusals(args, pass, device)) {
       append(refused, "[" + json_string(refusal.backend) + ", " + json_string(pass_name) + ", " +
                           json_string(refusal.reason) + "]");
     }

@@ -6,7 +6,7 @@
 // FlashAttention-3 (arXiv:2407.08608), algorithms 1 and 2: K and V go through rings of their own, P stays in registers,
 // softmax of the next tile runs under O += P V of this one. Keys are walked from the last tile to the first, so that
 // the diagonal and the tail, which are masked, come first. A block walks tiles blockIdx.x, blockIdx.x + gridDim.x, ...:
-// whether it is persistent is the grid's size. Called by the host side at the end of this file.
+// whether it is persistent is the grid's size. Called by run_fwd.cuh.
 // Invariant: a ring's full barrier is completed by TMA, its empty barrier by one arrival of each warp of its consumers,
 // after the wait that proves their wgmma finished; out goes through the rows of Q that its warp alone owns, so Q's
 // stage is handed back when that store has read it.
@@ -395,11 +395,10 @@ __global__ void __launch_bounds__(Traits::kShape.threads(), 1)
 
 // ---- host -----------------------------------------------------------------------------------------------------------
 
-// grid: blocks, 0 for one a tile.
+// grid: blocks; those beyond one a tile are left out.
 template <class Traits>
 void launch_forward(const ForwardArgs& args, int grid) {
-  constexpr int64_t kL2Budget = 32 << 20;  // of the 50 to 60 MB of H100 and H200
-  constexpr int kFar = 1 << 30;            // lengths from here on are refused
+  constexpr int kFar = 1 << 30;  // backend.cpp refuses lengths beyond half of it
   const Problem& problem = args.problem;
   const Band band = make_band(problem);
   const auto clamp = [](int64_t x) { return static_cast<int>(std::clamp<int64_t>(x, -kFar, kFar)); };
@@ -408,8 +407,7 @@ void launch_forward(const ForwardArgs& args, int grid) {
   params.k = make_tensor_map(problem, args.k, problem.heads_k, problem.len_k, problem.head_dim, Traits::kBlockN);
   params.v = make_tensor_map(problem, args.v, problem.heads_v, problem.len_k, problem.head_dim_v, Traits::kBlockN);
   params.out = make_tensor_map(problem, args.out, problem.heads_q, problem.len_q, problem.head_dim_v, 16);
-  const int64_t kv_head_bytes = problem.len_k * (problem.head_dim + problem.head_dim_v) * 2;
-  params.schedule = make_tile_schedule(problem, Traits::kBlockM, kv_head_bytes, kL2Budget);
+  params.schedule = forward_schedule(problem, Traits::kBlockM);
   params.band = {clamp(band.lower), clamp(band.upper), static_cast<int>(problem.len_k)};
   const dim3 all = cuda::grid_of(params.schedule.size());
   params.tiles = static_cast<int>(all.x);
@@ -421,7 +419,7 @@ void launch_forward(const ForwardArgs& args, int grid) {
   params.scale = static_cast<float>(problem.scale);
   params.to_log2 = static_cast<float>(problem.scale * 1.4426950408889634);
   params.lse = static_cast<float*>(args.lse);
-  const dim3 blocks = grid == 0 ? all : dim3(std::min<unsigned>(all.x, grid));
+  const dim3 blocks(std::min<unsigned>(all.x, grid));
   cuda::launch(forward_kernel<Traits>, blocks, Traits::kShape.threads(), Traits::kSmem.total, args.stream, params);
 }
 

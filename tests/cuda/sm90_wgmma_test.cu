@@ -1,9 +1,8 @@
 // csrc/sm90's wrappers against the CPU: each wgmma shape and operand form in use, on tiles whose bytes the host has
 // laid out by descriptor.h; TMA loads and stores of strided tensors with tails and broadcasts; stmatrix.
 //
-// A program of its own, because it needs a GPU of compute capability 9.0 and no torch:
-//   nvcc -std=c++20 -O3 --expt-relaxed-constexpr -Icsrc -gencode arch=compute_90a,code=sm_90a
-//        tests/cuda/sm90_wgmma_test.cu csrc/sm90/tensor_map.cpp -o sm90_wgmma_test
+// A program of its own, because it needs a GPU of compute capability 9.0 and no torch (CMakeLists.txt beside it):
+//   cmake --build build/<folder> --target sm90_wgmma_test && build/<folder>/tests/cuda/sm90_wgmma_test
 // Prints a line a case, the first wrong elements of a case that fails, and returns 1 if one did. No wait is endless.
 #define FLASH_EXT_SM90_BOUNDED
 #include <cmath>
@@ -349,6 +348,11 @@ void test_store(int cols, int row) {
 
 int main() {
   using namespace flash_ext::sm90;
+  int count = 0;
+  if (cudaGetDeviceCount(&count) != cudaSuccess || count == 0) {
+    std::printf("skipped: there is no GPU\n");
+    return 0;
+  }
   cudaDeviceProp device;
   must(cudaGetDeviceProperties(&device, 0), "device");
   if (device.major != 9 || device.minor != 0) {

@@ -1,0 +1,21 @@
+// What the host side of this backend calls, without any CUDA syntax: one function a (dtype, head dimension).
+//
+// Definitions lie in generated units (cmake/cuda_units.cmake writes one per instance from fwd.cu.in), so a missing
+// instance is an undefined symbol, which the linker refuses. Called by backend.cpp only.
+#pragma once
+
+#include "attention/args.h"
+
+namespace flash_ext::sm90 {
+
+// grid: blocks. A persistent grid has its own tiles (config.h).
+template <DType kDType, int kHeadDim>
+void run_forward(const ForwardArgs& args, bool persistent, int grid);
+
+struct Instance {
+  DType dtype;
+  int head_dim;  // serves smaller ones, too: columns beyond the tensor's read as zeros
+  void (*run_forward)(const ForwardArgs& args, bool persistent, int grid);
+};
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,147 @@
+// csrc/sm90's pure functions: where TMA and wgmma find an element of a tile, the bits of a descriptor, and what the
+// tiles of each head dimension take.
+#include <gtest/gtest.h>
+
+#include <set>
+
+#include "sm90/config.h"
+#include "sm90/descriptor.h"
+
+namespace flash_ext::sm90 {
+namespace {
+
+uint64_t bits(uint64_t descriptor, int first, int last) {
+  return descriptor >> first & ((uint64_t{1} << (last - first)) - 1);
+}
+
+TEST(Descriptor, TileIsPanelsOf64Columns) {
+  EXPECT_EQ(panels(1), 1);
+  EXPECT_EQ(panels(64), 1);
+  EXPECT_EQ(panels(65), 2);
+  EXPECT_EQ(panels(256), 4);
+  EXPECT_EQ(tile_bytes(128, 128), 128 * 128 * 2);
+  EXPECT_EQ(tile_bytes(80, 96), 80 * 128 * 2);  // the second panel is half empty
+}
+
+TEST(Descriptor, TileOffsetIsABijection) {
+  for (const int rows : {16, 80, 128, 192}) {
+    for (const int cols : {64, 128, 192, 256}) {
+      std::set<int> seen;
+      for (int row = 0; row < rows; ++row) {
+        for (int col = 0; col < cols; ++col) {
+          const int offset = tile_offset(rows, row, col);
+          EXPECT_GE(offset, 0);
+          EXPECT_LT(offset, tile_bytes(rows, cols));
+          EXPECT_EQ(offset % 2, 0);
+          seen.insert(offset);
+        }
+      }
+      EXPECT_EQ(static_cast<int>(seen.size()), rows * cols);
+    }
+  }
+}
+
+// The hardware permutes by address bits: bits 4-6 of an address are XORed with its bits 7-9.
+TEST(Descriptor, SwizzleIsTheOneOfTheAddressBits) {
+  for (const int rows : {80, 128}) {
+    for (int row = 0; row < rows; ++row) {
+      for (int col = 0; col < 128; ++col) {
+        const int plain = col / 64 * panel_size(rows) + row * 128 + col % 64 * 2;
+        EXPECT_EQ(tile_offset(rows, row, col), plain ^ (plain >> 7 & 7) << 4);
+      }
+    }
+  }
+}
+
+// 8 rows of one chunk, and 8 chunks of one row, lie in 8 different groups of four banks.
+TEST(Descriptor, SwizzleHasNoConflicts) {
+  std::set<int> down, along;
+  for (int i = 0; i < 8; ++i) {
+    down.insert(tile_offset(64, i, 24) / 16 % 8);
+    along.insert(tile_offset(64, 5, 8 * i) / 16 % 8);
+  }
+  EXPECT_EQ(down.size(), 8u);
+  EXPECT_EQ(along.size(), 8u);
+}
+
+TEST(Descriptor, FieldsStandWhereTheManualSays) {
+  const uint64_t descriptor = make_descriptor(0x2C400, 0x4000, 0x400);
+  EXPECT_EQ(bits(descriptor, 0, 14), 0x2C40u);
+  EXPECT_EQ(bits(descriptor, 16, 30), 0x400u);
+  EXPECT_EQ(bits(descriptor, 32, 46), 0x40u);
+  EXPECT_EQ(bits(descriptor, 49, 52), 0u);  // base offset: tiles are aligned
+  EXPECT_EQ(descriptor >> 62, 1u);          // 128-byte swizzle
+  EXPECT_EQ(bits(k_major(0x400), 32, 46), 1024u >> 4);
+  EXPECT_EQ(bits(mn_major(0x400, 80), 16, 30), 80u * 128 >> 4);
+}
+
+// A step's descriptor begins where its first element lies, in units of 16 bytes; row 0 is not permuted.
+TEST(Descriptor, StepsBeginAtTheirFirstElement) {
+  for (const int rows : {80, 128, 192}) {
+    for (int k = 0; k < 16; ++k) {
+      EXPECT_EQ(k_major_step(rows, k) * 16, static_cast<uint64_t>(tile_offset(rows, 0, 16 * k)));
+    }
+    for (int k = 0; k < rows / 16; ++k) {
+      EXPECT_EQ(mn_major_step(k) * 16, static_cast<uint64_t>(tile_offset(rows, 16 * k, 0)));
+    }
+  }
+}
+
+// A step never carries into the other fields, wherever in the 227 KiB the tile lies.
+TEST(Descriptor, StepsStayInTheAddressField) {
+  for (const int head_dim : {64, 96, 128, 192, 256}) {
+    const ForwardShape shape = forward_shape(head_dim, false);
+    const uint32_t last = kSharedMemoryLimit / kTileAlign * kTileAlign;
+    const uint64_t q = k_major(last - tile_bytes(shape.block_m(), head_dim));
+    EXPECT_EQ((q + k_major_step(shape.block_m(), head_dim / 16 - 1)) >> 14, q >> 14);
+  }
+}
+
+TEST(Shapes, FitTheMultiprocessor) {
+  for (const int head_dim : {64, 96, 128, 192, 256}) {
+    for (const bool persistent : {false, true}) {
+      const ForwardShape shape = forward_shape(head_dim, persistent);
+      const ForwardSmem smem = forward_smem(shape, head_dim);
+      EXPECT_EQ(shape.block_n % 16, 0);
+      for (const int offset : {smem.k, smem.v, smem.barriers}) EXPECT_EQ(offset % kTileAlign, 0);
+      EXPECT_LE(smem.total, kSharedMemoryLimit);
+      EXPECT_LE(128 * (shape.producer_registers() + shape.consumers * shape.consumer_registers()), 65536);
+      EXPECT_LE(1 + 2 * shape.consumers, 16);  // named barriers, with __syncthreads
+    }
+  }
+}
+
+Problem problem(int64_t length, bool causal) {
+  Problem p;
+  p.dtype = DType::kBFloat16;
+  p.len_q = p.len_k = length;
+  p.head_dim = p.head_dim_v = 128;
+  p.heads_q = p.heads_k = 16;
+  p.causal = causal;
+  return p;
+}
+
+TEST(Shapes, PersistentWhereRowsAreShort) {
+  EXPECT_TRUE(is_persistent(problem(1024, false), 128));
+  EXPECT_FALSE(is_persistent(problem(2048, false), 128));
+  EXPECT_TRUE(is_persistent(problem(2048, true), 128));
+  EXPECT_FALSE(is_persistent(problem(8192, true), 128));
+  EXPECT_TRUE(is_persistent(problem(1024, true), 192));
+  EXPECT_FALSE(is_persistent(problem(512, false), 192));
+  EXPECT_FALSE(is_persistent(problem(512, true), 256));
+  Problem window = problem(16384, true);
+  window.window_left = 512;
+  EXPECT_TRUE(is_persistent(window, 128));
+  Problem one = problem(4096, true);
+  one.len_q = 1;  // top left: sees one key
+  EXPECT_TRUE(is_persistent(one, 128));
+}
+
+TEST(Shapes, SectionsHoldWhatTheCacheDoes) {
+  EXPECT_EQ(forward_schedule(problem(16384, true), 128).section, 4);  // 8 MiB a head of 32
+  EXPECT_EQ(forward_schedule(problem(1 << 20, true), 128).section, 1);
+  EXPECT_TRUE(forward_schedule(problem(4096, true), 128).last_first);
+}
+
+}  // namespace
+}  // namespace flash_ext::sm90

@@ -1,0 +1,280 @@
+"""Promise: the Hopper forward obeys the error rule at every tile edge, band, grouping and layout that it accepts, reads
+nothing outside of a tensor, and gives the same bits in every run, layout, stream and graph."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from helpers import HALF, MEANS, Inputs, check, make_inputs, name_of, rand
+from torch import Tensor
+
+import flash_ext
+
+pytestmark = pytest.mark.gpu
+
+HEAD_DIMS = (64, 96, 128, 192, 256)
+BLOCKS = (64, 80, 112, 128, 192)  # of queries or keys, in one tile or another
+EDGES = sorted({n * block + i for block in BLOCKS for n in (1, 2) for i in (-1, 0, 1)} | {1, 2, 15, 33})
+# Keys beyond which every head dimension leaves the persistent grid (with window and causal off).
+LONG = sorted({-(-2600 // block) * block + i for block in BLOCKS for i in (-1, 0, 1)})
+BANDS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "bottom right": {"causal": True, "align": "bottom_right"},
+    "window": {"window": (100, 30), "align": "bottom_right"},
+    "sliding": {"causal": True, "window": (77, 0)},
+}
+
+
+@pytest.fixture(autouse=True)
+def _only_sm90(device: str) -> Iterator[None]:
+    if "sm90" not in flash_ext.build_info()["cuda"]["backends"]:
+        pytest.skip("this build has no sm90 kernels")
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a GPU of compute capability 9.0")
+    with flash_ext.use_backend("sm90"):
+        yield
+
+
+def poison_free_memory(device: str) -> None:
+    """Fills what the caching allocator will hand out next with 0xFF, a NaN in every dtype."""
+    blocks = [torch.full((size,), 255, dtype=torch.uint8, device=device) for size in (1 << 20,) * 32 + (32 << 20,) * 4]
+    del blocks
+
+
+def inside_nan(tensor: Tensor) -> Tensor:
+    """The same values in a buffer of NaN: a head and a row on either side, 16 bytes of columns on either side."""
+    batch, heads, rows, cols = tensor.shape
+    buffer = tensor.new_full((batch, heads + 2, rows + 2, cols + 16), torch.nan)
+    return buffer[:, 1:-1, 1:-1, 8 : 8 + cols].copy_(tensor)
+
+
+def poisoned_call(**arguments: Any) -> Any:
+    poison_free_memory("cuda")
+    return flash_ext.attention(**arguments)
+
+
+def check_inside_nan(inputs: Inputs, options: dict[str, Any]) -> None:
+    views = {name: inside_nan(tensor) for name, tensor in inputs.items()}
+    got = check(poisoned_call, views, options | {"return_lse": True}, backward=False)
+    for name, tensor in got.items():
+        assert not tensor.isnan().any(), name
+
+
+def forward(inputs: Inputs, **options: Any) -> tuple[Tensor, Tensor]:
+    return flash_ext.attention(**inputs, return_lse=True, **options)
+
+
+def assert_same_bits(got: tuple[Tensor, ...], expected: tuple[Tensor, ...], what: object) -> None:
+    for a, b in zip(got, expected, strict=True):
+        assert torch.equal(a, b), what
+
+
+@pytest.mark.parametrize("band", BANDS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_every_edge_of_queries_and_keys(head_dim: int, band: str, device: str) -> None:
+    for i, queries in enumerate(EDGES):
+        keys, dtype = EDGES[(7 * i + 3) % len(EDGES)], HALF[i % 2]
+        inputs = make_inputs((1, 2, queries, head_dim), (1, 1, keys, head_dim), dtype=dtype, device=device)
+        check_inside_nan(inputs, BANDS[band])
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_every_edge_of_many_keys(head_dim: int, device: str) -> None:
+    """One tile a block: other tiles than those of the persistent grid."""
+    for i, keys in enumerate(LONG):
+        queries, dtype = EDGES[(7 * i + 3) % len(EDGES)], HALF[i % 2]
+        inputs = make_inputs((1, 2, queries, head_dim), (1, 2, keys, head_dim), dtype=dtype, device=device)
+        assert "a tile a block" in flash_ext.explain(**inputs).forward.schedule
+        check_inside_nan(inputs, {})
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=name_of)
+def test_every_head_dim(dtype: torch.dtype, device: str) -> None:
+    """Every multiple of 8, with another one for value."""
+    for head_dim in range(8, 257, 8):
+        for head_dim_v in (head_dim, 264 - head_dim):
+            shapes = (1, 2, 150, head_dim), (1, 2, 203, head_dim), (1, 2, 203, head_dim_v)
+            check_inside_nan(make_inputs(*shapes, dtype=dtype, device=device), BANDS["bottom right"])
+
+
+@pytest.mark.parametrize("mean", MEANS)
+@pytest.mark.parametrize("dtype", HALF, ids=name_of)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_means(head_dim: int, dtype: torch.dtype, mean: float, device: str) -> None:
+    """Large scores in one direction, where maxima grow slowly and rescaling is put off."""
+    inputs = make_inputs((1, 2, 300, head_dim), (1, 2, 500, head_dim), dtype=dtype, device=device, mean=mean)
+    check(flash_ext.attention, inputs, {"return_lse": True, "causal": True, "align": "bottom_right"}, backward=False)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_long_sequences(head_dim: int, causal: bool, device: str) -> None:
+    for dtype, length in ((torch.bfloat16, 4096), (torch.float16, 4095)):
+        inputs = make_inputs((1, 2, length, head_dim), (1, 1, length, head_dim), dtype=dtype, device=device)
+        check(flash_ext.attention, inputs, {"return_lse": True, "causal": causal}, backward=False)
+
+
+@pytest.mark.parametrize("band", BANDS)
+def test_more_tiles_than_multiprocessors(band: str, device: str) -> None:
+    """Blocks of a persistent grid take several tiles: the heads are those of calls of their own."""
+    for head_dim in HEAD_DIMS:
+        shapes = (4, 40, 700, head_dim), (4, 10, 700, head_dim)
+        inputs = make_inputs(*shapes, dtype=torch.bfloat16, device=device)
+        whole = forward(inputs, **BANDS[band])
+        for b, h in ((0, 0), (1, 17), (3, 39)):
+            q, k, v = (
+                inputs["query"][b : b + 1, h : h + 1],
+                *(inputs[name][b : b + 1, h // 4 : h // 4 + 1] for name in ("key", "value")),
+            )
+            alone = forward({"query": q, "key": k, "value": v}, **BANDS[band])
+            assert_same_bits((whole[0][b, h], whole[1][b, h]), (alone[0][0, 0], alone[1][0, 0]), (head_dim, b, h))
+
+
+def random_layout(chance: random.Random, tensor: Tensor) -> Tensor:
+    """One of the layouts that TMA reads, with the values of `tensor` [batch, heads, rows, cols]."""
+    batch, heads, rows, cols = tensor.shape
+    kind = chance.choice(["dense", "sequence first", "packed", "wide rows", "inside"])
+    if kind == "sequence first":
+        return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+    if kind == "packed":
+        buffer = tensor.new_full((batch, rows, 3, heads, cols), torch.nan)
+        return buffer[:, :, chance.randrange(3)].transpose(1, 2).copy_(tensor)
+    if kind == "wide rows":
+        buffer = tensor.new_full((batch, heads, rows, cols + 8 * chance.randint(1, 3)), torch.nan)
+        return buffer[..., :cols].copy_(tensor)
+    return inside_nan(tensor) if kind == "inside" else tensor
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("seed", range(10))
+def test_random_shapes(seed: int, device: str) -> None:
+    """1,000 shapes, bands, groupings and layouts."""
+    chance = random.Random(seed)
+    for _ in range(100):
+        batch, heads, group_k, group_v = chance.randint(1, 3), *(chance.choice([1, 2, 3]) for _ in range(3))
+        heads *= 6
+        queries, keys = (int(2 ** chance.uniform(0, 9.5)) for _ in range(2))
+        head_dim = 8 * chance.randint(1, 32)
+        head_dim_v = head_dim if chance.random() < 0.7 else 8 * chance.randint(1, 32)
+        shapes = (batch, heads, queries, head_dim), (batch, heads // group_k, keys, head_dim)
+        inputs = make_inputs(
+            *shapes, (batch, heads // group_v, keys, head_dim_v), dtype=chance.choice(HALF), device=device
+        )
+        for name in inputs:
+            if chance.random() < 0.15:
+                inputs[name] = inputs[name][:1].expand(batch, -1, -1, -1)
+            else:
+                inputs[name] = random_layout(chance, inputs[name])
+        options: dict[str, Any] = {"align": chance.choice(["top_left", "bottom_right"]), "return_lse": True}
+        if chance.random() < 0.4:
+            options["causal"] = True
+        if chance.random() < 0.3:
+            options["window"] = tuple(chance.choice([None, chance.randint(0, 300)]) for _ in range(2))
+        if chance.random() < 0.2:
+            options["scale"] = 10 ** chance.uniform(-2, -0.5)
+        check(poisoned_call, inputs, options, backward=False)
+
+
+def sequence_first(tensor: Tensor) -> Tensor:
+    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def wide_rows(tensor: Tensor) -> Tensor:
+    return torch.nn.functional.pad(tensor, (0, 8))[..., : tensor.shape[-1]]
+
+
+LAYOUTS: list[Callable[[Tensor], Tensor]] = [sequence_first, wide_rows, inside_nan]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
+@pytest.mark.parametrize("head_dim", [40, 64, 128, 256])
+def test_layouts_give_the_same_bits(head_dim: int, layout: Callable[[Tensor], Tensor], device: str) -> None:
+    inputs = make_inputs((2, 6, 301, head_dim), (2, 3, 404, head_dim), dtype=torch.bfloat16, device=device)
+    expected = forward(inputs, causal=True)
+    for names in (["query"], ["key"], ["value"], list(inputs)):
+        views = {name: layout(tensor) if name in names else tensor for name, tensor in inputs.items()}
+        assert_same_bits(forward(views, causal=True), expected, names)
+
+
+def test_packed_projections(device: str) -> None:
+    """q, k and v as slices of one (batch, tokens, 3, heads, head dim) tensor."""
+    for dtype in HALF:
+        packed = rand(2, 300, 3, 4, 64, dtype=dtype, device=device)
+        views = [t.transpose(1, 2) for t in packed.unbind(2)]
+        got = flash_ext.scaled_dot_product_attention(*views, is_causal=True)
+        assert got.stride() == (300 * 4 * 64, 64, 4 * 64, 1)
+        expected = flash_ext.scaled_dot_product_attention(*(t.contiguous() for t in views), is_causal=True)
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=name_of)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("length", [600, 3000])
+def test_twenty_runs(length: int, head_dim: int, dtype: torch.dtype, device: str) -> None:
+    """Bit for bit, on two streams."""
+    inputs = make_inputs((4, 16, length, head_dim), (4, 4, length, head_dim), dtype=dtype, device=device)
+    first, side = forward(inputs, causal=True), torch.cuda.Stream()
+    for run in range(19):
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side if run % 2 else torch.cuda.current_stream()):
+            other = forward(inputs, causal=True)
+        torch.cuda.current_stream().wait_stream(side)
+        assert_same_bits(other, first, run)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_graph_replays_read_the_new_inputs(head_dim: int, device: str) -> None:
+    shapes = (2, 8, 400, head_dim), (2, 2, 400, head_dim)
+    inputs = make_inputs(*shapes, dtype=torch.bfloat16, device=device)
+    forward(inputs, causal=True)  # loads the kernel
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = forward(inputs, causal=True)
+    for _ in range(3):
+        for name, tensor in make_inputs(*shapes, dtype=torch.bfloat16, device=device).items():
+            inputs[name].copy_(tensor)
+        graph.replay()
+        assert_same_bits(captured, forward(inputs, causal=True), head_dim)
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=name_of)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_backward_is_another_backends(head_dim: int, dtype: torch.dtype, device: str) -> None:
+    """out and lse are handed over: gradients obey the rule, with a gradient of lse, too."""
+    inputs = make_inputs((2, 4, 200, head_dim), (2, 2, 260, head_dim), dtype=dtype, device=device)
+    plan = flash_ext.explain(**inputs)
+    assert (plan.forward.backend, plan.backward.backend) == ("sm90", "sm80")
+    check(flash_ext.attention, inputs, {"causal": True, "align": "bottom_right", "return_lse": True})
+
+
+def test_rows_without_keys(device: str) -> None:
+    for head_dim in HEAD_DIMS:
+        inputs = make_inputs((1, 2, 300, head_dim), (1, 2, 100, head_dim), dtype=torch.float16, device=device)
+        out, lse = forward(inputs, causal=True, align="bottom_right")
+        assert (out[:, :, :200] == 0).all() and (lse[:, :, :200] == -torch.inf).all()
+        assert lse[:, :, 200:].isfinite().all()
+
+
+def test_nan_and_infinities_are_not_hidden(device: str) -> None:
+    """A NaN in query spoils its row; a NaN key, every row that sees it; as the math path has it."""
+    q, k, v = make_inputs((1, 1, 300, 64), (1, 1, 300, 64), dtype=torch.bfloat16, device=device).values()
+    q[0, 0, 70, 3] = torch.nan
+    k[0, 0, 200, 5] = torch.nan
+    out = flash_ext.attention(q, k, v, causal=True)
+    bad = out.isnan().all(-1)[0, 0]
+    assert bad.tolist() == [row == 70 or row >= 200 for row in range(300)]
+    assert out[0, 0, ~bad].isfinite().all()
+
+
+def test_allocates_nothing_but_its_results(device: str) -> None:
+    q = rand(2, 4, 1024, 128, dtype=torch.bfloat16, device=device)
+    flash_ext.attention(q, q, q)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = flash_ext.attention(q, q, q)
+    assert torch.cuda.max_memory_allocated() - before == out.nbytes

@@ -1,0 +1,162 @@
+"""Promise: explain says what the Hopper forward would run and why it stands aside; nothing here needs a GPU.
+
+Plans are for an H200 where no GPU is there. The builds that are narrowed to a few head dimensions leave those out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import HALF, name_of
+from torch import Tensor
+
+import flash_ext
+
+HAS_SM90 = "sm90" in flash_ext.build_info()["cuda"]["backends"]
+pytestmark = [
+    pytest.mark.skipif(not HAS_SM90, reason="needs a build with sm90 kernels"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="plans for the card that is there"),
+]
+
+MULTIPROCESSORS = 132  # of the H200
+
+
+def explain(query: Tensor, key: Tensor, value: Tensor | None = None, **options: Any) -> flash_ext.Explanation:
+    plan = flash_ext.explain(query, key, key if value is None else value, device="cuda", **options)
+    if plan.forward.backend != "sm90":
+        reason = next(r.reason for r in plan.refusals if (r.backend, r.pass_name) == ("sm90", "forward"))
+        if "this build has no kernels" in reason or "is more than 64" in reason:
+            pytest.skip(reason)
+    return plan
+
+
+def refusal(*tensors: Tensor, **options: Any) -> str:
+    plan = explain(*tensors, **options)
+    assert plan.forward.backend != "sm90"
+    reasons = [r.reason for r in plan.refusals if (r.backend, r.pass_name) == ("sm90", "forward")]
+    assert len(reasons) == 1
+    with flash_ext.use_backend("sm90"), pytest.raises(flash_ext.AttentionError) as caught:
+        explain(*tensors, **options)
+    assert str(caught.value) == f"sm90 refuses: {reasons[0]}"
+    return reasons[0]
+
+
+def half(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=name_of)
+@pytest.mark.parametrize("head_dim", [8, 40, 64, 80, 96, 128, 160, 192, 256])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("length", [1, 500, 1024, 2048, 4096, 16384])
+def test_plan(length: int, causal: bool, head_dim: int, dtype: torch.dtype) -> None:
+    q, k = half(2, 16, length, head_dim, dtype=dtype), half(2, 4, length, head_dim, dtype=dtype)
+    plan = explain(q, k, causal=causal)
+    forward = plan.forward
+    assert (forward.backend, forward.kernel) == ("sm90", "sm90.forward")
+    assert plan.backward.backend == "sm80"
+    assert ("sm90", "backward", "it has no backward pass") in {
+        (r.backend, r.pass_name, r.reason) for r in plan.refusals
+    }
+    assert forward.block_m in (128, 192) and forward.block_n % 16 == 0 and forward.stages == 2
+    assert dict(forward.on_chip).keys() == {"q", "k", "v", "barriers", "alignment"}
+    assert forward.on_chip_bytes <= forward.on_chip_limit == 227 * 1024
+    warpgroups = forward.block_m // 64
+    assert 128 * (forward.producer_registers + warpgroups * forward.registers) <= 65536
+    tiles = 2 * 16 * -(-length // forward.block_m)
+    assert forward.waves == pytest.approx(tiles / MULTIPROCESSORS, abs=1e-6)
+    persistent = forward.schedule.endswith(", persistent")
+    assert persistent or forward.schedule.endswith(", a tile a block")
+    assert forward.grid == (min(tiles, MULTIPROCESSORS) if persistent else tiles)
+    assert 1 <= forward.l2_section <= 8
+    assert forward.schedule in str(plan) and f"{forward.producer_registers} to load" in str(plan)
+
+
+def test_short_rows_are_persistent_and_long_ones_are_not() -> None:
+    def schedule(length: int, **options: Any) -> str:
+        q = half(1, 16, length, 64)
+        return explain(q, q, **options).forward.schedule
+
+    assert schedule(512).endswith("persistent") and schedule(4096, causal=True).endswith("persistent")
+    assert schedule(16384, window=(512, 0)).endswith("persistent")
+    assert schedule(16384).endswith("a tile a block") and schedule(16384, causal=True).endswith("a tile a block")
+
+
+def test_an_l2_section_holds_what_the_cache_does() -> None:
+    """32 MiB: K and V of a head of 16,384 x 64 take 4."""
+    q = half(4, 16, 16384, 64)
+    assert explain(q, q).forward.l2_section == 8
+
+
+OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "softcap": ({"softcap": 5.0}, "a softcap is not supported"),
+    "dropout": ({"dropout_p": 0.1}, "dropout is not supported"),
+    "zero": ({"scale": 0.0}, "scale is not between 1e-30 and 1e30"),
+    "negative": ({"scale": -1.0}, "scale is not between 1e-30 and 1e30"),
+    "mask": ({"mask": torch.empty(256, 256, dtype=torch.bool, device="meta")}, "a mask is not supported"),
+    "bias": ({"bias": torch.empty(256, 256, device="meta")}, "a bias is not supported"),
+    "slopes": ({"alibi_slopes": torch.empty(4, device="meta")}, "alibi_slopes are not supported"),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_refused_options(name: str) -> None:
+    options, reason = OPTIONS[name]
+    q = half(2, 4, 256, 64)
+    assert explain(q, q).forward.backend == "sm90"
+    assert refusal(q, q, **options) == reason
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=name_of)
+def test_refused_dtypes(dtype: torch.dtype) -> None:
+    q = half(2, 4, 256, 64, dtype=dtype)
+    assert refusal(q, q) == "only fp16 and bf16 are supported"
+
+
+def test_refused_head_dims() -> None:
+    q = half(2, 4, 256, 60)
+    assert refusal(q, q) == "head_dim 60 is not a multiple of 8"
+    q, v = half(2, 4, 256, 64), half(2, 4, 256, 33)
+    assert refusal(q, q, v) == "head_dim_v 33 is not a multiple of 8"
+
+
+def test_refused_layouts() -> None:
+    q = half(2, 4, 256, 64)
+    assert refusal(q, half(2, 4, 64, 256).mT, q) == "key has a last dimension that is not contiguous"
+    assert refusal(half(2, 4, 256, 65)[..., :64], q) == "query has a stride that is not a multiple of 16 bytes"
+    assert refusal(q, q, half(2, 4, 256, 72)[..., 1:65]) == "value does not start at a multiple of 16 bytes"
+    assert refusal(q, q, half(2, 4, 1, 64).expand(2, 4, 256, 64)) == "value repeats one row"
+    turned = half(3, 2, 2, 4, 256, 64).permute(2, 1, 0, 3, 4, 5)
+    other = half(2, 2, 3, 4, 256, 64)
+    assert "batch dimensions that do not merge" in refusal(turned, other, sdpa=True)
+
+
+def test_the_start_of_a_real_tensor_counts_too() -> None:
+    """explain looks at meta copies, which start where the tensor does in its storage."""
+    buffer = torch.empty(4 * 256 * 64 + 8, dtype=torch.bfloat16)
+    for offset, backend in ((0, "sm90"), (8, "sm90"), (3, "sm80")):
+        q = buffer[offset : offset + 4 * 256 * 64].view(1, 4, 256, 64)
+        assert explain(q, q).forward.backend == backend
+
+
+ACCEPTED: dict[str, tuple[Tensor, Tensor]] = {
+    "packed heads": (half(2, 256, 3, 4, 64)[:, :, 0].transpose(1, 2), half(2, 256, 3, 4, 64)[:, :, 1].transpose(1, 2)),
+    "columns of a wider one": (half(2, 4, 256, 128)[..., 64:], half(2, 4, 256, 128)[..., :64]),
+    "broadcast heads": (half(2, 4, 256, 64), half(2, 1, 256, 64).expand(2, 4, 256, 64)),
+    "broadcast batch": (half(2, 4, 256, 64), half(1, 4, 256, 64).expand(2, 4, 256, 64)),
+    "one row": (half(2, 4, 1, 64), half(2, 4, 256, 64)),
+}
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_accepted_layouts(name: str) -> None:
+    assert explain(*ACCEPTED[name]).forward.backend == "sm90"
+
+
+def test_named_it_leaves_backward_to_the_others() -> None:
+    q = half(2, 4, 256, 64)
+    with flash_ext.use_backend("sm90"):
+        plan = explain(q, q, causal=True)
+    assert (plan.forward.backend, plan.backward.backend) == ("sm90", "sm80")
