@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -65,6 +66,7 @@ def peak(call: Callable[..., Tensor], inputs: list[Tensor], options: dict[str, A
         torch.autograd.grad(call(*inputs, **options), wanted, grad)
 
     run()  # loads code and makes plans
+    gc.collect()  # what earlier tests left must not go in between
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

@@ -281,7 +281,6 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     for (int query = block.first_query; query < block.last_query; query += kBlockM) {
       const Tile q_smem{base + layout.q + stage * Tile::bytes(kBlockM)};
       const Tile d_out_smem{base + layout.d_out + stage * Tile::bytes(kBlockM)};
-      const float* const lse_row = row_smem + stage * 3 * kBlockM;
       cp_async_wait<0>();
       __syncthreads();  // this tile's loads and the last one's dS are there for all; nobody reads the other stage
       const bool goes_on = query + kBlockM < block.last_query;
