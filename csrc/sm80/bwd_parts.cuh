@@ -33,7 +33,7 @@ struct BackwardTraits {
   using Frag = Fragments<Element>;
   using T = typename Frag::Storage;
   static constexpr int kHeadDim = kHeadDim_;
-  static constexpr bool kPlain = kPlain_, kSmall = kSmall_;
+  static constexpr bool kPlain = kPlain_;
   static constexpr BackwardShape kShape = backward_shape(sizeof(T), kHeadDim, kSmall_, kPlain_);
   static constexpr int kBlockM = kShape.tile.block_m, kBlockN = kShape.tile.block_n;
   static constexpr int kWarps = kShape.tile.warps, kThreads = kWarps * 32;

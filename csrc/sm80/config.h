@@ -59,9 +59,9 @@ FLASH_DEVICE constexpr ForwardSmem forward_smem(TileShape tile, int head_dim, in
 }
 
 // Backward keeps K and V of one block of keys and walks over the queries. Half of the warps hold dV, half dK; in each
-// half a warp owns key_rows keys. NOTE: what limits these kernels on Hopper are the reads of shared memory (2.9 passes
-// an mma and 72 % of its bandwidth when every warp held both gradients of 16 keys); with 32 keys a fragment of Q and dO
-// serves two mma.
+// half a warp owns key_rows keys. NOTE: what limits these kernels on Hopper are the reads of shared memory (at head
+// dimension 64 2.9 passes an mma and 72 % of its bandwidth when every warp held both gradients of 16 keys); with 32
+// keys a fragment of Q and dO serves two mma.
 struct BackwardShape {
   TileShape tile;
   int key_rows;  // of a warp
@@ -78,9 +78,9 @@ constexpr BackwardShape backward_shape(int element_bytes, int head_dim, bool sma
     }
     if (head_dim > 128) return {{64, 64, 8}, 16, plain ? 2 : 1, 2, 4};
     // NOTE: with score modifications the warps that hold dV have more to do: dQ by the others alone is 4 % faster, and
-    // 9 % slower without modifications.
+    // 9 % slower without modifications (bf16, head dimension 128; the others follow it unmeasured).
     if (!plain) return {{64, 128, 8}, 32, 2, 2, 2};
-    if (head_dim <= 64 && plain) return {{128, 128, 8}, 32, 2, 4, 2};
+    if (head_dim <= 64) return {{128, 128, 8}, 32, 2, 4, 2};
     return head_dim <= 96 ? BackwardShape{{64, 128, 8}, 32, 2, 4, 2} : BackwardShape{{64, 128, 8}, 32, 2, 2, 4};
   }
   if (small) return head_dim <= 128 ? BackwardShape{{32, 32, 4}, 16, 1, 2, 2} : BackwardShape{{16, 32, 4}, 16, 1, 1, 4};
@@ -113,8 +113,9 @@ FLASH_DEVICE constexpr BackwardSmem backward_smem(BackwardShape shape, int head_
 
 // The pass of its own for a broadcast bias's gradient: no dK and dV in registers, so its tiles are larger. A warp owns
 // warp_keys x (the warp's share of block_m) scores, three times: sum, S and dP. Its loads come from L2, which gives
-// about 20 bytes a clock and multiprocessor: 128 x 128 scores of head dimension 128 take 6,600 clocks to load where
-// nothing is shared with the item before, and 3,300 to multiply.
+// about 20 bytes a clock and multiprocessor: by that arithmetic 128 x 128 scores of head dimension 128 take 6,600
+// clocks to load where nothing is shared with the item before, and 3,300 to multiply. Measured: about 12,000, why is
+// open.
 struct BiasGradientShape {
   TileShape tile;
   int warp_keys;  // 16 or 32
