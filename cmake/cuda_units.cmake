@@ -5,7 +5,7 @@
 # its own. The same lists become the types of sm80_instances.h, which dispatch reads: they exist once, and an instance
 # that dispatch names and nobody compiles is an undefined symbol, which the linker refuses.
 #
-# Those of sm90/ (fwd.cu.in, sm90_instances.h) are compiled for sm_90a and nothing else, because wgmma is an instruction
+# Those of sm90/ (fwd.cu.in, bwd.cu.in, sm90_instances.h) are compiled for sm_90a and nothing else, because wgmma is an instruction
 # of that one architecture. They are there where CUDA_ARCHS has machine code for 9.0 and the lists below leave an
 # instance; without them the library has no backend of that name.
 #
@@ -39,6 +39,7 @@ function(flash_ext_add_sm90_units target generated)
   set(folder ${CMAKE_SOURCE_DIR}/csrc/sm90)
   set(Fp16 kFloat16)
   set(Bf16 kBFloat16)
+  set(backward_head_dims 64 128)
   set(units "")
   set(INSTANCES "")
   foreach(element Fp16 Bf16)
@@ -46,10 +47,20 @@ function(flash_ext_add_sm90_units target generated)
       if(archs AND element IN_LIST FLASH_EXT_ELEMENTS AND HEAD_DIM IN_LIST FLASH_EXT_HEAD_DIMS)
         set(DTYPE ${${element}})
         string(TOLOWER ${element} name)
-        set(unit ${generated}/sm90_fwd_${name}_${HEAD_DIM}.cu)
-        configure_file(${folder}/fwd.cu.in ${unit} @ONLY)
-        list(APPEND units ${unit})
-        string(APPEND INSTANCES "\n    {DType::${DTYPE}, ${HEAD_DIM}, run_forward<DType::${DTYPE}, ${HEAD_DIM}>},")
+        set(passes fwd)
+        set(functions run_forward)
+        if(HEAD_DIM IN_LIST backward_head_dims)
+          list(APPEND passes bwd)
+          list(APPEND functions backward_scratch_bytes run_backward)
+        endif()
+        foreach(pass IN LISTS passes)
+          set(unit ${generated}/sm90_${pass}_${name}_${HEAD_DIM}.cu)
+          configure_file(${folder}/${pass}.cu.in ${unit} @ONLY)
+          list(APPEND units ${unit})
+        endforeach()
+        list(TRANSFORM functions APPEND "<DType::${DTYPE}, ${HEAD_DIM}>")
+        list(JOIN functions ", " FUNCTIONS)
+        string(APPEND INSTANCES "\n    {DType::${DTYPE}, ${HEAD_DIM}, ${FUNCTIONS}},")
       endif()
     endforeach()
   endforeach()

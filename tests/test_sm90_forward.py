@@ -10,6 +10,15 @@ from typing import Any
 import pytest
 import torch
 from helpers import HALF, MEANS, Inputs, check, make_inputs, name_of, rand
+from sm90_helpers import (
+    BANDS,
+    LAYOUTS,
+    assert_same_bits,
+    inside_nan,
+    poison_free_memory,
+    random_layout,
+    skip_without_sm90,
+)
 from torch import Tensor
 
 import flash_ext
@@ -21,36 +30,13 @@ BLOCKS = (64, 80, 112, 128, 192)  # of queries or keys, in one tile or another
 EDGES = sorted({n * block + i for block in BLOCKS for n in (1, 2) for i in (-1, 0, 1)} | {1, 2, 15, 33})
 # Keys beyond which every head dimension leaves the persistent grid (with window and causal off).
 LONG = sorted({-(-2600 // block) * block + i for block in BLOCKS for i in (-1, 0, 1)})
-BANDS: dict[str, dict[str, Any]] = {
-    "full": {},
-    "causal": {"causal": True},
-    "bottom right": {"causal": True, "align": "bottom_right"},
-    "window": {"window": (100, 30), "align": "bottom_right"},
-    "sliding": {"causal": True, "window": (77, 0)},
-}
 
 
 @pytest.fixture(autouse=True)
 def _only_sm90(device: str) -> Iterator[None]:
-    if "sm90" not in flash_ext.build_info()["cuda"]["backends"]:
-        pytest.skip("this build has no sm90 kernels")
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs a GPU of compute capability 9.0")
+    skip_without_sm90()
     with flash_ext.use_backend("sm90"):
         yield
-
-
-def poison_free_memory(device: str) -> None:
-    """Fills what the caching allocator will hand out next with 0xFF, a NaN in every dtype."""
-    blocks = [torch.full((size,), 255, dtype=torch.uint8, device=device) for size in (1 << 20,) * 32 + (32 << 20,) * 4]
-    del blocks
-
-
-def inside_nan(tensor: Tensor) -> Tensor:
-    """The same values in a buffer of NaN: a head and a row on either side, 16 bytes of columns on either side."""
-    batch, heads, rows, cols = tensor.shape
-    buffer = tensor.new_full((batch, heads + 2, rows + 2, cols + 16), torch.nan)
-    return buffer[:, 1:-1, 1:-1, 8 : 8 + cols].copy_(tensor)
 
 
 def poisoned_call(**arguments: Any) -> Any:
@@ -67,11 +53,6 @@ def check_inside_nan(inputs: Inputs, options: dict[str, Any]) -> None:
 
 def forward(inputs: Inputs, **options: Any) -> tuple[Tensor, Tensor]:
     return flash_ext.attention(**inputs, return_lse=True, **options)
-
-
-def assert_same_bits(got: tuple[Tensor, ...], expected: tuple[Tensor, ...], what: object) -> None:
-    for a, b in zip(got, expected, strict=True):
-        assert torch.equal(a, b), what
 
 
 @pytest.mark.parametrize("band", BANDS)
@@ -135,21 +116,6 @@ def test_more_tiles_than_multiprocessors(band: str, device: str) -> None:
             assert_same_bits((whole[0][b, h], whole[1][b, h]), (alone[0][0, 0], alone[1][0, 0]), (head_dim, b, h))
 
 
-def random_layout(chance: random.Random, tensor: Tensor) -> Tensor:
-    """One of the layouts that TMA reads, with the values of `tensor` [batch, heads, rows, cols]."""
-    batch, heads, rows, cols = tensor.shape
-    kind = chance.choice(["dense", "sequence first", "packed", "wide rows", "inside"])
-    if kind == "sequence first":
-        return tensor.transpose(1, 2).contiguous().transpose(1, 2)
-    if kind == "packed":
-        buffer = tensor.new_full((batch, rows, 3, heads, cols), torch.nan)
-        return buffer[:, :, chance.randrange(3)].transpose(1, 2).copy_(tensor)
-    if kind == "wide rows":
-        buffer = tensor.new_full((batch, heads, rows, cols + 8 * chance.randint(1, 3)), torch.nan)
-        return buffer[..., :cols].copy_(tensor)
-    return inside_nan(tensor) if kind == "inside" else tensor
-
-
 @pytest.mark.fuzz
 @pytest.mark.parametrize("seed", range(10))
 def test_random_shapes(seed: int, device: str) -> None:
@@ -178,17 +144,6 @@ def test_random_shapes(seed: int, device: str) -> None:
         if chance.random() < 0.2:
             options["scale"] = 10 ** chance.uniform(-2, -0.5)
         check(poisoned_call, inputs, options, backward=False)
-
-
-def sequence_first(tensor: Tensor) -> Tensor:
-    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def wide_rows(tensor: Tensor) -> Tensor:
-    return torch.nn.functional.pad(tensor, (0, 8))[..., : tensor.shape[-1]]
-
-
-LAYOUTS: list[Callable[[Tensor], Tensor]] = [sequence_first, wide_rows, inside_nan]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
@@ -240,16 +195,6 @@ def test_graph_replays_read_the_new_inputs(head_dim: int, device: str) -> None:
             inputs[name].copy_(tensor)
         graph.replay()
         assert_same_bits(captured, forward(inputs, causal=True), head_dim)
-
-
-@pytest.mark.parametrize("dtype", HALF, ids=name_of)
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_backward_is_another_backends(head_dim: int, dtype: torch.dtype, device: str) -> None:
-    """out and lse are handed over: gradients obey the rule, with a gradient of lse, too."""
-    inputs = make_inputs((2, 4, 200, head_dim), (2, 2, 260, head_dim), dtype=dtype, device=device)
-    plan = flash_ext.explain(**inputs)
-    assert (plan.forward.backend, plan.backward.backend) == ("sm90", "sm80")
-    check(flash_ext.attention, inputs, {"causal": True, "align": "bottom_right", "return_lse": True})
 
 
 def test_rows_without_keys(device: str) -> None:

@@ -1,8 +1,8 @@
 // What a backend is to the rest of the library: a name, a reason to refuse, and two functions.
 //
 // Forward and backward are chosen independently, so the hand-over between them is fixed: out (problem.dtype),
-// lse (contiguous [b, h_q, s_q], natural log, no padding, no private form) and rng_state. A backend may have a forward
-// only: its backward is then another backend's.
+// lse (contiguous [b, h_q, s_q], natural log, no padding, no private form) and rng_state. A backend may serve fewer
+// problems backward than forward: the gradients are then another backend's.
 // A new backend is a folder with one `extern const Backend` and one name in dispatch.cpp's list.
 #pragma once
 
@@ -37,7 +37,7 @@ struct Plan {
   int64_t block_m = 0, block_n = 0;  // queries, keys
   int stages = 0;                    // 0 where the notion does not exist
   bool small_tiles = false;          // of a backend that has two tiles for a pass, the smaller
-  Use on_chip[8];                    // shared memory (CPU: cache) by what it holds; ends at the first null name
+  Use on_chip[9];                    // shared memory (CPU: cache) by what it holds; ends at the first null name
   int64_t on_chip_limit = 0;
   int64_t scratch_bytes = 0;  // memory beside inputs and outputs
   int64_t grid = 0;           // work items
@@ -61,13 +61,13 @@ struct Backend {
   std::string (*refuses)(const Problem& problem, Pass pass, const DeviceInfo& device);
   Plan (*plan)(const Problem& problem, Pass pass, const DeviceInfo& device);
   void (*forward)(const ForwardArgs& args, const Plan& plan, void* workspace);
-  void (*backward)(const BackwardArgs& args, const Plan& plan, void* workspace);  // null: it has none
+  void (*backward)(const BackwardArgs& args, const Plan& plan, void* workspace);
   // Asks the current device about the kernel of a plan; null where there is nothing to ask.
   void (*inspect)(const Problem& problem, Pass pass, Plan& plan) = nullptr;
-  // A clause about where an input lies, e.g. "query does not start at a multiple of 16 bytes"; asked after refuses()
-  // has accepted, with the views of q, k and v set. Addresses of explain count from the storage. Null: reads any
-  // strides.
-  std::string (*refuses_views)(const ForwardArgs& args) = nullptr;
+  // A clause about where a tensor lies, e.g. "query does not start at a multiple of 16 bytes"; asked after refuses()
+  // has accepted, with all views set. `backward` is null in forward, and otherwise what backward will be given, `args`
+  // in it. Addresses of explain count from the storage. Null: reads any strides.
+  std::string (*refuses_views)(const ForwardArgs& args, const BackwardArgs* backward) = nullptr;
 };
 
 extern const Backend cpu_backend;

@@ -30,18 +30,51 @@ const Backend* find_backend(std::string_view name) {
   return nullptr;
 }
 
-std::string reason_to_refuse(const Backend& backend, const ForwardArgs& args, Pass pass, const DeviceInfo& device) {
+// What a backend is asked about, in either pass.
+struct Asked {
+  const ForwardArgs& forward;
+  const BackwardArgs* backward = nullptr;
+};
+
+std::string reason_to_refuse(const Backend& backend, const Asked& asked, const DeviceInfo& device) {
+  const Problem& problem = asked.forward.problem;
+  const Pass pass = asked.backward == nullptr ? Pass::kForward : Pass::kBackward;
   if (backend.device != device.type) {
     return backend.device == DeviceType::kCpu ? "the tensors are not on the CPU"
                                               : "the tensors are not on a CUDA device";
   }
-  if (args.problem.batch_rank > kMaxBatchDims) {
+  if (problem.batch_rank > kMaxBatchDims) {
     return "the leading dimensions do not merge into " + std::to_string(kMaxBatchDims);
   }
-  if (pass == Pass::kBackward && backend.backward == nullptr) return "it has no backward pass";
-  std::string reason = backend.refuses(args.problem, pass, device);
-  if (reason.empty() && backend.refuses_views != nullptr) reason = backend.refuses_views(args);
+  std::string reason = backend.refuses(problem, pass, device);
+  if (reason.empty() && backend.refuses_views != nullptr) {
+    reason = backend.refuses_views(asked.forward, asked.backward);
+  }
   return reason;
+}
+
+const Backend* select(const Asked& asked, const DeviceInfo& device, std::optional<std::string_view> name) {
+  if (name == kChunked) return nullptr;
+  if (name.has_value()) {
+    check_backend_name(*name);
+    const Backend* named = find_backend(*name);
+    const std::string reason = reason_to_refuse(*named, asked, device);
+    if (!reason.empty()) throw AttentionError(named->name, "refuses: " + reason);
+    return named;
+  }
+  for (const Backend* backend : kBackends) {
+    if (reason_to_refuse(*backend, asked, device).empty()) return backend;
+  }
+  return nullptr;
+}
+
+std::vector<Refusal> all_refusals(const Asked& asked, const DeviceInfo& device) {
+  std::vector<Refusal> result;
+  for (const Backend* backend : kBackends) {
+    std::string reason = reason_to_refuse(*backend, asked, device);
+    if (!reason.empty()) result.push_back({backend->name, std::move(reason)});
+  }
+  return result;
 }
 
 }  // namespace
@@ -93,31 +126,21 @@ DeviceInfo device_info(const c10::Device& device) {
   return info;
 }
 
-const Backend* select_backend(const ForwardArgs& args, Pass pass, const DeviceInfo& device,
-                              std::optional<std::string_view> name) {
-  if (name == kChunked) return nullptr;
-  if (name.has_value()) {
-    check_backend_name(*name);
-    const Backend* named = find_backend(*name);
-    if (pass == Pass::kForward || named->backward != nullptr) {
-      const std::string reason = reason_to_refuse(*named, args, pass, device);
-      if (!reason.empty()) throw AttentionError(named->name, "refuses: " + reason);
-      return named;
-    }
-  }
-  for (const Backend* backend : kBackends) {
-    if (reason_to_refuse(*backend, args, pass, device).empty()) return backend;
-  }
-  return nullptr;
+const Backend* select_backend(const ForwardArgs& args, const DeviceInfo& device, std::optional<std::string_view> name) {
+  return select({args}, device, name);
 }
 
-std::vector<Refusal> refusals(const ForwardArgs& args, Pass pass, const DeviceInfo& device) {
-  std::vector<Refusal> result;
-  for (const Backend* backend : kBackends) {
-    std::string reason = reason_to_refuse(*backend, args, pass, device);
-    if (!reason.empty()) result.push_back({backend->name, std::move(reason)});
-  }
-  return result;
+const Backend* select_backend(const BackwardArgs& args, const DeviceInfo& device,
+                              std::optional<std::string_view> name) {
+  return select({args.fwd, &args}, device, name);
+}
+
+std::vector<Refusal> refusals(const ForwardArgs& args, const DeviceInfo& device) {
+  return all_refusals({args}, device);
+}
+
+std::vector<Refusal> refusals(const BackwardArgs& args, const DeviceInfo& device) {
+  return all_refusals({args.fwd, &args}, device);
 }
 
 }  // namespace flash_ext

@@ -1,6 +1,5 @@
-// Which backend runs a call: the first in the list that accepts, or the one that is named. Forward and backward are
-// chosen independently. `chunked` (chunked.h) stands behind the list and refuses nothing. A named backend that has no
-// backward pass at all leaves backward to the list, because nobody else's name was given for it.
+// Which backend runs a call: the first in the list that accepts, or the one that is named, which must accept. Forward
+// and backward are chosen independently. `chunked` (chunked.h) stands behind the list and refuses nothing.
 #pragma once
 
 #include <optional>
@@ -28,15 +27,16 @@ std::string_view stored_name(std::string_view name);
 
 DeviceInfo device_info(const c10::Device& device);
 
-// The backend that will run, or nullptr for `chunked`. Throws AttentionError where the named one refuses, which every
-// one does where the leading dimensions did not merge.
-const Backend* select_backend(const ForwardArgs& args, Pass pass, const DeviceInfo& device,
-                              std::optional<std::string_view> name);
+// The backend that will run the pass whose arguments these are, or nullptr for `chunked`. Throws AttentionError where
+// the named one refuses, which every one does where the leading dimensions did not merge.
+const Backend* select_backend(const ForwardArgs& args, const DeviceInfo& device, std::optional<std::string_view> name);
+const Backend* select_backend(const BackwardArgs& args, const DeviceInfo& device, std::optional<std::string_view> name);
 
 struct Refusal {
   std::string backend, reason;
 };
-// Every backend's refusal of a problem, for explain.
-std::vector<Refusal> refusals(const ForwardArgs& args, Pass pass, const DeviceInfo& device);
+// Every backend's refusal of a pass, for explain.
+std::vector<Refusal> refusals(const ForwardArgs& args, const DeviceInfo& device);
+std::vector<Refusal> refusals(const BackwardArgs& args, const DeviceInfo& device);
 
 }  // namespace flash_ext

@@ -61,6 +61,41 @@ void inspect(const Backend& backend, const Problem& problem, Pass pass, const c1
   }
 }
 
+c10::TensorOptions nowhere(const Tensor& like) { return like.options().device(at::kMeta); }
+
+// A tensor in the order of another one, with an address that is aligned and not null, though nothing lies there.
+Tensor planned_tensor(const Sizes<int64_t>& sizes, const Tensor& like) {
+  Sizes<int64_t> two_sizes{2}, two_strides{64};
+  two_sizes.append(sizes);
+  two_strides.append(strides_in_order_of<int64_t>(sizes, like));
+  return at::empty_strided(two_sizes, two_strides, nowhere(like)).select(0, 1);
+}
+
+// What ops.cpp would hand over. grad_out is taken to lie as out does.
+BackwardArgs planned_backward(const Inputs& in, const Options& options, const Shape<int64_t>& shape,
+                              const GradMask& wanted) {
+  BackwardArgs args;
+  ProblemBuilder builder(in, options, shape);
+  add_inputs(builder, args.fwd, in, shape);
+  const Tensor out = planned_tensor(shape.out_sizes(), in.query);
+  builder.add(args.fwd.out, out, shape.heads_q, shape.len_q, shape.head_dim_v);
+  builder.add(args.d_out, out, shape.heads_q, shape.len_q, shape.head_dim_v);
+  const auto add = [&](TensorView& view, bool& in_accum, const Tensor& input, int64_t heads, int64_t rows,
+                       int64_t cols) {
+    const Sizes<int64_t> whole = shape.sizes(heads, rows, cols);
+    in_accum = input.sizes() != c10::IntArrayRef(whole);
+    builder.add(view, in_accum ? at::empty(whole, nowhere(input)) : planned_tensor(whole, input), heads, rows, cols);
+  };
+  if (wanted[0]) add(args.dq, args.dq_in_accum, in.query, shape.heads_q, shape.len_q, shape.head_dim);
+  if (wanted[1]) add(args.dk, args.dk_in_accum, in.key, shape.heads_k, shape.len_k, shape.head_dim);
+  if (wanted[2]) add(args.dv, args.dv_in_accum, in.value, shape.heads_v, shape.len_k, shape.head_dim_v);
+  if (wanted[3])
+    builder.add(args.dbias, at::empty(in.bias.sizes(), nowhere(in.bias)), shape.heads_q, shape.len_q, shape.len_k);
+  builder.finish(args.fwd.problem);
+  set_wanted(args.fwd.problem, wanted);
+  return args;
+}
+
 }  // namespace
 
 std::string explain(const Inputs& in, const Options& options, std::string_view device_name, const GradMask& grad_mask) {
@@ -70,19 +105,31 @@ std::string explain(const Inputs& in, const Options& options, std::string_view d
   const auto name = options.backend.has_value() ? options.backend : requested_backend();
   const GradMask wanted = existing(grad_mask, in);
 
-  ForwardArgs args;
+  ForwardArgs forward;
   ProblemBuilder builder(in, options, shape);
-  add_inputs(builder, args, in, shape);
-  Problem& problem = args.problem;
-  builder.finish(problem);
-  set_wanted(problem, wanted);
+  add_inputs(builder, forward, in, shape);
+  builder.finish(forward.problem);
+  const BackwardArgs backward = planned_backward(in, options, shape, wanted);
 
   std::string plans, refused, copies;
   bool composite = false, kernels = false;
-  for (const Pass pass : {Pass::kForward, Pass::kBackward}) {
-    const char* pass_name = pass == Pass::kForward ? "forward" : "backward";
-    const Backend* backend = select_backend(args, pass, device, name);
+  const auto add_pass = [&](Pass pass, const char* pass_name, const auto& args, const Problem& problem) {
+    const std::vector<Refusal> reasons = refusals(args, device);
+    for (const Refusal& refusal : reasons) {
+      append(refused, "[" + json_string(refusal.backend) + ", " + json_string(pass_name) + ", " +
+                          json_string(refusal.reason) + "]");
+    }
+    const auto add_plan = [&](std::string_view backend, const Plan& plan) {
+      plans += json_string(pass_name) + ": " + json(std::string(backend), plan) + ", ";
+    };
     Plan plan;
+    // A call that needs no backward is not wrong where only that is refused.
+    const auto is_named = [&](const Refusal& refusal) { return refusal.backend == name; };
+    if (pass == Pass::kBackward && std::any_of(reasons.begin(), reasons.end(), is_named)) {
+      plan.kernel = "none: the backend that is asked for refuses";
+      return add_plan("none", plan);
+    }
+    const Backend* backend = select_backend(args, device, name);
     plan.kernel = "composite of torch operations over blocks of queries";
     if (backend != nullptr) {
       plan = backend->plan(problem, pass, device);
@@ -90,12 +137,10 @@ std::string explain(const Inputs& in, const Options& options, std::string_view d
     }
     composite = composite || backend == nullptr;
     kernels = kernels || backend != nullptr;
-    plans += json_string(pass_name) + ": " + json(backend ? backend->name : std::string(kChunked), plan) + ", ";
-    for (const Refusal& refusal : refusals(args, pass, device)) {
-      append(refused, "[" + json_string(refusal.backend) + ", " + json_string(pass_name) + ", " +
-                          json_string(refusal.reason) + "]");
-    }
-  }
+    add_plan(backend != nullptr ? backend->name : kChunked, plan);
+  };
+  add_pass(Pass::kForward, "forward", forward, forward.problem);
+  add_pass(Pass::kBackward, "backward", backward, backward.fwd.problem);
   const auto add_copy = [&](const char* argument, int64_t bytes, const char* reason) {
     append(copies, "[" + json_string(argument) + ", " + std::to_string(bytes) + ", " + json_string(reason) + "]");
   };

@@ -124,7 +124,7 @@ ForwardResult forward_with_rng_state(c10::DispatchKeySet, const Inputs& in, cons
   builder.finish(args.problem);
   const DeviceInfo device = device_info(in.query.device());
   const auto name = options.backend.has_value() ? options.backend : requested_backend();
-  if (const Backend* backend = select_backend(args, Pass::kForward, device, name)) {
+  if (const Backend* backend = select_backend(args, device, name)) {
     if (return_lse) args.lse = result.lse.mutable_data_ptr();
     if (options.dropout_p > 0) args.rng_state = rng_state.const_data_ptr<int64_t>();
     args.stream = current_stream(in.query);
@@ -165,7 +165,7 @@ Gradients backward(c10::DispatchKeySet, const Tensor& grad_out, const Tensor& gr
   BackwardArgs args;
   ProblemBuilder builder(in, options, shape);
   const std::optional<Inputs> gathered = gather_columns(in);
-  const Tensor d_out = gather_columns(grad_out);
+  const Tensor d_out = gather_rows(grad_out);
   add_inputs(builder, args.fwd, gathered.has_value() ? *gathered : in, shape);
   builder.add(args.fwd.out, saved.out, shape.heads_q, shape.len_q, shape.head_dim_v);
   builder.add(args.d_out, d_out, shape.heads_q, shape.len_q, shape.head_dim_v);
@@ -194,7 +194,7 @@ Gradients backward(c10::DispatchKeySet, const Tensor& grad_out, const Tensor& gr
   builder.finish(problem);
   set_wanted(problem, wanted);
   const DeviceInfo device = device_info(in.query.device());
-  const Backend* backend = select_backend(args.fwd, Pass::kBackward, device, options.backend);
+  const Backend* backend = select_backend(args, device, options.backend);
   if (backend == nullptr) {
     const Gradients whole_grads = chunked::backward(grad_out, grad_lse, in, saved.rng_state, options, wanted);
     Gradients result;

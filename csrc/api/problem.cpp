@@ -135,12 +135,23 @@ void set_wanted(Problem& problem, const GradMask& wanted) {
 
 namespace {
 
-// One element of each broadcast dimension.
-Tensor without_broadcasts(Tensor tensor) {
-  for (int64_t i = 0; i < tensor.dim(); ++i) {
-    if (tensor.stride(i) == 0 && tensor.size(i) > 1) tensor = tensor.narrow(i, 0, 1);
+bool is_broadcast(const Tensor& tensor, int64_t dim) { return tensor.stride(dim) == 0 && tensor.size(dim) > 1; }
+
+// One element of each broadcast dimension, of the first `dims`.
+Tensor without_broadcasts(Tensor tensor, int64_t dims) {
+  for (int64_t i = 0; i < dims; ++i) {
+    if (is_broadcast(tensor, i)) tensor = tensor.narrow(i, 0, 1);
   }
   return tensor;
+}
+
+// A copy with the last dimension innermost and the others in their order; the first `dims` keep their broadcasts.
+Tensor gathered(const Tensor& tensor, int64_t dims) {
+  const Tensor whole = without_broadcasts(tensor, dims);
+  const Sizes<int64_t> sizes(whole.sizes());
+  const Tensor copy = at::empty_strided(sizes, strides_in_order_of<int64_t>(sizes, whole), whole.options());
+  copy.copy_(whole);
+  return copy.expand(tensor.sizes());
 }
 
 }  // namespace
@@ -151,16 +162,17 @@ bool has_scattered_columns(const Tensor& tensor) {
 }
 
 int64_t bytes_of_copy(const Tensor& tensor) {
-  return without_broadcasts(tensor).numel() * static_cast<int64_t>(tensor.element_size());
+  return without_broadcasts(tensor, tensor.dim()).numel() * static_cast<int64_t>(tensor.element_size());
 }
 
 Tensor gather_columns(const Tensor& tensor) {
-  if (!has_scattered_columns(tensor) || !tensor.is_cuda()) return tensor;
-  const Tensor whole = without_broadcasts(tensor);
-  const Sizes<int64_t> sizes(whole.sizes());
-  const Tensor copy = at::empty_strided(sizes, strides_in_order_of<int64_t>(sizes, whole), whole.options());
-  copy.copy_(whole);
-  return copy.expand(tensor.sizes());
+  return has_scattered_columns(tensor) && tensor.is_cuda() ? gathered(tensor, tensor.dim()) : tensor;
+}
+
+Tensor gather_rows(const Tensor& grad_out) {
+  if (!grad_out.defined() || !grad_out.is_cuda()) return grad_out;
+  const bool repeats = is_broadcast(grad_out, -1) || is_broadcast(grad_out, -2);
+  return repeats || has_scattered_columns(grad_out) ? gathered(grad_out, grad_out.dim() - 2) : grad_out;
 }
 
 std::optional<Inputs> gather_columns(const Inputs& in) {

@@ -52,6 +52,9 @@ int64_t bytes_of_copy(const Tensor& tensor);
 // The tensor itself or, on a GPU where its columns are scattered, a copy with the last dimension innermost; the others
 // keep their order and their broadcasts, so that leading dimensions merge as before.
 Tensor gather_columns(const Tensor& tensor);
+// The same of grad_out, whose rows and columns are also written out where it repeats them: .sum() expands one number,
+// and a kernel that loads rows cannot. Its batches and heads stay broadcast.
+Tensor gather_rows(const Tensor& grad_out);
 // The inputs with all of them gathered; none where there is nothing to copy.
 std::optional<Inputs> gather_columns(const Inputs& in);
 

@@ -1,14 +1,15 @@
 // The sm90 backend's entry, host code only: refuses, plans, and picks the kernel's instance.
 //
-//   fp16 and bf16 forward by TMA and wgmma (fwd.cuh): bands, grouped heads, lse; no score modification, no dropout
+//   fp16 and bf16 by TMA and wgmma (fwd.cuh, bwd.cuh): bands, grouped heads, lse; no score modification, no dropout
 //
-// Serves compute capability 9.0 exactly, because wgmma is of that one architecture, and hands backward to the others.
+// Serves compute capability 9.0 exactly, because wgmma is of that one architecture; backward serves less than forward.
 // Called by api/dispatch.cpp. Invariant: what refuses() and refuses_views() let pass has an instance, and its tensor
 // maps encode; the list of instances comes from cmake/cuda_units.cmake.
 #include "api/backend.h"
 
 #include <algorithm>
 
+#include "sm90/bwd_config.h"
 #include "sm90/config.h"
 #include "sm90/tensor_map.h"
 #include "sm90_instances.h"
@@ -18,48 +19,64 @@ namespace {
 
 constexpr int64_t kMaxLength = int64_t{1} << 29;  // sums of a position, a band's edge and a tile fit 32 bits
 constexpr double kMaxScale = 1e30;                // and its inverse: far from the ends of float
+// Rows with fewer, and those of a band of one, have a dS that is nearly or exactly 0 in eager attention, and the
+// rounding of P and out is all that is left of it: sm80/shared_memory.h, may_be_inexact.
+constexpr int64_t kFewKeys = 16;
 
-// The first that is wide enough, or null.
-const Instance* find_instance(const Problem& problem) {
-  const int64_t head_dim = std::max(problem.head_dim, problem.head_dim_v);
-  const Instance* const found = std::find_if(std::begin(kInstances), std::end(kInstances), [&](const Instance& i) {
-    return i.dtype == problem.dtype && i.head_dim >= head_dim;
-  });
-  return found == std::end(kInstances) ? nullptr : found;
+bool serves(const Instance& instance, DType dtype, Pass pass) {
+  return instance.dtype == dtype && (pass == Pass::kForward || instance.run_backward != nullptr);
 }
 
-const Instance& instance_of(const Problem& problem) { return *find_instance(problem); }
+// The first that is wide enough; there is one, because refuses() has accepted.
+const Instance& instance_of(const Problem& problem, Pass pass) {
+  const int64_t head_dim = std::max(problem.head_dim, problem.head_dim_v);
+  return *std::find_if(std::begin(kInstances), std::end(kInstances), [&](const Instance& instance) {
+    return serves(instance, problem.dtype, pass) && instance.head_dim >= head_dim;
+  });
+}
 
-std::string refuses_head_dim(const Problem& problem, const char* name, int64_t size) {
+std::string refuses_head_dim(const Problem& problem, Pass pass, const char* name, int64_t size) {
   const auto clause = [&](const std::string& rest) {
     return std::string(name) + " " + std::to_string(size) + " is " + rest;
   };
   int largest = 0;
   for (const Instance& instance : kInstances) {
-    if (instance.dtype == problem.dtype) largest = std::max(largest, instance.head_dim);
+    if (serves(instance, problem.dtype, pass)) largest = std::max(largest, instance.head_dim);
   }
-  if (size > largest) return clause("more than " + std::to_string(largest));
+  const char* const where = pass == Pass::kForward ? "" : " in backward";
+  if (size > largest) return clause("more than " + std::to_string(largest) + where);
   return size % 8 == 0 ? "" : clause("not a multiple of 8");
 }
 
-std::string refuses(const Problem& problem, Pass, const DeviceInfo& device) {
+// What forward serves and backward does not.
+std::string refuses_backward(const Problem& problem) {
+  const Band band = make_band(problem);
+  if (problem.deterministic) return "deterministic is not supported in backward";
+  if (problem.heads_k != problem.heads_v) return "other heads of value than of key are not supported in backward";
+  if (band.upper <= band.lower) return "a band of one key is not supported in backward";
+  if (problem.len_k < kFewKeys) return "fewer than 16 keys are not supported in backward";
+  const char* const unwanted = !problem.wants_dq   ? "query"
+                               : !problem.wants_dk ? "key"
+                               : !problem.wants_dv ? "value"
+                                                   : nullptr;
+  if (unwanted != nullptr) return std::string("a backward without the gradient of ") + unwanted + " is not supported";
+  return "";
+}
+
+std::string refuses(const Problem& problem, Pass pass, const DeviceInfo& device) {
   if (device.compute_capability != 90) {
     return "compute capability " + std::to_string(device.compute_capability / 10) + "." +
            std::to_string(device.compute_capability % 10) + " is not 9.0";
   }
-  const auto is_wanted = [&](const Instance& instance) { return instance.dtype == problem.dtype; };
+  const bool is_fp16 = problem.dtype == DType::kFloat16;
+  if (!is_fp16 && problem.dtype != DType::kBFloat16) return "only fp16 and bf16 are supported";
+  const auto is_wanted = [&](const Instance& instance) { return serves(instance, problem.dtype, pass); };
   if (std::none_of(std::begin(kInstances), std::end(kInstances), is_wanted)) {
-    switch (problem.dtype) {
-      case DType::kFloat16:
-        return "this build has no kernels for fp16";
-      case DType::kBFloat16:
-        return "this build has no kernels for bf16";
-      default:
-        return "only fp16 and bf16 are supported";
-    }
+    return std::string("this build has no ") + (pass == Pass::kForward ? "" : "backward ") + "kernels for " +
+           (is_fp16 ? "fp16" : "bf16");
   }
-  std::string reason = refuses_head_dim(problem, "head_dim", problem.head_dim);
-  if (reason.empty()) reason = refuses_head_dim(problem, "head_dim_v", problem.head_dim_v);
+  std::string reason = refuses_head_dim(problem, pass, "head_dim", problem.head_dim);
+  if (reason.empty()) reason = refuses_head_dim(problem, pass, "head_dim_v", problem.head_dim_v);
   if (!reason.empty()) return reason;
   if (problem.has_mask) return "a mask is not supported";
   if (problem.has_bias) return "a bias is not supported";
@@ -73,19 +90,30 @@ std::string refuses(const Problem& problem, Pass, const DeviceInfo& device) {
   if (problem.has_page_table) return "page_table is not supported";
   if (problem.has_sinks) return "sinks are not supported";
   if (problem.has_descale) return "k_descale and v_descale are not supported";
-  return "";
+  return pass == Pass::kForward ? "" : refuses_backward(problem);
 }
 
-// NOTE: out needs no question: api/ makes it dense, last dimension innermost, at an address of the allocator.
-std::string refuses_views(const ForwardArgs& args) {
+// NOTE: what a pass writes needs no question: api/ makes it dense, last dimension innermost, at an address of the
+// allocator. Backward's out, which a caller of the operator may have made, does.
+std::string refuses_views(const ForwardArgs& args, const BackwardArgs* backward) {
   const Problem& problem = args.problem;
-  const auto clause = [&](const char* name, const TensorView& view, int64_t rows) {
-    const char* reason = tma_refuses(problem, view, rows);
-    return reason == nullptr ? std::string() : std::string(name) + " " + reason;
+  std::string reason;
+  const auto ask = [&](const char* name, const TensorView& view, int64_t heads, int64_t rows) {
+    const char* const refused = reason.empty() ? tma_refuses(problem, view, heads, rows) : nullptr;
+    if (refused != nullptr) reason = std::string(name) + " " + refused;
   };
-  std::string reason = clause("query", args.q, problem.len_q);
-  if (reason.empty()) reason = clause("key", args.k, problem.len_k);
-  if (reason.empty()) reason = clause("value", args.v, problem.len_k);
+  ask("query", args.q, problem.heads_q, problem.len_q);
+  ask("key", args.k, problem.heads_k, problem.len_k);
+  ask("value", args.v, problem.heads_v, problem.len_k);
+  if (backward == nullptr || !reason.empty()) return reason;
+  for (const auto& [name, in_accum] :
+       {std::pair{"query", backward->dq_in_accum}, std::pair{"key", backward->dk_in_accum},
+        std::pair{"value", backward->dv_in_accum}}) {
+    if (in_accum) return std::string("the gradient of a broadcast ") + name + " is not supported";
+  }
+  if (!backward->d_out) return "a backward without grad_out is not supported";
+  ask("grad_out", backward->d_out, problem.heads_q, problem.len_q);
+  ask("out", args.out, problem.heads_q, problem.len_q);
   return reason;
 }
 
@@ -102,8 +130,8 @@ const char* schedule_name(Schedule schedule, bool persistent) {
   }
 }
 
-Plan plan(const Problem& problem, Pass, const DeviceInfo& device) {
-  const int head_dim = instance_of(problem).head_dim;
+Plan plan_forward(const Problem& problem, const DeviceInfo& device) {
+  const int head_dim = instance_of(problem, Pass::kForward).head_dim;
   const bool persistent = is_persistent(problem, head_dim);
   const ForwardShape shape = forward_shape(head_dim, persistent);
   const ForwardSmem smem = forward_smem(shape, head_dim);
@@ -132,10 +160,53 @@ Plan plan(const Problem& problem, Pass, const DeviceInfo& device) {
   return plan;
 }
 
+Plan plan_backward(const Problem& problem, const DeviceInfo& device) {
+  const Instance& instance = instance_of(problem, Pass::kBackward);
+  const BackwardShape shape = backward_shape(instance.head_dim);
+  const BackwardSmem smem = backward_smem(shape, instance.head_dim);
+  const TileSchedule schedule = backward_schedule(problem, shape.block_n);
+  Plan plan;
+  plan.kernel = "sm90.backward";
+  const bool persistent = is_backward_persistent(problem);
+  plan.schedule = persistent ? "persistent" : "a tile of keys a block";
+  plan.block_m = shape.block_m;
+  plan.block_n = shape.block_n;
+  plan.stages = shape.stages;
+  plan.on_chip[0] = {"k", smem.v - smem.k};
+  plan.on_chip[1] = {"v", smem.q - smem.v};
+  plan.on_chip[2] = {"q", smem.d_out - smem.q};
+  plan.on_chip[3] = {"d_out", smem.ds - smem.d_out};
+  plan.on_chip[4] = {"ds", smem.dq - smem.ds};
+  plan.on_chip[5] = {"dq staging", smem.stats - smem.dq};
+  plan.on_chip[6] = {"lse and delta", smem.barriers - smem.stats};
+  plan.on_chip[7] = {"barriers", smem.total - kTileAlign - smem.barriers};
+  plan.on_chip[8] = {"alignment", kTileAlign};
+  plan.on_chip_limit = device.shared_memory_per_block;
+  plan.scratch_bytes = instance.backward_scratch_bytes(problem);
+  plan.registers = shape.consumer_registers;
+  plan.producer_registers = shape.producer_registers;
+  plan.occupancy = shape.threads / 2048.0;  // one block a multiprocessor
+  plan.grid = schedule.size();
+  if (device.multiprocessors > 0) {
+    plan.waves = static_cast<double>(plan.grid) / device.multiprocessors;
+    if (persistent) plan.grid = std::min<int64_t>(plan.grid, device.multiprocessors);
+  }
+  plan.l2_section = std::min(schedule.section, schedule.kv_heads);
+  return plan;
+}
+
+Plan plan(const Problem& problem, Pass pass, const DeviceInfo& device) {
+  return pass == Pass::kForward ? plan_forward(problem, device) : plan_backward(problem, device);
+}
+
 void forward(const ForwardArgs& args, const Plan& plan, void*) {
-  const Instance& instance = instance_of(args.problem);
+  const Instance& instance = instance_of(args.problem, Pass::kForward);
   const int grid = static_cast<int>(std::min<int64_t>(plan.grid, INT32_MAX));
   instance.run_forward(args, is_persistent(args.problem, instance.head_dim), grid);
+}
+
+void backward(const BackwardArgs& args, const Plan& plan, void* workspace) {
+  instance_of(args.fwd.problem, Pass::kBackward).run_backward(args, plan.grid, workspace);
 }
 
 }  // namespace
@@ -148,7 +219,7 @@ extern const Backend sm90_backend = {.name = "sm90",
                                      .refuses = sm90::refuses,
                                      .plan = sm90::plan,
                                      .forward = sm90::forward,
-                                     .backward = nullptr,
+                                     .backward = sm90::backward,
                                      .refuses_views = sm90::refuses_views};
 
 }  // namespace flash_ext

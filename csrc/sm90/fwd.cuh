@@ -18,6 +18,7 @@
 #include "attention/tile_schedule.h"
 #include "cuda/launch.h"
 #include "sm90/config.h"
+#include "sm90/pipeline.cuh"
 #include "sm90/softmax.cuh"
 #include "sm90/tensor_map.h"
 #include "sm90/wgmma.cuh"
@@ -65,30 +66,6 @@ struct Work {
   __device__ __forceinline__ BoxStart box(const BoxSteps& steps, int box_head, int row) const {
     return {0, row, box_head * steps.head, b0 * steps.b0, b1 * steps.b1};
   }
-};
-
-// A place in a ring of stages. The consumer waits for full with `phase`, the producer for empty with the other one, so
-// that its first round does not wait.
-template <int kStages>
-struct RingPlace {
-  int stage = 0;
-  uint32_t phase = 0;
-  __device__ __forceinline__ void advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      phase ^= 1;
-    }
-  }
-};
-
-// `stages` tiles in shared memory, each with a full and an empty barrier.
-template <int kStageBytes>
-struct Ring {
-  uint32_t tiles, barriers;
-
-  __device__ __forceinline__ uint32_t tile(int stage) const { return tiles + stage * kStageBytes; }
-  __device__ __forceinline__ uint32_t full(int stage) const { return barriers + stage * 16; }
-  __device__ __forceinline__ uint32_t empty(int stage) const { return barriers + stage * 16 + 8; }
 };
 
 template <class T_, int kHeadDim_, ForwardShape kShape_>

@@ -110,12 +110,26 @@ __device__ __forceinline__ void tma_load(uint32_t shared, const CUtensorMap* map
       : "memory");
 }
 
+// cp.async.bulk, global to shared: bytes in a row, addresses and size multiples of 16.
+__device__ __forceinline__ void bulk_load(uint32_t shared, const void* global, uint32_t barrier, uint32_t bytes) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
+               "l"(global), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+
 // cp.async.bulk.tensor.5d, shared to global: rows and columns outside of the tensor are not written.
 __device__ __forceinline__ void tma_store(const CUtensorMap* map, uint32_t shared, BoxStart at) {
   asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(map),
                "r"(shared), "r"(at.col), "r"(at.row), "r"(at.head), "r"(at.b0), "r"(at.b1)
                : "memory");
 }
+// cp.reduce.async.bulk .add.f32, shared to global: bytes a multiple of 16, addresses, too; in the thread's bulk group.
+__device__ __forceinline__ void bulk_add(float* global, uint32_t shared, uint32_t bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global), "r"(shared),
+               "r"(bytes)
+               : "memory");
+}
+
 // cp.async.bulk.commit_group
 __device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // cp.async.bulk.wait_group.read 0: this thread's stores have read shared memory; they may not be visible yet.
@@ -128,6 +142,33 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t address, uint32_t r0, uint3
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r0), "r"(r1),
                "r"(r2), "r"(r3)
                : "memory");
+}
+
+// st.shared.v4.f32
+__device__ __forceinline__ void store_shared4(uint32_t address, float x, float y, float z, float w) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
+}
+
+// st.shared.f32
+__device__ __forceinline__ void store_shared(uint32_t address, float x) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
+}
+
+// ld.shared.v4.u32
+__device__ __forceinline__ uint4 load_shared4(uint32_t address) {
+  uint4 result;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(result.x), "=r"(result.y), "=r"(result.z), "=r"(result.w)
+               : "r"(address)
+               : "memory");
+  return result;
+}
+
+// ld.shared.v2.f32
+__device__ __forceinline__ float2 load_shared2(uint32_t address) {
+  float2 result;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(result.x), "=f"(result.y) : "r"(address));
+  return result;
 }
 
 // ex2.approx.ftz.f32: 2^x, relative error 2^-22; 2^-inf = 0, NaN stays NaN.
@@ -147,6 +188,17 @@ __device__ __forceinline__ uint32_t pack(float x, float y, __nv_bfloat16) {
   uint32_t result;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(y), "f"(x));
   return result;
+}
+
+// The two numbers of a register.
+__device__ __forceinline__ void unpack(uint32_t packed, float& x, float& y, __half) {
+  const float2 pair = __half22float2(reinterpret_cast<const __half2&>(packed));
+  x = pair.x;
+  y = pair.y;
+}
+__device__ __forceinline__ void unpack(uint32_t packed, float& x, float& y, __nv_bfloat16) {
+  x = __uint_as_float(packed << 16);
+  y = __uint_as_float(packed & 0xFFFF0000U);
 }
 
 }  // namespace flash_ext::sm90

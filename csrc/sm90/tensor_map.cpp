@@ -48,13 +48,13 @@ int64_t batch_size(const Problem& problem, int from_last) {
 
 }  // namespace
 
-const char* tma_refuses(const Problem& problem, const TensorView& view, int64_t rows) {
+const char* tma_refuses(const Problem& problem, const TensorView& view, int64_t heads, int64_t rows) {
   if (problem.batch_rank > 2) return "has more than 2 batch dimensions that do not merge";
   if (view.col_stride != 1) return "has a last dimension that is not contiguous";
   if (reinterpret_cast<uint64_t>(view.data) % kStrideUnit != 0) return "does not start at a multiple of 16 bytes";
   if (view.row_stride == 0 && rows > 1) return "repeats one row";
-  for (const int64_t stride :
-       {view.row_stride, view.head_stride, batch_stride(problem, view, 0), batch_stride(problem, view, 1)}) {
+  for (const int64_t stride : {rows > 1 ? view.row_stride : 0, heads > 1 ? view.head_stride : 0,
+                               batch_stride(problem, view, 0), batch_stride(problem, view, 1)}) {
     if (stride * kElementBytes % kStrideUnit != 0) return "has a stride that is not a multiple of 16 bytes";
     if (stride < 0 || stride >= kStrideLimit / kElementBytes) return "has a stride of 2^40 bytes or more";
   }

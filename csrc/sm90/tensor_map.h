@@ -4,7 +4,7 @@
 //   dimension 0 col (64 a box: one panel)   1 row   2 head   3 last batch dimension   4 first batch dimension
 //
 // A dimension of stride 0 (a broadcast) gets size 1 in the map, and BoxSteps multiplies its coordinate by 0. Called by
-// run_forward and by the tests. Invariant: what tma_refuses lets pass encodes; nothing here touches the device.
+// forward, backward and the tests. Invariant: what tma_refuses lets pass encodes; nothing here touches the device.
 #pragma once
 
 #include <cuda.h>
@@ -24,7 +24,8 @@ struct TensorMap {
 };
 
 // Null: accepts. Otherwise why the view cannot be addressed by TMA, as the end of a sentence that names the tensor.
-const char* tma_refuses(const Problem& problem, const TensorView& view, int64_t rows);
+// What a dimension of size 1 has for a stride is nobody's business: frameworks write anything there.
+const char* tma_refuses(const Problem& problem, const TensorView& view, int64_t heads, int64_t rows);
 
 // Boxes of box_rows rows by 64 columns of a 16-bit type, 128-byte swizzle.
 TensorMap make_tensor_map(const Problem& problem, const TensorView& view, int64_t heads, int64_t rows, int64_t cols,

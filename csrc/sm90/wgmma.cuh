@@ -1,6 +1,7 @@
 // wgmma.mma_async: C[64, N] += A[64, 16] B[N, 16] by one warpgroup, float accumulators, fp16 or bf16 operands.
 //
 //   Wgmma<T, N>::ss(c, a, b, accumulate)       A and B in shared memory, both K-major
+//   Wgmma<T, N>::ss<1, 1>(...)                 the same, A or B or both MN-major
 //   Wgmma<T, N>::rs(c, a, b, accumulate)       A in registers, B in shared memory, MN-major (rows are k)
 //
 // With g = lane / 4, t = lane % 4 and w the warp of the group, c[4n + i] holds row 16w + g + 8 (i / 2), column
@@ -93,13 +94,14 @@ struct Wgmma;
 #define FLASH_WGMMA(T, name, kCount, n, p0, p1, p2, p3, p4, p5)                                                   \
   template <>                                                                                                     \
   struct Wgmma<T, n> {                                                                                            \
+    template <int kMnA = 0, int kMnB = 0>                                                                         \
     static __device__ __forceinline__ void ss(float (&c)[n / 2], uint64_t a, uint64_t b, int accumulate) {        \
       asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #p2                                                       \
                    ", 0;\n"                                                                                       \
                    "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." #name "." #name " {" FLASH_TEXT_##kCount     \
-                   "}, %" #p0 ", %" #p1 ", p, 1, 1, 0, 0;\n}"                                                     \
+                   "}, %" #p0 ", %" #p1 ", p, 1, 1, %" #p3 ", %" #p4 ";\n}"                                       \
                    : FLASH_OPERANDS_##kCount                                                                      \
-                   : "l"(a), "l"(b), "r"(accumulate));                                                            \
+                   : "l"(a), "l"(b), "r"(accumulate), "n"(kMnA), "n"(kMnB));                                      \
     }                                                                                                             \
     static __device__ __forceinline__ void rs(float (&c)[n / 2], const uint32_t* a, uint64_t b, int accumulate) { \
       asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #p5                                                       \

@@ -1,0 +1,283 @@
+// Backward on Hopper: one producer warp brings tiles of Q and dO by TMA past a tile of K and V that stays, two consumer
+// warpgroups of 64 keys each multiply them by wgmma.
+//
+//   S^T = K Q^T   P^T = e^(S^T - lse)   dP^T = V dO^T   dS^T = P^T o (dP^T - delta)
+//   dV += P^T dO       dK += dS^T Q       dQ += dS K
+//
+// FlashAttention-3 (arXiv:2407.08608), section 3.1 and appendix B.1: scores are computed transposed, so that P^T and
+// dS^T are register operands of dV and dK. dS also goes through shared memory, because dQ sums over the keys of both
+// warpgroups; it leaves by vector reductions to a float array in the order of the fragments (bwd_rows.cuh).
+// Called by run_bwd.cuh. Invariant: a ring's barriers as in pipeline.cuh; a stage of dS is written again only after
+// both warpgroups have passed the barrier of the next one, before which each waited for its own dQ of this one; a
+// warp's staging is its own, for dQ and, after it, for dV and dK.
+#pragma once
+
+#include "sm90/bwd_parts.cuh"
+
+namespace flash_ext::sm90 {
+
+// ---- producer -------------------------------------------------------------------------------------------------------
+
+template <int kRows, int kPanels>
+__device__ __forceinline__ void load_panels(uint32_t tile, uint32_t barrier, const TensorMap& map, BoxStart at) {
+#pragma unroll
+  for (int panel = 0; panel < kPanels; ++panel) {
+    tma_load(tile + panel * panel_size(kRows), &map.map, barrier, at);
+    at.col += kPanelCols;
+  }
+}
+
+// Order: K, Q, V, dO; but behind another tile K comes last, because the others have room sooner.
+// NOTE: K first is worth 3 % at head dim 128, also where a block runs hundreds of tiles of queries: how the warpgroups
+// start against each other stays.
+template <class Traits>
+__device__ __forceinline__ void produce_backward(const BackwardParams& params, const typename Traits::Tiles& tiles) {
+  constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN;
+  typename Traits::Place place;
+  uint32_t phase = 0;
+  for (uint32_t linear = blockIdx.x; linear < params.tiles; linear += gridDim.x) {
+    const KeyWork work = KeyWork::at<kBlockM, kBlockN>(params, linear);
+    const auto load_keys = [&](const Ring<Traits::kKvBytes>& ring, const TensorMap& map) {
+      barrier_wait(ring.empty(0), phase ^ 1);
+      barrier_expect(ring.full(0), Traits::kKvBytes);
+      load_panels<kBlockN, Traits::kPanels>(ring.tile(0), ring.full(0), map,
+                                            work.box(map.steps, work.head_k, work.first_key));
+    };
+    bool first = true, has_k = false;
+    if (linear == blockIdx.x && work.last_m > work.first_m) {
+      load_keys(tiles.k(), params.k);
+      has_k = true;
+    }
+    for (int member = 0; member < params.members; ++member) {
+      const int head = work.head_k * params.members + member;
+      const float* stats = params.stats + int64_t{work.row + member} * 2 * params.m_blocks * kBlockM;
+      for (int m = work.first_m; m < work.last_m; ++m) {
+        const auto load = [&](const Ring<Traits::kQBytes>& ring, const TensorMap& map, uint32_t numbers,
+                              const float* from) {
+          const uint32_t full = ring.full(place.stage);
+          barrier_wait(ring.empty(place.stage), place.phase ^ 1);
+          barrier_expect(full, Traits::kQBytes + Traits::kStatBytes);
+          load_panels<kBlockM, Traits::kPanels>(ring.tile(place.stage), full, map,
+                                                work.box(map.steps, head, m * kBlockM));
+          bulk_load(numbers, from + m * kBlockM, full, Traits::kStatBytes);
+        };
+        load(tiles.q(), params.q, tiles.stats_lse(place.stage), stats);
+        if (first) load_keys(tiles.v(), params.v);
+        load(tiles.d_out(), params.d_out, tiles.stats_delta(place.stage), stats + params.m_blocks * kBlockM);
+        place.advance();
+        if (first) {
+          if (!has_k) load_keys(tiles.k(), params.k);
+          first = false;
+          phase ^= 1;
+        }
+      }
+    }
+    if constexpr (!Traits::kPersistent) break;
+  }
+}
+
+// ---- consumers ------------------------------------------------------------------------------------------------------
+
+template <class Traits>
+__device__ __forceinline__ void consume_backward(const BackwardParams& params, const typename Traits::Tiles& tiles,
+                                                 int consumer) {
+  using T = typename Traits::T;
+  constexpr BackwardShape kShape = Traits::kShape;
+  constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kHeadDim = Traits::kHeadDim;
+  constexpr int kDqCols = Traits::kDqCols, kTile = kBlockM * kHeadDim;
+  const int lane = threadIdx.x % 32, warp = consumer * 4 + threadIdx.x / 32 % 4;
+  const int warp_row = warp * 16;
+  const Ring<Traits::kKvBytes> k_ring = tiles.k(), v_ring = tiles.v();
+  const Ring<Traits::kQBytes> q_ring = tiles.q(), d_out_ring = tiles.d_out();
+  const uint64_t k_desc = k_major(k_ring.tile(0) + consumer * 64 * kPanelBytes);
+  const uint64_t v_desc = k_major(v_ring.tile(0) + consumer * 64 * kPanelBytes);
+  // dQ = dS K, this warpgroup's part: 64 queries (a panel of dS) or 64 columns (a panel of K).
+  const uint64_t dq_b_desc =
+      mn_major(k_ring.tile(0) + (Traits::kSplitsQueries ? 0 : consumer * panel_size(kBlockN)), kBlockN);
+  const int ds_panel = Traits::kSplitsQueries ? consumer * panel_size(kBlockN) : 0;
+  const uint32_t staging = tiles.staging(warp);
+  uint32_t done = 0, phase = 0;  // tiles of queries so far; of K and V
+
+  for (uint32_t linear = blockIdx.x; linear < params.tiles; linear += gridDim.x) {
+    const KeyWork work = KeyWork::at<kBlockM, kBlockN>(params, linear);
+    const int row = work.first_key + warp_row + lane / 4;
+    const int total = (work.last_m - work.first_m) * params.members;
+    float* dq = params.dq + (int64_t{work.row} * params.m_blocks + work.first_m) * kTile + warp * (16 * kDqCols);
+    // From the end of what a head gets to the start of what the next one does.
+    const int64_t dq_jump = int64_t{params.m_blocks - (work.last_m - work.first_m)} * kTile;
+    typename Traits::Place place{static_cast<int>(done % kShape.stages), done / kShape.stages % 2};
+    done += total;
+    float dk_acc[kHeadDim / 2], dv_acc[kHeadDim / 2], s_acc[kBlockM / 2];
+#pragma unroll
+    for (int i = 0; i < kHeadDim / 2; ++i) dk_acc[i] = dv_acc[i] = 0.f;
+    float ds_scale = 1.f, ds_unscale = 1.f;
+
+    int m = work.first_m;
+    // dQ of the tile of queries before, from its staging to global memory; after a fence.
+    const auto add_dq = [&] {
+      if (elect_one()) {
+        bulk_add(dq, staging, Traits::kStagingBytes);
+        tma_store_commit();
+      }
+      dq += kTile;
+      if (m == work.first_m) dq += dq_jump;
+    };
+    // One tile of queries, whose S^T is there. kLast: none follows, whose S^T would be computed.
+    int left = total;
+    const auto step = [&]<bool kLast>(std::bool_constant<kLast>) {
+      float dp_acc[kBlockM / 2], dq_acc[kDqCols / 2];
+      uint32_t p_frag[kBlockM / 4], ds_frag[kBlockM / 4];
+      barrier_wait(d_out_ring.full(place.stage), place.phase);
+      wgmma_fence();
+      issue_scores<T, kBlockN, kBlockM, kHeadDim>(dp_acc, v_desc, d_out_ring.tile(place.stage));
+      if (params.band.is_boundary(m * kBlockM, kBlockM, work.first_key + consumer * 64, 64)) {
+        mask_band_transposed(s_acc, params.band, row, m * kBlockM);
+      }
+      with_queries(s_acc, tiles.stats_lse(place.stage), [&](float& x, float& y, float2 minus_lse, int i) {
+        x = exp2_fast(fmaf(x, params.to_log2, minus_lse.x));
+        y = exp2_fast(fmaf(y, params.to_log2, minus_lse.y));
+        p_frag[i / 2] = pack(x, y, T());
+      });
+      hold(p_frag);
+      hold(dv_acc);
+      wgmma_fence();
+      issue_keys<T, kBlockM, kHeadDim>(dv_acc, p_frag, d_out_ring.tile(place.stage));
+      wgmma_wait<1>();
+      hold(dp_acc);
+      if constexpr (kLast) {
+        if (lane == 0) barrier_arrive(v_ring.empty(0));
+      }
+      with_queries(dp_acc, tiles.stats_delta(place.stage), [&](float& x, float& y, float2 delta, int i) {
+        float p_x = s_acc[i], p_y = s_acc[i + 1];
+        if constexpr (Traits::kRoundedP) unpack(p_frag[i / 2], p_x, p_y, T());
+        x -= delta.x;
+        y -= delta.y;
+        if constexpr (Traits::kScaled) {
+          x *= ds_scale;
+          y *= ds_scale;
+        }
+        ds_frag[i / 2] = pack(p_x * x, p_y * y, T());
+      });
+      store_packed<kBlockN>(ds_frag, tiles.ds(place.stage), warp_row);
+      fence_async_proxy();
+      __syncwarp();
+      if (lane == 0) barrier_arrive(tiles.ds_full(place.stage));
+      if (left != total) add_dq();
+      if (++m == work.last_m) m = work.first_m;
+      hold(ds_frag);
+      hold(dk_acc);
+      wgmma_fence();
+      issue_keys<T, kBlockM, kHeadDim>(dk_acc, ds_frag, q_ring.tile(place.stage));
+      barrier_wait(tiles.ds_full(place.stage), place.phase);
+      const uint64_t a = mn_major(tiles.ds(place.stage) + ds_panel, kBlockN);
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < kBlockN / 16; ++k) {
+        Wgmma<T, kDqCols>::template ss<1, 1>(dq_acc, a + mn_major_step(k), dq_b_desc + mn_major_step(k), k > 0);
+      }
+      wgmma_commit();
+      wgmma_wait<1>();
+      hold(dk_acc);
+      hold(dv_acc);
+      hold(p_frag);
+      hold(ds_frag);
+      if (lane == 0) {
+        barrier_arrive(q_ring.empty(place.stage));
+        barrier_arrive(d_out_ring.empty(place.stage));
+      }
+      place.advance();
+      if constexpr (!kLast) {
+        barrier_wait(q_ring.full(place.stage), place.phase);
+        wgmma_fence();
+        issue_scores<T, kBlockN, kBlockM, kHeadDim>(s_acc, k_desc, q_ring.tile(place.stage));
+      }
+      if (elect_one()) tma_store_wait_read();
+      __syncwarp();
+      wgmma_wait<kLast ? 0 : 1>();
+      hold(dq_acc);
+      if constexpr (kLast) {
+        if (lane == 0) barrier_arrive(k_ring.empty(0));
+      }
+#pragma unroll
+      for (int i = 0; i < kDqCols / 8; ++i) {
+        if constexpr (Traits::kScaled) {
+#pragma unroll
+          for (int j = 4 * i; j < 4 * i + 4; ++j) dq_acc[j] *= ds_unscale;
+        }
+        store_shared4(staging + i * 512 + lane * 16, dq_acc[4 * i], dq_acc[4 * i + 1], dq_acc[4 * i + 2],
+                      dq_acc[4 * i + 3]);
+      }
+      if constexpr (!kLast) {
+        wgmma_wait<0>();
+        hold(s_acc);
+      }
+    };
+
+    if (total > 0) {
+      barrier_wait(k_ring.full(0), phase);
+      barrier_wait(q_ring.full(place.stage), place.phase);
+      wgmma_fence();
+      issue_scores<T, kBlockN, kBlockM, kHeadDim>(s_acc, k_desc, q_ring.tile(place.stage));
+      barrier_wait(v_ring.full(0), phase);
+      if constexpr (Traits::kScaled) {
+        const float scale = scale_of_ds<Traits>(params, work, tiles);
+        ds_scale = scale * (1.f / 1024.f);
+        ds_unscale = 1.f / scale;
+      }
+      wgmma_wait<0>();
+      hold(s_acc);
+      for (; left > 1; --left) step(std::false_type());
+      step(std::true_type());
+      fence_async_proxy();
+      __syncwarp();
+      add_dq();
+      phase ^= 1;
+    }
+    // NOTE: found anew, because keeping it through the loop costs registers.
+    const KeyWork end = KeyWork::at<kBlockM, kBlockN>(params, linear);
+    const int first_row = end.first_key + warp_row;
+    store_gradient<Traits>(dv_acc, Traits::kScaled ? 1.f / 1024.f : 1.f, staging, params.dv,
+                           end.box(params.dv.steps, end.head_k, first_row));
+    store_gradient<Traits>(dk_acc, params.scale * ds_unscale, staging, params.dk,
+                           end.box(params.dk.steps, end.head_k, first_row));
+    if constexpr (!Traits::kPersistent) break;
+  }
+  if (elect_one()) tma_store_wait_read();
+}
+
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kShape.threads, 1)
+    backward_kernel(const __grid_constant__ BackwardParams params) {
+  constexpr BackwardShape kShape = Traits::kShape;
+  extern __shared__ char smem[];
+  const typename Traits::Tiles tiles{(shared_address(smem) + kTileAlign - 1) & ~(kTileAlign - 1)};
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < kShape.ds_stages; ++stage) barrier_init(tiles.ds_full(stage), Traits::kWarps);
+    const auto init = [](const auto& ring, int stages) {
+      for (int stage = 0; stage < stages; ++stage) {
+        barrier_init(ring.full(stage), 1);
+        barrier_init(ring.empty(stage), Traits::kWarps);
+      }
+    };
+    init(tiles.k(), 1);
+    init(tiles.v(), 1);
+    init(tiles.q(), kShape.stages);
+    init(tiles.d_out(), kShape.stages);
+    fence_barrier_init();
+    for (const TensorMap* map : {&params.q, &params.k, &params.v, &params.d_out, &params.dk, &params.dv}) {
+      prefetch_map(&map->map);
+    }
+  }
+  __syncthreads();
+  // The same in all lanes, and the compiler knows.
+  const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);
+  if (warpgroup == 0) {
+    fewer_registers<kShape.producer_registers>();
+    if (threadIdx.x < 32 && elect_one()) produce_backward<Traits>(params, tiles);
+  } else {
+    more_registers<kShape.consumer_registers>();
+    consume_backward<Traits>(params, tiles, warpgroup - 1);
+  }
+}
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,76 @@
+// The tiles of backward, what each keeps in shared memory, and the order in which tiles run. Host and device read the
+// same functions, so that plan(), the launch and the kernel cannot disagree.
+//
+// Called by backend.cpp, bwd.cuh, bwd_rows.cuh and run_bwd.cuh. Invariant: as of config.h.
+#pragma once
+
+#include <cstdint>
+
+#include "attention/band.h"
+#include "attention/portable.h"
+#include "attention/tile_schedule.h"
+#include "sm90/descriptor.h"
+
+namespace flash_ext::sm90 {
+
+// Two consumer warpgroups own 64 keys each; dQ of a tile is split among them by queries or by columns.
+struct BackwardShape {
+  int block_m;    // queries
+  int stages;     // of Q and of dO
+  int ds_stages;  // of dS
+
+  static constexpr int consumers = 2, block_n = 128, threads = 384;
+  static constexpr int producer_registers = 24, consumer_registers = 240;
+  // Columns of dQ that a warpgroup computes, of head_dim; the queries are split where that is all of them.
+  constexpr int dq_cols(int head_dim) const { return block_m == 128 ? head_dim : head_dim / 2; }
+};
+
+constexpr BackwardShape backward_shape(int head_dim) {
+  if (head_dim <= 64) return {128, 2, 2};
+  return {64, 2, 2};
+}
+
+struct BackwardSmem {
+  int k = 0, v = 0, q = 0, d_out = 0, ds = 0, dq = 0, stats = 0, maxima = 0, barriers = 0;  // offsets
+  int total = 0;  // and what it takes to align the first tile
+};
+
+constexpr BackwardSmem backward_smem(BackwardShape shape, int head_dim) {
+  BackwardSmem smem;
+  smem.v = smem.k + tile_bytes(shape.block_n, head_dim);
+  smem.q = smem.v + tile_bytes(shape.block_n, head_dim);
+  smem.d_out = smem.q + shape.stages * tile_bytes(shape.block_m, head_dim);
+  smem.ds = smem.d_out + shape.stages * tile_bytes(shape.block_m, head_dim);
+  smem.dq = smem.ds + shape.ds_stages * tile_bytes(shape.block_n, shape.block_m);
+  smem.stats = smem.dq + shape.block_m * head_dim * 4;
+  smem.maxima = smem.stats + 2 * shape.stages * shape.block_m * 4;
+  smem.barriers = smem.maxima + shape.consumers * 4 * 4;
+  smem.total = smem.barriers + 8 * (4 + 4 * shape.stages + shape.ds_stages) + kTileAlign;
+  return smem;
+}
+
+// Tiles of keys, those with the most queries first, inside sections of heads whose Q, dO and dQ stay in L2.
+inline TileSchedule backward_schedule(const Problem& problem, int block_n) {
+  constexpr int64_t kL2Budget = 24 << 20;
+  TileSchedule schedule;
+  schedule.blocks = block_count(problem.len_k, block_n);
+  schedule.heads_k = problem.heads_k;
+  schedule.kv_heads = problem.batch * problem.heads_k;
+  schedule.batch = problem.batch;
+  const int64_t head_bytes = problem.len_q * (problem.head_dim * (2 + 4) + problem.head_dim_v * 2);
+  schedule.section = heads_per_section(head_bytes * problem.heads_q / problem.heads_k, kL2Budget);
+  return schedule;
+}
+
+// Whether blocks walk over tiles, so that Q and dO of the next one arrive under the end of this one. It pays where
+// tiles are short and differ (an H200, causal, 16k tokens, TFLOP/s at S = 512 / 1k / 2k / 4k: head dim 64
+// 201/296/386/456 against 177/270/378/454, head dim 128 224/331/435/481 against 210/312/418/485), and costs up to 10 %
+// elsewhere.
+inline bool is_backward_persistent(const Problem& problem) {
+  const Band band = make_band(problem);
+  const auto seen = [&](int64_t key) { return band.queries({key, key + 1}, problem.len_q).size(); };
+  const int64_t queries = (seen(problem.len_k / 4) + seen(problem.len_k * 3 / 4)) / 2;
+  return queries <= 1024 && seen(0) != seen(problem.len_k - 1);
+}
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,33 @@
+// From the types of kernels.h to those of the backward's kernels, as run_fwd.cuh does for the forward.
+// Called by backend.cpp through kernels.h; instantiated by generated units (bwd.cu.in). Invariant: the scratch that is
+// asked for is the one that launch_backward uses.
+#pragma once
+
+#include <type_traits>
+
+#include "sm90/config.h"
+#include "sm90/kernels.h"
+#include "sm90/run_bwd.cuh"
+
+namespace flash_ext::sm90 {
+
+template <DType kDType, int kHeadDim, bool kPersistent = false>
+using BackwardTraitsOf =
+    BackwardTraits<std::conditional_t<kDType == DType::kFloat16, __half, __nv_bfloat16>, kHeadDim, kPersistent>;
+
+template <DType kDType, int kHeadDim>
+int64_t backward_scratch_bytes(const Problem& problem) {
+  return backward_scratch<BackwardTraitsOf<kDType, kHeadDim>>(problem, nullptr).bytes;
+}
+
+template <DType kDType, int kHeadDim>
+void run_backward(const BackwardArgs& args, int64_t grid, void* workspace) {
+  static_assert(backward_smem(backward_shape(kHeadDim), kHeadDim).total <= kSharedMemoryLimit);
+  if (is_backward_persistent(args.fwd.problem)) {
+    launch_backward<BackwardTraitsOf<kDType, kHeadDim, true>>(args, grid, workspace);
+  } else {
+    launch_backward<BackwardTraitsOf<kDType, kHeadDim>>(args, grid, workspace);
+  }
+}
+
+}  // namespace flash_ext::sm90

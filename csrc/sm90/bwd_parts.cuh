@@ -1,0 +1,237 @@
+// What the backward kernel is made of beside its two roles: parameters, shared memory, the tiles of the grid, products,
+// masks, stores, and the scale of dS in fp16.
+//
+// Called by bwd.cuh and bwd_rows.cuh. Invariant: fragments are [keys, queries], as wgmma.cuh says for 64 rows.
+#pragma once
+
+#include "attention/args.h"
+#include "cuda/launch.h"
+#include "sm90/bwd_config.h"
+#include "sm90/pipeline.cuh"
+#include "sm90/softmax.cuh"
+#include "sm90/wgmma.cuh"
+
+namespace flash_ext::sm90 {
+
+struct BackwardParams {
+  TensorMap q, k, v, d_out, dk, dv;
+  const float* stats;   // [b, h_q, 2, padded queries]: -lse log2(e), delta
+  const float* bounds;  // [b, h_q, 2], fp16: largest |dO row| and |delta|
+  float* dq;            // [b, h_q, m_blocks, block_m * head dim], in the order of the fragments
+  TileSchedule schedule;
+  TileBand band;
+  int tiles;
+  int len_q, m_blocks;
+  int heads_q, members;  // query heads; of a key head
+  int inner_batch;
+  int head_dim_v;
+  float scale, to_log2;
+};
+
+template <class T_, int kHeadDim_, bool kPersistent_ = false>
+struct BackwardTraits {
+  using T = T_;
+  static constexpr bool kPersistent = kPersistent_;  // a block walks tiles blockIdx.x, blockIdx.x + gridDim.x, ...
+  static constexpr BackwardShape kShape = backward_shape(kHeadDim_);
+  static constexpr int kHeadDim = kHeadDim_, kBlockM = kShape.block_m, kBlockN = kShape.block_n;
+  static constexpr int kPanels = panels(kHeadDim);
+  static constexpr BackwardSmem kSmem = backward_smem(kShape, kHeadDim);
+  static constexpr int kQBytes = tile_bytes(kBlockM, kHeadDim), kKvBytes = tile_bytes(kBlockN, kHeadDim);
+  static constexpr int kDsBytes = tile_bytes(kBlockN, kBlockM), kStatBytes = kBlockM * 4;
+  static constexpr int kWarps = kShape.consumers * 4;
+  // dQ of a warpgroup: 64 queries and all columns, or all queries and half of the columns.
+  static constexpr int kDqCols = kShape.dq_cols(kHeadDim);
+  static constexpr bool kSplitsQueries = kDqCols == kHeadDim;
+  // P in float beside dP leaves no registers for more than 64 queries; eager attention rounds it, too.
+  static constexpr bool kRoundedP = kBlockM > 64;
+  // P is at most 1: in fp16, where 2^-14 is the least normal number, it is kept as 2^10 P.
+  static constexpr bool kScaled = std::is_same_v<T, __half>;
+  static constexpr float kPShift = kScaled ? 10.f : 0.f;
+  static constexpr int kStagingBytes = 16 * kDqCols * 4;
+  static_assert(kStagingBytes >= 16 * kPanels * kPanelBytes, "a warp's rows of dK fit where its dQ was");
+  using Place = RingPlace<kShape.stages>;
+
+  // Barriers: K, V, then those of the rings.
+  struct Tiles {
+    uint32_t base;
+    __device__ __forceinline__ uint32_t ds(int stage) const { return base + kSmem.ds + stage * kDsBytes; }
+    __device__ __forceinline__ uint32_t stats_lse(int stage) const { return base + kSmem.stats + stage * kStatBytes; }
+    __device__ __forceinline__ uint32_t stats_delta(int stage) const {
+      return base + kSmem.stats + (kShape.stages + stage) * kStatBytes;
+    }
+    // Of a warp: its part of dQ in float, or 16 rows of dK or dV.
+    __device__ __forceinline__ uint32_t staging(int warp) const { return base + kSmem.dq + warp * kStagingBytes; }
+    // fp16: a float of each warp.
+    __device__ __forceinline__ uint32_t maxima() const { return base + kSmem.maxima; }
+    __device__ __forceinline__ Ring<kKvBytes> k() const { return {base + kSmem.k, base + kSmem.barriers}; }
+    __device__ __forceinline__ Ring<kKvBytes> v() const { return {base + kSmem.v, base + kSmem.barriers + 16}; }
+    __device__ __forceinline__ Ring<kQBytes> q() const { return {base + kSmem.q, base + kSmem.barriers + 32}; }
+    __device__ __forceinline__ Ring<kQBytes> d_out() const {
+      return {base + kSmem.d_out, base + kSmem.barriers + 32 + kShape.stages * 16};
+    }
+    __device__ __forceinline__ uint32_t ds_full(int stage) const {
+      return base + kSmem.barriers + 32 + kShape.stages * 32 + stage * 8;
+    }
+  };
+};
+
+// One tile of the grid: block_n keys of one key head, and the tiles of queries that see them, of each query head.
+struct KeyWork {
+  int head_k, b0, b1;
+  int first_key;
+  int first_m, last_m;  // of queries; equal where there is none
+  int row;              // flat (batch, first query head)
+
+  template <int kBlockM, int kBlockN>
+  static __device__ __forceinline__ KeyWork at(const BackwardParams& params, uint32_t linear) {
+    const Tile tile = params.schedule.at<uint32_t>(linear);
+    const int b = static_cast<int>(tile.b);
+    KeyWork work;
+    work.head_k = static_cast<int>(tile.head);
+    work.b1 = b / params.inner_batch;
+    work.b0 = b - work.b1 * params.inner_batch;
+    work.first_key = static_cast<int>(tile.block) * kBlockN;
+    work.row = b * params.heads_q + work.head_k * params.members;
+    const int last_key = min(work.first_key + kBlockN, params.band.len_k) - 1;
+    const int first_query = max(work.first_key - params.band.upper, 0);
+    const int last_query = min(last_key - params.band.lower + 1, params.len_q);
+    work.first_m = first_query / kBlockM;
+    work.last_m = last_query > first_query ? (last_query + kBlockM - 1) / kBlockM : work.first_m;
+    return work;
+  }
+
+  __device__ __forceinline__ BoxStart box(const BoxSteps& steps, int head, int row_) const {
+    return {0, row_, head * steps.head, b0 * steps.b0, b1 * steps.b1};
+  }
+};
+
+// c = A B^T of 64 rows of a tile of kRowsA rows and a tile of kRowsB, both K-major: S^T or dP^T, not waited for.
+template <class T, int kRowsA, int kRowsB, int kHeadDim>
+__device__ __forceinline__ void issue_scores(float (&c)[kRowsB / 2], uint64_t a, uint32_t b_tile) {
+  const uint64_t b = k_major(b_tile);
+#pragma unroll
+  for (int k = 0; k < kHeadDim / 16; ++k) {
+    Wgmma<T, kRowsB>::ss(c, a + k_major_step(kRowsA, k), b + k_major_step(kRowsB, k), k > 0);
+  }
+  wgmma_commit();
+}
+
+// c += A B, A from registers, B a tile of kRows rows: dV or dK, not waited for.
+template <class T, int kRows, int kHeadDim>
+__device__ __forceinline__ void issue_keys(float (&c)[kHeadDim / 2], const uint32_t (&a)[kRows / 4], uint32_t b_tile) {
+  const uint64_t b = mn_major(b_tile, kRows);
+#pragma unroll
+  for (int k = 0; k < kRows / 16; ++k) Wgmma<T, kHeadDim>::rs(c, a + 4 * k, b + mn_major_step(k), 1);
+  wgmma_commit();
+}
+
+// fn(two scores of a row, two numbers of their queries) over a fragment of S^T; `numbers` is where they lie.
+template <int kCount, class Fn>
+__device__ __forceinline__ void with_queries(float (&c)[kCount], uint32_t numbers, const Fn& fn) {
+  numbers += threadIdx.x % 4 * 8;
+#pragma unroll
+  for (int n = 0; n < kCount / 4; ++n) {
+    const float2 pair = load_shared2(numbers + n * 32);
+    fn(c[4 * n], c[4 * n + 1], pair, 4 * n);
+    fn(c[4 * n + 2], c[4 * n + 3], pair, 4 * n + 2);
+  }
+}
+
+// Rows are keys, columns queries. row: this thread's first key.
+template <int kCount>
+__device__ __forceinline__ void mask_band_transposed(float (&s)[kCount], const TileBand& band, int row,
+                                                     int first_query) {
+  const int column = 2 * (threadIdx.x % 4);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int key = row + 8 * half;
+    const int low = key < band.len_k ? key - band.upper - first_query - column : 1 << 30;
+    const int high = key - band.lower - first_query - column;
+#pragma unroll
+    for (int n = 0; n < kCount / 4; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (8 * n + i < low || 8 * n + i > high) s[4 * n + 2 * half + i] = kMinusInf;
+      }
+    }
+  }
+}
+
+// 16 rows of a warp to a tile of kRows rows in shared memory.
+template <int kRows, int kCount>
+__device__ __forceinline__ void store_packed(const uint32_t (&packed)[kCount], uint32_t tile, int warp_row) {
+  const int lane = threadIdx.x % 32;
+  const int row = warp_row + lane % 16;
+#pragma unroll
+  for (int k = 0; k < kCount / 4; ++k) {
+    const uint32_t* r = packed + 4 * k;
+    stmatrix_x4(tile + tile_offset(kRows, row, 16 * k + lane / 16 * 8), r[0], r[1], r[2], r[3]);
+  }
+}
+
+// dK or dV of one warp: 16 rows, through the warp's staging, then by TMA.
+template <class Traits>
+__device__ __forceinline__ void store_gradient(const float (&c)[Traits::kHeadDim / 2], float factor, uint32_t staging,
+                                               const TensorMap& map, BoxStart at) {
+  uint32_t packed[Traits::kHeadDim / 4];
+#pragma unroll
+  for (int i = 0; i < Traits::kHeadDim / 4; ++i) {
+    packed[i] = pack(c[2 * i] * factor, c[2 * i + 1] * factor, typename Traits::T());
+  }
+  if (elect_one()) tma_store_wait_read();
+  __syncwarp();
+  store_packed<16>(packed, staging, 0);
+  fence_async_proxy();
+  __syncwarp();
+  if (elect_one()) {
+#pragma unroll
+    for (int panel = 0; panel < Traits::kPanels; ++panel) {
+      tma_store(&map.map, staging + panel * panel_size(16), at);
+      at.col += kPanelCols;
+    }
+    tma_store_commit();
+  }
+}
+
+constexpr int kConsumersBarrier = 1;  // named
+
+// The power of two by which dS is multiplied before it becomes fp16, and what it is made of: |dS| <= |dO| |V| + |delta|
+// stays below 2^15.
+template <class Traits>
+__device__ __forceinline__ float scale_of_ds(const BackwardParams& params, const KeyWork& work,
+                                             const typename Traits::Tiles& tiles) {
+  const int warp = threadIdx.x / 32 - 4, lane = threadIdx.x % 32;
+  __half2 most = __float2half2_rn(0.f);
+  for (int panel = 0; panel < Traits::kPanels; ++panel) {
+    const uint32_t rows = tiles.v().tile(0) + panel * panel_size(Traits::kBlockN) + warp * 16 * kPanelBytes;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint4 words = load_shared4(rows + (i * 32 + lane) * 16);
+      for (const uint32_t word : {words.x, words.y, words.z, words.w}) {
+        most = __hmax2(most, __habs2(reinterpret_cast<const __half2&>(word)));
+      }
+    }
+  }
+  float v_max = fmaxf(__low2float(most), __high2float(most));
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) v_max = fmaxf(v_max, __shfl_xor_sync(~0u, v_max, step));
+  if (lane == 0) store_shared(tiles.maxima() + warp * 4, v_max);
+  named_barrier_sync(kConsumersBarrier, Traits::kWarps * 32);
+#pragma unroll
+  for (int i = 0; i < Traits::kWarps; i += 2) {
+    const float2 pair = load_shared2(tiles.maxima() + i * 4);
+    v_max = fmaxf(v_max, fmaxf(pair.x, pair.y));
+  }
+  float d_out = 0.f, delta = 0.f;
+  for (int row = work.row; row < work.row + params.members; ++row) {
+    d_out = fmaxf(d_out, params.bounds[2 * row]);
+    delta = fmaxf(delta, params.bounds[2 * row + 1]);
+  }
+  const float bound = v_max * sqrtf(static_cast<float>(params.head_dim_v)) * d_out + delta;
+  if (!(bound > 0.f) || bound > 3e38f) return 1.f;
+  int exponent;
+  frexpf(bound, &exponent);  // bound < 2^exponent
+  return exp2f(static_cast<float>(min(max(15 - exponent, -100), 100)));
+}
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,138 @@
+// What backward does to rows of queries before and after its main kernel.
+//
+//   prepare: stats = (-lse log2(e), delta = rowsum(dO o out) - dlse), and dq_accum = 0
+//   finish:  dq = scale * dq_accum, from the order of the fragments to rows
+//
+// Queries are padded to whole tiles: those beyond the sequence, and rows without keys, get -inf for -lse, so that their
+// P is 0. Called by run_bwd.cuh. Invariant: out and dq are dense with rows of a multiple of 8 elements, as api/
+// allocates them, and d_out is a view that TMA accepts, so that 16 bytes at a time are read and written.
+#pragma once
+
+#include "attention/args.h"
+#include "sm90/bwd_parts.cuh"
+
+namespace flash_ext::sm90 {
+
+constexpr int kRowThreads = 256;
+
+// Which tile of queries a block works on.
+template <class Traits>
+struct QueryTile {
+  int64_t bh, b, head;
+  int first_query;
+  __device__ __forceinline__ QueryTile(const Problem& problem, int m_blocks) {
+    const unsigned m_block = blockIdx.x % m_blocks, flat = blockIdx.x / m_blocks;
+    const unsigned heads = static_cast<unsigned>(problem.heads_q);
+    bh = flat;
+    b = flat / heads;
+    head = flat % heads;
+    first_query = static_cast<int>(m_block) * Traits::kBlockM;
+  }
+  template <class T>
+  __device__ __forceinline__ T* rows(const Problem& problem, const TensorView& view) const {
+    return static_cast<T*>(view.data) + batch_offset(problem, view, b) + head * view.head_stride +
+           first_query * view.row_stride;
+  }
+};
+
+// head_dim / 8 lanes a row. dq_accum: of the same shape as rows of the padded queries.
+template <class Traits>
+__global__ void __launch_bounds__(kRowThreads) prepare_kernel(const __grid_constant__ BackwardArgs args, float* stats,
+                                                              float* bounds, float* dq_accum, int m_blocks) {
+  using T = typename Traits::T;
+  constexpr int kLanes = Traits::kHeadDim / 8, kRows = kRowThreads / kLanes, kSteps = Traits::kBlockM / kRows;
+  const Problem& problem = args.fwd.problem;
+  const QueryTile<Traits> tile(problem, m_blocks);
+  const int first_row = threadIdx.x / kLanes, lane = threadIdx.x % kLanes, col = lane * 8;
+  const int rows = static_cast<int>(problem.len_q) - tile.first_query;  // may be more than the tile's
+  const T* const out_rows = tile.template rows<const T>(problem, args.fwd.out) + col;
+  const T* const d_out_rows = tile.template rows<const T>(problem, args.d_out) + col;
+  uint4 out[kSteps], d_out[kSteps];
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i) {
+    const int row = first_row + i * kRows;
+    out[i] = d_out[i] = uint4{};
+    if (row < rows && col < problem.head_dim_v) {
+      out[i] = *reinterpret_cast<const uint4*>(out_rows + row * args.fwd.out.row_stride);
+      d_out[i] = *reinterpret_cast<const uint4*>(d_out_rows + row * args.d_out.row_stride);
+    }
+  }
+  float4* const zeros =
+      reinterpret_cast<float4*>(dq_accum + int64_t{blockIdx.x} * (Traits::kBlockM * Traits::kHeadDim));
+#pragma unroll
+  for (int i = 0; i < 2 * kSteps; ++i) zeros[i * kRowThreads + threadIdx.x] = float4{};
+  float most_d_out = 0.f, most_delta = 0.f;
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i) {
+    const int row = first_row + i * kRows;
+    float sum = 0.f, squares = 0.f;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      float o[2], d[2];
+      unpack(reinterpret_cast<const uint32_t*>(&out[i])[j], o[0], o[1], T());
+      unpack(reinterpret_cast<const uint32_t*>(&d_out[i])[j], d[0], d[1], T());
+      sum = fmaf(o[1], d[1], fmaf(o[0], d[0], sum));
+      if (Traits::kScaled) squares = fmaf(d[1], d[1], fmaf(d[0], d[0], squares));
+    }
+#pragma unroll
+    for (int step = kLanes / 2; step > 0; step /= 2) {
+      sum += __shfl_xor_sync(~0u, sum, step);
+      if (Traits::kScaled) squares += __shfl_xor_sync(~0u, squares, step);
+    }
+    if (lane != 0) continue;
+    const int64_t index = tile.bh * problem.len_q + tile.first_query + row;
+    const float lse = row < rows ? static_cast<const float*>(args.fwd.lse)[index] : kMinusInf;
+    if (row < rows && args.d_lse != nullptr) sum -= static_cast<const float*>(args.d_lse)[index];
+    const float delta = lse == kMinusInf ? 0.f : sum;
+    float* const to = stats + tile.bh * 2 * m_blocks * Traits::kBlockM + tile.first_query + row;
+    to[0] = lse == kMinusInf ? kMinusInf : fmaf(lse, -1.4426950408889634f, Traits::kPShift);
+    to[m_blocks * Traits::kBlockM] = delta;
+    most_d_out = fmaxf(most_d_out, sqrtf(squares));
+    most_delta = fmaxf(most_delta, fabsf(delta));
+  }
+  if (Traits::kScaled && lane == 0) {  // non-negative floats order like their bits
+    atomicMax(reinterpret_cast<int*>(bounds) + 2 * tile.bh, __float_as_int(most_d_out));
+    atomicMax(reinterpret_cast<int*>(bounds) + 2 * tile.bh + 1, __float_as_int(most_delta));
+  }
+}
+
+// A warp: 16 queries by 64 columns, as one warp of the main kernel added them up.
+template <class Traits>
+__global__ void __launch_bounds__(kRowThreads)
+    finish_kernel(const __grid_constant__ BackwardArgs args, const float* dq_accum, int m_blocks) {
+  using T = typename Traits::T;
+  constexpr int kWarps = kRowThreads / 32, kChunk = 16 * kPanelCols;  // numbers
+  static_assert(Traits::kDqCols == kPanelCols && Traits::kBlockM * Traits::kHeadDim == kWarps * kChunk);
+  __shared__ __align__(128) char buffer[kWarps][16 * kPanelBytes];
+  const Problem& problem = args.fwd.problem;
+  const QueryTile<Traits> tile(problem, m_blocks);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int first_row = (Traits::kSplitsQueries ? warp : warp % 4) * 16;
+  const int first_col = Traits::kSplitsQueries ? 0 : warp / 4 * kPanelCols;
+  const float4* const from =
+      reinterpret_cast<const float4*>(dq_accum + (int64_t{blockIdx.x} * kWarps + warp) * kChunk) + lane;
+  float4 c[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) c[i] = from[i * 32];
+  const float scale = static_cast<float>(problem.scale);
+  const uint32_t rows = shared_address(buffer[warp]);
+#pragma unroll
+  for (int i = 0; i < 8; i += 2) {
+    const auto packed = [&](float x, float y) { return pack(x * scale, y * scale, T()); };
+    stmatrix_x4(rows + tile_offset(16, lane % 16, 8 * i + lane / 16 * 8), packed(c[i].x, c[i].y),
+                packed(c[i].z, c[i].w), packed(c[i + 1].x, c[i + 1].y), packed(c[i + 1].z, c[i + 1].w));
+  }
+  __syncwarp();
+  const int col = lane % 8 * 8;
+  if (first_col + col >= problem.head_dim) return;
+  T* const dq = tile.template rows<T>(problem, args.dq) + first_col + col;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int row = first_row + lane / 8 + 4 * i;
+    if (tile.first_query + row >= problem.len_q) continue;
+    *reinterpret_cast<uint4*>(dq + row * args.dq.row_stride) =
+        *reinterpret_cast<const uint4*>(buffer[warp] + tile_offset(16, lane / 8 + 4 * i, col));
+  }
+}
+
+}  // namespace flash_ext::sm90

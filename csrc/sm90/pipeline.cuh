@@ -1,0 +1,36 @@
+// Rings of tiles between a producer and consumers, used by forward and backward alike.
+// Invariant: a ring's full barrier is completed by TMA, its empty barrier by one arrival of each warp of its consumers,
+// after the wait that proves their wgmma finished.
+#pragma once
+
+#include "sm90/descriptor.h"
+#include "sm90/ptx.cuh"
+#include "sm90/tensor_map.h"
+
+namespace flash_ext::sm90 {
+
+// A place in a ring of stages. The consumer waits for full with `phase`, the producer for empty with the other one, so
+// that its first round does not wait.
+template <int kStages>
+struct RingPlace {
+  int stage = 0;
+  uint32_t phase = 0;
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+// `stages` tiles in shared memory, each with a full and an empty barrier.
+template <int kStageBytes>
+struct Ring {
+  uint32_t tiles, barriers;
+
+  __device__ __forceinline__ uint32_t tile(int stage) const { return tiles + stage * kStageBytes; }
+  __device__ __forceinline__ uint32_t full(int stage) const { return barriers + stage * 16; }
+  __device__ __forceinline__ uint32_t empty(int stage) const { return barriers + stage * 16 + 8; }
+};
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,87 @@
+// The host side of backward: scratch, tensor maps, and the three launches.
+//
+//   prepare -> main kernel -> finish (bwd_rows.cuh)
+//
+// Called by backend.cpp through kernels.h. Invariant: backward_scratch is what plan() asks for and what is used.
+#pragma once
+
+#include <algorithm>
+
+#include "cuda/launch.h"
+#include "sm90/bwd.cuh"
+#include "sm90/bwd_rows.cuh"
+
+namespace flash_ext::sm90 {
+
+struct BackwardScratch {
+  float* stats = nullptr;   // [b, h_q, 2, padded queries]
+  float* dq = nullptr;      // [b, h_q, padded queries, head dim of the instance], in the order of the fragments
+  float* bounds = nullptr;  // [b, h_q, 2], fp16
+  int64_t bytes = 0;
+};
+
+// The same for a persistent grid and for one block a tile.
+template <class Traits>
+BackwardScratch backward_scratch(const Problem& problem, void* workspace) {
+  BackwardScratch scratch;
+  const int64_t heads = problem.batch * problem.heads_q;
+  const int64_t padded = block_count(problem.len_q, Traits::kBlockM) * Traits::kBlockM;
+  const auto take = [&](float*& pointer, int64_t count) {
+    pointer = reinterpret_cast<float*>(static_cast<char*>(workspace) + scratch.bytes);
+    scratch.bytes += (count * 4 + 127) / 128 * 128;
+  };
+  take(scratch.stats, heads * 2 * padded);
+  take(scratch.dq, heads * padded * Traits::kHeadDim);
+  if (Traits::kScaled) take(scratch.bounds, heads * 2);
+  return scratch;
+}
+
+// grid: blocks of the main kernel; those beyond one a tile are left out.
+template <class Traits>
+void launch_backward(const BackwardArgs& args, int64_t grid, void* workspace) {
+  using Rows = BackwardTraits<typename Traits::T, Traits::kHeadDim>;  // the same for both grids
+  constexpr int kFar = 1 << 30;                                       // backend.cpp refuses lengths beyond half of it
+  const Problem& problem = args.fwd.problem;
+  const BackwardScratch scratch = backward_scratch<Traits>(problem, workspace);
+  const Band band = make_band(problem);
+  const auto clamp = [](int64_t x) { return static_cast<int>(std::clamp<int64_t>(x, -kFar, kFar)); };
+  BackwardParams params;
+  const auto map = [&](const TensorView& view, int64_t heads, int64_t rows, int64_t cols, int box_rows) {
+    return make_tensor_map(problem, view, heads, rows, cols, box_rows);
+  };
+  constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN;
+  params.q = map(args.fwd.q, problem.heads_q, problem.len_q, problem.head_dim, kBlockM);
+  params.d_out = map(args.d_out, problem.heads_q, problem.len_q, problem.head_dim_v, kBlockM);
+  params.k = map(args.fwd.k, problem.heads_k, problem.len_k, problem.head_dim, kBlockN);
+  params.v = map(args.fwd.v, problem.heads_k, problem.len_k, problem.head_dim_v, kBlockN);
+  params.dk = map(args.dk, problem.heads_k, problem.len_k, problem.head_dim, 16);
+  params.dv = map(args.dv, problem.heads_k, problem.len_k, problem.head_dim_v, 16);
+  params.stats = scratch.stats;
+  params.bounds = scratch.bounds;
+  params.dq = scratch.dq;
+  params.schedule = backward_schedule(problem, kBlockN);
+  params.band = {clamp(band.lower), clamp(band.upper), static_cast<int>(problem.len_k)};
+  const int64_t tiles = params.schedule.size();
+  const dim3 blocks = cuda::grid_of(Traits::kPersistent ? std::min(tiles, grid) : tiles);
+  params.tiles = static_cast<int>(tiles);
+  params.len_q = static_cast<int>(problem.len_q);
+  params.m_blocks = static_cast<int>(block_count(problem.len_q, kBlockM));
+  params.heads_q = static_cast<int>(problem.heads_q);
+  params.members = static_cast<int>(problem.heads_q / problem.heads_k);
+  params.inner_batch = problem.batch_rank > 0 ? static_cast<int>(problem.batch_size[problem.batch_rank - 1]) : 1;
+  params.head_dim_v = static_cast<int>(problem.head_dim_v);
+  params.scale = static_cast<float>(problem.scale);
+  params.to_log2 = static_cast<float>(problem.scale * 1.4426950408889634);
+
+  const int64_t heads = problem.batch * problem.heads_q;
+  if (Traits::kScaled) {
+    cuda::check(cudaMemsetAsync(scratch.bounds, 0, heads * 8, static_cast<cudaStream_t>(args.fwd.stream)), "memset");
+  }
+  const dim3 query_tiles = cuda::grid_of(heads * params.m_blocks);
+  cuda::launch(prepare_kernel<Rows>, query_tiles, kRowThreads, 0, args.fwd.stream, args, scratch.stats, scratch.bounds,
+               scratch.dq, params.m_blocks);
+  cuda::launch(backward_kernel<Traits>, blocks, Traits::kShape.threads, Traits::kSmem.total, args.fwd.stream, params);
+  cuda::launch(finish_kernel<Rows>, query_tiles, kRowThreads, 0, args.fwd.stream, args, scratch.dq, params.m_blocks);
+}
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,72 @@
+"""What the tests of the Hopper kernels share: bands, layouts that TMA reads, and poisoned memory."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flash_ext
+
+BANDS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "bottom right": {"causal": True, "align": "bottom_right"},
+    "window": {"window": (100, 30), "align": "bottom_right"},
+    "sliding": {"causal": True, "window": (77, 0)},
+}
+
+
+def skip_without_sm90() -> None:
+    if "sm90" not in flash_ext.build_info()["cuda"]["backends"]:
+        pytest.skip("this build has no sm90 kernels")
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a GPU of compute capability 9.0")
+
+
+def poison_free_memory(device: str) -> None:
+    """Fills what the caching allocator will hand out next with 0xFF, a NaN in every dtype."""
+    blocks = [torch.full((size,), 255, dtype=torch.uint8, device=device) for size in (1 << 20,) * 32 + (32 << 20,) * 4]
+    del blocks
+
+
+def inside_nan(tensor: Tensor) -> Tensor:
+    """The same values in a buffer of NaN: a head and a row on either side, 16 bytes of columns on either side."""
+    batch, heads, rows, cols = tensor.shape
+    buffer = tensor.new_full((batch, heads + 2, rows + 2, cols + 16), torch.nan)
+    return buffer[:, 1:-1, 1:-1, 8 : 8 + cols].copy_(tensor)
+
+
+def assert_same_bits(got: tuple[Tensor, ...], expected: tuple[Tensor, ...], what: object) -> None:
+    for a, b in zip(got, expected, strict=True):
+        assert torch.equal(a, b), what
+
+
+def random_layout(chance: random.Random, tensor: Tensor) -> Tensor:
+    """One of the layouts that TMA reads, with the values of `tensor` [batch, heads, rows, cols]."""
+    batch, heads, rows, cols = tensor.shape
+    kind = chance.choice(["dense", "sequence first", "packed", "wide rows", "inside"])
+    if kind == "sequence first":
+        return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+    if kind == "packed":
+        buffer = tensor.new_full((batch, rows, 3, heads, cols), torch.nan)
+        return buffer[:, :, chance.randrange(3)].transpose(1, 2).copy_(tensor)
+    if kind == "wide rows":
+        buffer = tensor.new_full((batch, heads, rows, cols + 8 * chance.randint(1, 3)), torch.nan)
+        return buffer[..., :cols].copy_(tensor)
+    return inside_nan(tensor) if kind == "inside" else tensor
+
+
+def sequence_first(tensor: Tensor) -> Tensor:
+    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def wide_rows(tensor: Tensor) -> Tensor:
+    return torch.nn.functional.pad(tensor, (0, 8))[..., : tensor.shape[-1]]
+
+
+LAYOUTS: list[Callable[[Tensor], Tensor]] = [sequence_first, wide_rows, inside_nan]
