@@ -165,6 +165,7 @@ def test_build_info_is_the_file_beside_the_library() -> None:
     assert flash_ext.build_info().items() >= info.items()
     assert info["torch"].split(".")[:2] == torch.__version__.split(".")[:2]
     assert isinstance(info["cuda"]["enabled"], bool) and info["cuda"]["reason"]
+    assert isinstance(info["nvtx"], bool)
     assert re.fullmatch("[0-9a-f]{40}|", info["git_commit"])
     assert info["cpu_variants"][0] == "baseline"
 

@@ -15,6 +15,7 @@
 
 #include "api/chunked.h"
 #include "api/dispatch.h"
+#include "api/nvtx.h"
 #include "api/signatures.h"
 
 namespace flash_ext {
@@ -98,6 +99,7 @@ struct AttentionDoubleBackward : torch::autograd::Node {
     variable_list result(7);
     if (!any_defined(cotangents)) return result;
     const Inputs in = inputs.unpack();
+    const nvtx::Range range(nvtx::Op::kAttentionDoubleBackward, in, options);
     const Tensor g = grad_out.unpack(), g_lse = grad_lse.unpack();
     Gradients given;
     std::copy(cotangents.begin(), cotangents.end(), given.begin());
@@ -137,6 +139,7 @@ Options resolve(Options options) {
 }
 
 ForwardResult differentiable(const Inputs& in, const Tensor& rng_state, const Options& options) {
+  const nvtx::Range range(nvtx::Op::kAttention, in, options);
   const chunked::Forward result = chunked::forward(in, rng_state, options);
   return {result.out.to(in.query.scalar_type()), result.lse, rng_state};
 }
@@ -192,6 +195,7 @@ Gradients attention_backward_autograd(c10::DispatchKeySet keys, const Tensor& gr
                                       const GradMask& grad_mask) {
   const Options options = resolve(given);
   if (has_tangent(grad_out, grad_lse, in.query, in.key, in.value, in.bias, in.alibi_slopes)) {
+    const nvtx::Range range(nvtx::Op::kAttentionBackward, in, options);
     Gradients grads = chunked::backward(grad_out, grad_lse, in, saved.rng_state, options, grad_mask);
     const Tensor* const inputs[] = {&in.query, &in.key, &in.value, &in.bias, &in.alibi_slopes};
     for (size_t i = 0; i < grads.size(); ++i) {

@@ -1,6 +1,7 @@
 // The Python module _C: a typed entry for eager calls, which saves what torch.ops spends on parsing a schema, and the
 // functions that have no tensor argument. Everything else is reached through torch.ops, with or without _C.
 #include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/record_function.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
@@ -9,6 +10,7 @@
 #include "api/dispatch.h"
 #include "api/enable.h"
 #include "api/explain.h"
+#include "api/nvtx.h"
 #include "api/options.h"
 
 namespace flash_ext {
@@ -157,6 +159,9 @@ std::optional<std::string> set_backend(const std::optional<std::string>& name) {
   }
 }
 
+// Who would see a range that starts now: 1 an NVTX tool, 2 torch's profiler or its memory history.
+int listeners() { return (nvtx::listening() ? 1 : 0) | (at::hasCallbacks() && at::isRecordFunctionEnabled() ? 2 : 0); }
+
 }  // namespace
 }  // namespace flash_ext
 
@@ -168,5 +173,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("set_backend", &set_backend, "Sets this thread's backend (None: any) and returns the one before.");
   m.def("set_enabled", &set_enabled);
   m.def("enabled_calls", &enabled_calls);
+  m.def("listeners", &listeners, "For flash_ext.profiling.range, as are the next two.");
+  m.def("nvtx_push", &nvtx::push);
+  m.def("nvtx_pop", &nvtx::pop);
   m.def("set_error_class", [](py::handle type) { attention_error = type.inc_ref().ptr(); });
 }

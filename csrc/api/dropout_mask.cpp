@@ -6,6 +6,7 @@
 
 #include "api/checks.h"
 #include "api/cuda_runtime.h"
+#include "api/nvtx.h"
 
 namespace flash_ext {
 namespace {
@@ -21,6 +22,7 @@ void check(const Tensor& rng_state, double dropout_p) {
 
 Tensor dropout_mask_cpu(const Tensor& rng_state, double dropout_p, int64_t batch_heads, int64_t rows, int64_t cols,
                         int64_t q0, int64_t k0) {
+  const nvtx::Range range(nvtx::Op::kDropoutMask);
   check(rng_state, dropout_p);
   Tensor result = at::empty({batch_heads, rows, cols}, rng_state.options().dtype(at::kBool));
   const Tensor state = rng_state.contiguous();
@@ -64,6 +66,7 @@ Tensor dropout_mask_composite(const Tensor& rng_state, double dropout_p, int64_t
 
 Tensor dropout_mask_cuda(const Tensor& rng_state, double dropout_p, int64_t batch_heads, int64_t rows, int64_t cols,
                          int64_t q0, int64_t k0) {
+  const nvtx::Range range(nvtx::Op::kDropoutMask);
   if constexpr (kWithCuda) {
     const c10::DeviceGuard guard(rng_state.device());
     check(rng_state, dropout_p);

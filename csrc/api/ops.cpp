@@ -12,6 +12,7 @@
 #include "api/chunked.h"
 #include "api/cuda_runtime.h"
 #include "api/dispatch.h"
+#include "api/nvtx.h"
 #include "api/problem.h"
 #include "api/schemas.h"
 #include "api/signatures.h"
@@ -100,6 +101,7 @@ Tensor make_workspace(const Tensor& query, int64_t bytes) {
 
 ForwardResult forward_with_rng_state(c10::DispatchKeySet, const Inputs& in, const Tensor& rng_state,
                                      const Options& options, bool return_lse) {
+  const nvtx::Range range(nvtx::Op::kAttention, in, options);
   const auto guard = guard_device(in.query);
   const auto shape = check_call<int64_t>(in, options);
   const auto dtype = in.query.scalar_type();
@@ -147,6 +149,7 @@ ForwardResult forward(c10::DispatchKeySet keys, const Inputs& in, const Options&
 
 Gradients backward(c10::DispatchKeySet, const Tensor& grad_out, const Tensor& grad_lse, const Inputs& in,
                    const ForwardResult& saved, const Options& options, const GradMask& wanted) {
+  const nvtx::Range range(nvtx::Op::kAttentionBackward, in, options);
   const auto guard = guard_device(in.query);
   const auto shape = check_call<int64_t>(in, options);
   check_saved<int64_t>(shape, in, grad_out, grad_lse, saved, options.dropout_p);
