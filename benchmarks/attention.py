@@ -4,15 +4,20 @@
     python benchmarks/attention.py --suite cpu            the CPU's shapes in fp32, bf16 and fp16 on 2 threads
     python benchmarks/attention.py --suite cpu --quick    a minute, for CI
     python benchmarks/attention.py --case 2048x64 --dtypes bf16 --passes bwd --no-host
+    python benchmarks/attention.py --suite scaling        time and memory as the length grows, against plain attention
+    python benchmarks/attention.py --suite flash          one causal head, 128 to 65536 tokens
     python benchmarks/attention.py --suite grid --out grid.csv               on a GPU: bf16, 16k tokens, D 64 to 256
     python benchmarks/attention.py --suite masks --backend sm80 --only 'bias|mask' --time-budget 300
+
+The suites scaling, flash, short and decode also run on a CPU, on the cases of at most 2 GFLOP and against peers that
+run there; the others take --device cpu with --quick.
 
 Forward ("fwd") runs without gradients (with them where the mask wants one). Backward ("bwd") is torch.autograd.grad
 alone, over and over on one graph that an untimed forward built and retain_graph keeps; "e2e" is a forward and its
 backward. Ratios are a peer's median time over flash_ext's: above 1, flash_ext is faster. TFLOP/s count kept (query,
 key) pairs only (half of all in the suite grid, when causal), GB/s the smallest possible traffic; the limits are
 measured in the same run. err is the error over what the error rule allows, so at most 1. Peak memory is that of one
-forward and backward (of a forward in suites that have no backward), inputs excluded.
+forward and backward (of a forward in suites that have no backward), inputs excluded; that before backward, too.
 """
 
 from __future__ import annotations
@@ -35,9 +40,9 @@ import torch
 import torch.nn.functional as F
 from accuracy import Truth, err, score_elements, truth
 from cpu_tables import cell_table, summary_table
-from gpu_limits import Limits, measure_limits
+from figures import draw_attention, draw_host_overhead
 from gpu_peers import GPU_PEERS, Peer, eager_peer, sdpa_peer
-from gpu_tables import gpu_summary, gpu_table, refusals
+from gpu_tables import gpu_summary, gpu_table, refusals, scaling_table
 from harness import (
     BenchmarkError,
     Reporter,
@@ -49,15 +54,17 @@ from harness import (
     provenance,
     run_main,
     stdout_console,
-    write_csv,
 )
 from host_overhead import host_overhead, host_table
+from limits import Limits, measure_limits
 from shapes import Case, Inputs, make_inputs
-from suites import OURS, SUITES, cases_of
+from suites import OURS, SUITES, Suite, cases_of
+from tables import Table, csv_path, write_csv, write_results
 from torch import Tensor
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PASSES = ("fwd", "bwd", "e2e")
+CPU_FLOP = 2.2e9  # of a forward: larger cases of suites for both devices are left to GPUs
 CHECK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 30}  # larger samples of the score matrix are not checked
 
 
@@ -157,6 +164,7 @@ class Cell:
             "tflops": figure(self.tflops, ".4f"), "gbs": figure(self.gbs, ".2f"), "err": figure(self.err, ".3f"),
             "Ev": c.dv, "mask": c.mask, "dropout": c.dropout, "group": c.group,
             "best_ms": figure(t.best * 1e3, ".4f"), "spread": figure(t.spread, ".3f"), "rounds": len(t.samples),
+            "calls": len(t.samples) * t.calls,
             "name": c.name, "reason": t.failure, "percent_of_limit": figure(self.percent, ".1f"),
             "limit_tflops": figure(self.limits.of(self.dtype), ".1f"), "limit_gbs": figure(self.limits.gbs, ".0f"),
             "peak_mib": figure(self.check.peak_mib, ".1f"), "saved_mib": figure(self.check.saved_mib, ".1f"),
@@ -237,7 +245,7 @@ def measure(case: Case, dtype: torch.dtype, peers: dict[str, Peer], args: argpar
     timings: dict[tuple[str, str], Timing] = {}
     for direction in args.passes:
         calls = {name: CALLS[direction](peer, case, x) for name, peer in peers.items()}
-        of_pass = interleave(calls, args.device, args.rounds, args.sample, args.seconds)
+        of_pass = interleave(calls, args.device, args.rounds, args.sample, args.seconds, args.calls)
         timings.update({(direction, name): timing for name, timing in of_pass.items()})
         del calls  # and the graphs in them
     checks = {}
@@ -257,8 +265,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """Arguments, checked and with their suite's defaults and cases."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--suite", choices=SUITES, default="cpu", help="set of cases (default cpu); all others need a GPU")
-    add("--device", choices=("cpu", "cuda"), help="default: the suite's")
+    add("--suite", choices=SUITES, default="cpu", help="set of cases (default cpu)")
+    add("--device", choices=("cpu", "cuda"), help="default: the suite's, which for some is the GPU when there is one")
     add("--dtypes", nargs="+", choices=DTYPES, help="default: the suite's (cpu: fp32 bf16 fp16)")
     add("--passes", nargs="+", choices=PASSES, help="default: the suite's (mostly fwd bwd)")
     add("--peers", nargs="+", choices=PEERS, help="ratios are of the others to the last one; default: the suite's")
@@ -266,32 +274,31 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--case", metavar="TEXT", default="", help="only cases whose name has this text, such as 2048x64 or dropout")
     add("--only", metavar="REGEX", default="", help="only cases in whose name this regular expression is found")
     add("--threads", type=int, default=2, help="CPU threads of PyTorch (default 2)")
-    add("--rounds", type=int, help="interleaved rounds of a cell (default 7, on a GPU 5)")
-    add("--seconds", type=float, help="time after which a cell takes at most 3 rounds (default 3, on a GPU 10)")
-    add(
-        "--time-budget",
-        type=float,
-        default=math.inf,
-        metavar="SECONDS",
-        help="start no case after this (default: none)",
-    )
+    add("--rounds", type=int, help="interleaved rounds of a cell (default 7, on a GPU 5; other suites on a CPU 3)")
+    enough = "time after which a cell takes at most 3 rounds (default 3, on a GPU 10; other suites on a CPU 0.5)"
+    add("--seconds", type=float, help=enough)
+    add("--calls", type=int, help="exactly so many timed calls a cell (default: what fits; suite scaling on a GPU 100)")
+    budget = "start no case after this (default: none)"
+    add("--time-budget", type=float, default=math.inf, metavar="SECONDS", help=budget)
     add("--quick", action="store_true", help="one small case of each kind, 3 rounds: a minute, for CI")
     add("--no-check", dest="check", action="store_false", help="do not compute err")
     add("--no-host", dest="host", action="store_false", help="skip the host time of tiny calls (suite cpu only)")
-    add("--out", type=Path, metavar="DIR", help="write attention_SUITE.csv and host_overhead.csv here; or FILE.csv")
+    add(
+        "--out", type=Path, metavar="DIR",
+        help="folder of attention_SUITE and host_overhead, each .csv, .md, .tex, .png; or FILE.csv, others beside it",
+    )  # fmt: skip
     args = parser.parse_args(argv)
     suite = SUITES[args.suite]
-    args.device = args.device or suite.device
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise BenchmarkError(f"--suite {args.suite} needs a CUDA GPU, and PyTorch sees none here.")
+    args.device = device_of(args, suite)
     on_gpu = args.device == "cuda"
     args.sample = 0.02 if on_gpu else 0.03
-    args.rounds = args.rounds if args.rounds is not None else 5 if on_gpu else 7
-    args.seconds = args.seconds if args.seconds is not None else 10.0 if on_gpu else 3.0
+    hurried = not on_gpu and suite.device != "cpu"
+    args.rounds = args.rounds if args.rounds is not None else 5 if on_gpu else 3 if hurried else 7
+    args.seconds = args.seconds if args.seconds is not None else 10.0 if on_gpu else 0.5 if hurried else 3.0
+    args.calls = args.calls if args.calls is not None else suite.calls if on_gpu and not args.quick else None
     args.dtypes, args.passes = args.dtypes or list(suite.dtypes), args.passes or list(suite.passes)
-    usable = [p for p in suite.peers if p != "fa3" or find_spec("flash_attn_interface") is not None]
-    args.peers = args.peers or usable
-    for name in ("threads", "rounds", "seconds"):
+    args.peers = args.peers or peers_of(suite, on_gpu)
+    for name in ("threads", "rounds", "seconds", *(["calls"] if args.calls is not None else [])):
         if not 0 < getattr(args, name) < math.inf:
             raise BenchmarkError(f"--{name} {getattr(args, name)} must be above 0.")
     if not args.time_budget > 0:
@@ -305,16 +312,34 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         args.rounds, args.seconds = min(args.rounds, 3), min(args.seconds, 0.3)
     args.csv = None
     if args.out is not None:
-        alone = args.out.suffix == ".csv"
-        args.csv = args.out if alone else args.out / f"attention_{args.suite}.csv"
-        args.out = args.out.parent if alone else args.out
-        args.host_csv = args.out / (f"{args.csv.stem}_host_overhead.csv" if alone else "host_overhead.csv")
+        args.csv = csv_path(args.out, f"attention_{args.suite}")
+        name = f"{args.csv.stem}_host_overhead" if args.csv == args.out else "host_overhead"
+        args.host_csv = args.csv.with_name(f"{name}.csv")
     return args
+
+
+def device_of(args: argparse.Namespace, suite: Suite) -> str:
+    """--device, or the suite's: a suite for both takes the GPU when there is one."""
+    device = args.device or suite.device
+    if device == "both":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise BenchmarkError(f"--suite {args.suite} needs a CUDA GPU, and PyTorch sees none here.")
+    return device
+
+
+def peers_of(suite: Suite, on_gpu: bool) -> list[str]:
+    """The suite's peers that are here: fa3 where installed; on a CPU PyTorch's own choice for its GPU backends."""
+    if on_gpu:
+        return [p for p in suite.peers if p != "fa3" or find_spec("flash_attn_interface") is not None]
+    others = [p for p in suite.peers if p not in GPU_PEERS or p == "compiled-eager"]
+    return others if "torch" in others else ["torch", *others]
 
 
 def chosen_cases(args: argparse.Namespace) -> list[Case]:
     """The suite's cases that --case and --only leave."""
-    cases = cases_of(args.suite, args.quick)
+    hurried = args.device == "cpu" and SUITES[args.suite].device == "both"
+    cases = cases_of(args.suite, args.quick, CPU_FLOP if hurried else math.inf)
     try:
         chosen = [case for case in cases if args.case in case.name and re.search(args.only, case.name)]
     except re.error as error:
@@ -325,10 +350,9 @@ def chosen_cases(args: argparse.Namespace) -> list[Case]:
     return chosen
 
 
-def measure_all(peers: dict[str, Peer], args: argparse.Namespace) -> list[Cell]:
+def measure_all(peers: dict[str, Peer], origin: dict[str, str], args: argparse.Namespace) -> list[Cell]:
     """Every cell that the time budget allows, one case at least; the CSV is written after each, so that it is kept."""
     start = time.monotonic()
-    origin = provenance(args.device)
     todo = [(name, case) for name in args.dtypes for case in args.cases]
     cells: list[Cell] = []
     left_out: list[str] = []
@@ -351,42 +375,40 @@ def measure_all(peers: dict[str, Peer], args: argparse.Namespace) -> list[Cell]:
     return cells
 
 
-def print_tables(cells: list[Cell], args: argparse.Namespace) -> None:
-    """The suite cpu's tables have goals; a GPU's have every peer, limits and memory, and the reasons of refusals."""
+def tables_of(cells: list[Cell], args: argparse.Namespace) -> list[Table]:
+    """The suite cpu's tables have goals; the others' have every peer, limits and memory."""
     if args.suite == "cpu" and args.device == "cpu":
-        console = stdout_console()
-        for name in args.dtypes:
-            console.print(cell_table(cells, DTYPES[name], args))
-        console.print(summary_table(cells, args))
-        return
-    console = stdout_console(width=220)
-    console.print(gpu_table(cells, args.peers))
-    console.print(gpu_summary(cells, args.peers))
-    print(*refusals(cells), sep="\n")
-    if args.limits.tflops:
-        print(args.limits)
+        return [*(cell_table(cells, DTYPES[name], args) for name in args.dtypes), summary_table(cells, args)]
+    first = scaling_table(cells) if args.suite == "scaling" else gpu_table(cells, args.peers)
+    return [first, gpu_summary(cells, args.peers)]
 
 
 def main() -> None:
     """Measures every cell, prints the tables, writes the CSVs."""
     args = parse()
     torch.set_num_threads(args.threads)
-    if args.out is not None:
-        make_folder(args.out)
+    if args.csv is not None:
+        make_folder(args.csv.parent)
     peers = {name: our_peer(args.backend) if name == OURS else PEERS[name]() for name in args.peers}
     if args.suite != "cpu":
         warnings.simplefilter("ignore", UserWarning)  # PyTorch tells there why a backend refuses; so do the tables
     args.limits = measure_limits() if args.device == "cuda" else Limits()
-    cells = measure_all(peers, args)
-    print_tables(cells, args)
+    origin = provenance(args.device)
+    cells = measure_all(peers, origin, args)
+    tables = tables_of(cells, args)
+    console = stdout_console(width=120 if args.suite == "cpu" else 220)
+    for table in tables:
+        console.print(table)
+    if args.suite != "cpu":
+        print(*refusals(cells), *([args.limits] if args.limits.tflops else []), sep="\n")
+    if args.csv is not None:
+        print(write_results(args.csv, [cell.row() for cell in cells], origin, tables, draw_attention))
     if args.host and args.suite == "cpu":
         ours = load_flash_ext().scaled_dot_product_attention if OURS in peers else None
         host_rows = host_overhead(ours, args.device, rounds=5 if args.quick else 15)
-        stdout_console().print(host_table(host_rows))
-        if args.out is not None:
-            write_csv(args.host_csv, host_rows, provenance(args.device))
-    if args.csv is not None:
-        print(f"Written to {args.csv}")
+        console.print(host_table(host_rows))
+        if args.csv is not None:
+            print(write_results(args.host_csv, host_rows, origin, [host_table(host_rows)], draw_host_overhead))
 
 
 if __name__ == "__main__":

@@ -35,8 +35,8 @@ def cell_table(cells: list[Cell], dtype: torch.dtype, args: argparse.Namespace) 
     for direction in args.passes:
         for name in args.peers:
             table.add_column(f"{direction}\n{name}", justify="right")
-        table.add_column("ratio\n(best)", justify="right")
-        table.add_column("err", justify="right")
+        table.add_column(f"{direction}\nratio\n(best)", justify="right")
+        table.add_column(f"{direction}\nerr", justify="right")
     kind = ""
     for (case,), of_case in groups([c for c in cells if c.dtype == dtype], "case").items():
         if kind and kind != case.group:
@@ -59,7 +59,7 @@ def summary_table(cells: list[Cell], args: argparse.Namespace) -> Table:
     table = Table("dtype", "pass", "group", "cells", title=f"{args.peers[0]} time / {args.peers[-1]} time")
     for name in ("geomean", "of bests", "goal", "lowest"):
         table.add_column(name, justify="right")
-    table.add_column("in", no_wrap=True)
+    table.add_column("in")
     for (dtype, direction), of_pass in groups(cells, "dtype", "direction").items():
         for group, goals in GOALS.items():
             of_group = groups([c for c in of_pass if c.case.group == group], "case")

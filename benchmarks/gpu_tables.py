@@ -1,4 +1,4 @@
-"""The tables of a run on a GPU: every cell against all its peers, and the geometric means of the ratios.
+"""The tables of attention.py, but for the suite cpu: every cell against all its peers, geometric means of the ratios.
 
 A ratio is a peer's time over flash_ext's (the last peer's): above 1, flash_ext is faster.
 """
@@ -76,6 +76,23 @@ def gpu_table(cells: list[Cell], peers: list[str]) -> Table:
             _figure(ours.peak_mib, ".0f"),
             _figure(min((c.peak_mib for c in of_pass[:-1] if not math.isnan(c.peak_mib)), default=math.nan), ".0f"),
         )  # fmt: skip
+    return table
+
+
+def scaling_table(cells: list[Cell]) -> Table:
+    """One line a case, dtype and peer, in order of the length: milliseconds of each pass and what forward keeps."""
+    passes = [direction for (direction,) in groups(cells, "direction")]
+    table = Table(
+        "B x H x S x D", "dtype", "peer", title="median milliseconds; memory in use before backward and at its peak"
+    )
+    for header in (*passes, "before\nbackward\nMiB", "peak\nMiB"):
+        table.add_column(header, justify="right")
+    for (case, dtype), of_case in groups(cells, "case", "dtype").items():
+        for (peer,), of_peer in groups(of_case, "peer").items():
+            memory = (_figure(value, ".0f") for value in (of_peer[0].check.saved_mib, of_peer[0].check.peak_mib))
+            name = str(dtype).removeprefix("torch.")
+            table.add_row(case.name, name, peer, *map(milliseconds, of_peer), *memory)
+        table.add_section()
     return table
 
 

@@ -1,4 +1,4 @@
-"""What every benchmark here shares: clocks, interleaved rounds, provenance, progress, CSV.
+"""What every benchmark here shares: clocks, interleaved rounds, provenance, progress.
 
 Timing: peers are measured in one process, in rounds; each round measures every peer once, and the order rotates from
 round to round, so that drift and neighbours' load fall on all alike. The figure of a cell is the median over rounds. On
@@ -8,11 +8,12 @@ and all queued ahead of the GPU, so that the host's time is not in it; on a CPU 
 
 from __future__ import annotations
 
-import csv
+import gc
 import hashlib
 import math
 import os
 import platform
+import re
 import shlex
 import statistics
 import subprocess
@@ -30,6 +31,7 @@ from tables import Console, progress_bar
 
 CYCLES_PER_SECOND = 2e9  # about a GPU's clock; what it idles for need not be exact
 GPU_CALLS = 20  # a sample's calls at most
+COMPILING_S = 10.0  # a first call on a CPU that takes longer does not compile, it is slow
 FLUSH_BYTES = 256 << 20  # larger than the L2 cache of every GPU so far (H200: 50 MB, B200: 126 MB)
 
 
@@ -93,6 +95,14 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
+def release_memory(device: str) -> None:
+    """Gives a GPU's memory back that no tensor of the caller holds, so that the next peak is that of its own work."""
+    gc.collect()
+    if device == "cuda":
+        _flush_buffer.cache_clear()
+        torch.cuda.empty_cache()
+
+
 # ---- timing ----
 
 
@@ -129,6 +139,7 @@ class Timing:
 
     samples: tuple[float, ...]
     failure: str = ""
+    calls: int = 1  # that make one sample
 
     @property
     def median(self) -> float:
@@ -150,15 +161,19 @@ def interleave(
     rounds: int = 7,
     sample_s: float = 0.03,
     budget_s: float = 3.0,
+    total_calls: int | None = None,
 ) -> dict[str, Timing]:
     """Times the peers against each other: {name: Timing}, in the order given.
 
     One untimed call each, and a second one that sets how many calls make a sample of `sample_s` seconds; then up to
     `rounds` rounds with rotated order. After `budget_s` seconds a cell gets no more than three rounds, and none at all
     when one round alone takes longer than that: its figure is then that of the warm-up, so that slow cells end, too.
+    With `total_calls` a peer gets that many timed calls, spread over the rounds, however long they take.
     A peer that raises has no samples but the message; a CUDA context that is lost ends the program.
     """
     start = time.perf_counter()
+    if total_calls is not None:
+        rounds, budget_s = min(rounds, total_calls), math.inf
     failures: dict[str, str] = {}
     once: dict[str, float] = {}
     queue: dict[str, float] = {}  # the host's share of `once`
@@ -180,7 +195,7 @@ def interleave(
             queue[name] = time.perf_counter() - begin
             synchronize(device)
             once[name] = time.perf_counter() - begin
-            if once[name] > budget_s / 4 and device == "cpu":  # a GPU's first call may compile
+            if once[name] > COMPILING_S and device == "cpu":  # a GPU's first call may compile for longer
                 break
 
     def sample(name: str) -> None:
@@ -191,6 +206,8 @@ def interleave(
     names = [name for name in peers if name not in failures]
     most = 10_000 if device == "cpu" else GPU_CALLS
     calls = {name: max(1, min(most, int(sample_s / max(once[name], 1e-7)))) for name in names}
+    if total_calls is not None:
+        calls = dict.fromkeys(names, math.ceil(total_calls / rounds))
     round_s = sum(calls[name] * once[name] for name in names)
     samples: dict[str, list[float]] = {name: [] for name in names}
     for index in range(rounds if round_s <= budget_s else 0):
@@ -200,10 +217,13 @@ def interleave(
         for name in names[shift:] + names[:shift]:
             if name not in failures:
                 attempt(name, partial(sample, name))
-    return {
-        name: Timing((), failures[name]) if name in failures else Timing(tuple(samples[name] or [once[name]]))
-        for name in peers
-    }
+
+    def timing(name: str) -> Timing:
+        if name in failures:
+            return Timing((), failures[name])
+        return Timing(tuple(samples[name]), calls=calls[name]) if samples[name] else Timing((once[name],))
+
+    return {name: timing(name) for name in peers}
 
 
 def geomean(values: Iterable[float]) -> float:
@@ -251,8 +271,8 @@ def cpu_name() -> str:
 def provenance(device: str) -> dict[str, str]:
     """Where a figure comes from; the same on every row of a CSV: commit, library, versions, hardware, command."""
     on_gpu = device == "cuda"
-    commit, changes = _git("rev-parse", "--verify", "--short=12", "HEAD"), _git("status", "--porcelain")
-    dirty = bool(changes)
+    commit = _git("rev-parse", "--verify", "--short=12", "HEAD")
+    dirty = bool(_git("status", "--porcelain", "--", ":/", ":(top,exclude)benchmarks/results"))  # results are no source
     if not commit and "flash_ext" in sys.modules:  # a copy without its history: what the library was built from
         info = load_flash_ext().build_info()
         commit, dirty = (info.get("git_commit") or "")[:12], bool(info.get("git_dirty"))
@@ -264,6 +284,7 @@ def provenance(device: str) -> dict[str, str]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "cuda": (torch.version.cuda or "") if on_gpu else "",
+        "cudnn": str(torch.backends.cudnn.version() or "") if on_gpu else "",
         "driver": driver.split("\n")[0],
         "cpu": cpu_name(),
         "gpu": torch.cuda.get_device_name() if on_gpu else "",
@@ -272,13 +293,10 @@ def provenance(device: str) -> dict[str, str]:
     }
 
 
-def write_csv(path: Path, rows: list[dict[str, Any]], origin: Mapping[str, str]) -> None:
-    """Writes rows (the columns of the first row) with the provenance columns after them."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*rows[0], *origin], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows({**row, **origin} for row in rows)
+def device_slug(origin: Mapping[str, str]) -> str:
+    """The folder of benchmarks/results that a row belongs to: "nvidia-h200", "amd-epyc-2-threads"."""
+    name = origin["gpu"] or f"{origin['cpu']} {origin['threads']} threads"
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def make_folder(path: Path) -> Path:

@@ -1,21 +1,23 @@
 """A decoder-only Transformer language model whose attention can be swapped.
 
 Blocks are x + Attention(RMSNorm(x)), then x + SwiGLU(RMSNorm(x)); positions are rotary (RoPE, Su et al. 2021); SwiGLU
-is Shazeer 2020; RMSNorm is Zhang & Sennrich 2019. Called by train_lm.py. Every attention in ATTENTIONS means the same,
-causal softmax(q k^T / sqrt(D)) v on (B, H, S, D), so two models with the same seed differ in nothing but rounding.
+is Shazeer 2020; RMSNorm is Zhang & Sennrich 2019. Called by training.py and stepping.py. Every attention in ATTENTIONS
+means the same, causal softmax(q k^T / sqrt(D)) v on (B, H, S, D), so two models with the same seed differ in nothing
+but rounding. Parts of the model carry names for profilers (named_range), which cost nothing without mark_ranges.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from harness import load_flash_ext
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 AttentionFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 BYTE_VOCAB = 256  # text is read byte by byte, so no tokenizer has to be fetched or trained
@@ -42,9 +44,23 @@ SIZES = {
 }
 
 
+_open_range: Callable[[str], AbstractContextManager] = nullcontext
+
+
+@contextmanager
+def mark_ranges(open_range: Callable[[str], AbstractContextManager]) -> Iterator[None]:
+    """Within it every named_range is open_range(name), a profiler's context manager."""
+    global _open_range
+    before, _open_range = _open_range, open_range
+    try:
+        yield
+    finally:
+        _open_range = before
+
+
 def named_range(name: str) -> AbstractContextManager:
-    """Marks a part of the model by name for a profiler: the one place to hang NVTX ranges on. Does nothing now."""
-    return nullcontext()
+    """Marks a part of a step by name for a profiler; nothing inside compiled code, where no part runs by itself."""
+    return nullcontext() if torch.compiler.is_compiling() else _open_range(name)
 
 
 def naive_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -75,6 +91,7 @@ ATTENTIONS: dict[str, Callable[[], AttentionFn]] = {
     "flash_ext": flash_ext_attention,
     "sdpa": lambda: sdpa_attention,
     "naive": lambda: naive_attention,
+    "compiled-naive": lambda: torch.compile(naive_attention),
 }
 
 
@@ -147,12 +164,39 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
-class TransformerLM(nn.Module):
-    """Tokens (B, S) int64 -> logits (B, S, vocab), S <= context."""
+class BackwardRanges:
+    """Names the backward of each block by hooks on what lies between blocks.
 
-    def __init__(self, size: Size, attention: AttentionFn, context: int, vocab: int = BYTE_VOCAB) -> None:
+    A gradient that arrives there ends the range of the later block and opens that of the earlier one. Ranges nest as
+    they should only if backward runs in the thread that opened the range around it.
+    """
+
+    def __init__(self) -> None:
+        self.stack = ExitStack()
+
+    def mark(self, x: Tensor, name: str = "") -> None:
+        """`x` came out of the block `name`; no name: out of what is before all blocks."""
+
+        def switch(_: Tensor) -> None:
+            self.stack.close()
+            if name:
+                self.stack.enter_context(named_range(f"{name} backward"))
+
+        if x.requires_grad and _open_range is not nullcontext:
+            x.register_hook(switch)
+
+
+class TransformerLM(nn.Module):
+    """Tokens (B, S) int64 -> logits (B, S, vocab), S <= context.
+
+    With `recompute`, backward computes each block's forward again instead of keeping its activations.
+    """
+
+    def __init__(
+        self, size: Size, attention: AttentionFn, context: int, vocab: int = BYTE_VOCAB, recompute: bool = False
+    ) -> None:
         super().__init__()
-        self.context = context
+        self.context, self.recompute = context, recompute
         self.embedding = nn.Embedding(vocab, size.d_model)
         self.blocks = nn.ModuleList(Block(size, attention) for _ in range(size.layers))
         self.norm = RMSNorm(size.d_model)
@@ -168,9 +212,21 @@ class TransformerLM(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
         x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x, cos, sin)
+        backward = BackwardRanges()
+        backward.mark(x)
+        for index, block in enumerate(self.blocks):
+            with named_range(f"block {index}"):
+                if self.recompute and torch.is_grad_enabled():
+                    x = checkpoint(block, x, cos, sin, use_reentrant=False)
+                else:
+                    x = block(x, cos, sin)
+            backward.mark(x, f"block {index}")
         return self.head(self.norm(x))
+
+    def compile_blocks(self) -> None:
+        """Compiles one block; the others, which differ in weights only, share its code, and their ranges stay."""
+        for block in self.blocks:
+            block.compile()
 
     @torch.no_grad()
     def generate(self, prompt: bytes, length: int, temperature: float = 0.7, seed: int = 0) -> bytes:

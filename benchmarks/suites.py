@@ -5,6 +5,7 @@ SUITES maps a suite's name to its Suite; a new one is one function and one entry
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -17,13 +18,18 @@ PYTORCH = (*FUSED, "torch-math")
 
 @dataclass(frozen=True)
 class Suite:
-    """What --suite NAME stands for; the first peer is compared with the last one, which is flash_ext."""
+    """What --suite NAME stands for; the first peer is compared with the last one, which is flash_ext.
+
+    `device` is where it runs unless told: "cpu", "cuda", or "both" with its smaller cases on a CPU. `calls`: how many
+    timed calls a cell gets on a GPU, if that is part of what the suite means.
+    """
 
     cases: Callable[[], list[Case]]
     peers: tuple[str, ...] = (*PYTORCH, OURS)
     dtypes: tuple[str, ...] = ("bf16",)
     passes: tuple[str, ...] = ("fwd", "bwd")
     device: str = "cuda"
+    calls: int | None = None
 
 
 def cpu_cases() -> list[Case]:
@@ -166,14 +172,14 @@ SUITES: dict[str, Suite] = {
     "windows": Suite(window_cases, (*PYTORCH, "flex", OURS)),
     "extras": Suite(extra_cases, (*FUSED, "flex", "fa3", OURS)),
     "fp32": Suite(fp32_cases, dtypes=("fp32",)),
-    "short": Suite(short_cases, (*PYTORCH, "fa3", OURS)),
-    "decode": Suite(decode_cases, ("torch-flash", "torch-cudnn", "torch-math", OURS), passes=("fwd",)),
-    "flash": Suite(flash_cases, (*FUSED, OURS), ("bf16", "fp32"), ("fwd", "bwd", "e2e")),
-    "scaling": Suite(scaling_cases, ("eager", "compiled-eager", "torch", OURS), ("fp32",)),
+    "short": Suite(short_cases, (*PYTORCH, "fa3", OURS), device="both"),
+    "decode": Suite(decode_cases, ("torch-flash", "torch-cudnn", "torch-math", OURS), passes=("fwd",), device="both"),
+    "flash": Suite(flash_cases, (*FUSED, OURS), ("bf16", "fp32"), ("fwd", "bwd", "e2e"), device="both"),
+    "scaling": Suite(scaling_cases, ("eager", "compiled-eager", "torch", OURS), ("fp32",), device="both", calls=100),
 }
 
 
-def cases_of(name: str, small: bool = False) -> list[Case]:
-    """The cases of a suite, each with the suite's name; --quick's small ones if asked."""
-    cases = [replace(case, suite=name) for case in SUITES[name].cases()]
+def cases_of(name: str, small: bool = False, most_flop: float = math.inf) -> list[Case]:
+    """The cases of a suite of at most so much work, each with the suite's name; --quick's small ones if asked."""
+    cases = [replace(case, suite=name) for case in SUITES[name].cases() if case.flop("fwd") <= most_flop]
     return quick(cases) if small else cases

@@ -7,13 +7,17 @@ such a refusal is a visible skip, any other is a failure. A test marked `gpu` ru
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
+import sys
 from collections.abc import Generator, Iterator
+from types import SimpleNamespace
 
 import hypothesis
 import pytest
 import torch
+from commands import BENCHMARKS
 
 import flash_ext
 
@@ -80,6 +84,22 @@ def backend(request: pytest.FixtureRequest, device: str) -> Iterator[str]:
         pytest.skip(f"this build has no {request.param} kernels")
     with flash_ext.use_backend(request.param):
         yield request.param
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[SimpleNamespace]:
+    """The files of benchmarks/ as modules; they are scripts, not a package, so the names are removed again."""
+    names = [path.stem for path in BENCHMARKS.glob("*.py")]
+    before = {name: sys.modules.pop(name, None) for name in names}
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+        for name, module in before.items():
+            sys.modules.pop(name, None)
+            if module is not None:
+                sys.modules[name] = module
 
 
 @pytest.fixture(autouse=True)

@@ -5,53 +5,20 @@ No test here reads a clock's value; what is measured is only required to be ther
 
 from __future__ import annotations
 
-import csv
 import importlib
 import math
-import subprocess
 import sys
 from dataclasses import replace
 from itertools import islice
-from pathlib import Path
 
 import pytest
 import torch
+from commands import rows_of, start
 
 pytest.importorskip("rich")
-BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
-MODULES = (
-    *("tables", "harness", "data", "model", "shapes", "suites", "accuracy", "gpu_limits", "gpu_peers", "gpu_tables"),
-    *("cpu_tables", "host_overhead", "attention", "train_lm"),
-)
-
-
+pytest.importorskip("pandas")
+pytest.importorskip("matplotlib")
 COLUMNS = "peer,suite,B,H,Hkv,Sq,Sk,D,dtype,causal,pass,ms,tflops,gbs,err"
-
-
-@pytest.fixture(scope="module")
-def bench():
-    """The benchmark files as modules; they are scripts in a folder, not a package, so the names are removed again."""
-    before = {name: sys.modules.pop(name, None) for name in MODULES}
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        yield type("Bench", (), {name: importlib.import_module(name) for name in MODULES})
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-        for name, module in before.items():
-            sys.modules.pop(name, None)
-            if module is not None:
-                sys.modules[name] = module
-
-
-def start(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """Runs a benchmark as a user does, without a terminal."""
-    command = [sys.executable, str(BENCHMARKS / script), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
-
-
-def rows_of(path: Path) -> list[dict[str, str]]:
-    with path.open() as file:
-        return list(csv.DictReader(file))
 
 
 # ---- model and data ----
@@ -107,7 +74,7 @@ def test_the_standard_library_is_enough_text(bench):
 
 
 def test_learning_rate_rises_to_its_peak_and_falls_to_a_tenth(bench):
-    rates = [bench.train_lm.learning_rate(step, 100, 1.0) for step in range(100)]
+    rates = [bench.training.learning_rate(step, 100, 1.0) for step in range(100)]
     assert max(rates) == 1.0
     assert rates[0] == pytest.approx(0.2)
     assert rates[-1] == pytest.approx(0.1, abs=0.01)
@@ -182,7 +149,7 @@ def test_our_calls_and_flex_attentions_mean_the_same_as_eager(bench):
 
 def test_the_grid_has_every_cell_once_and_the_columns_that_its_readers_need(bench, tmp_path):
     cells = []
-    limits = bench.gpu_limits.Limits({"bf16": 700.0}, 4300.0)
+    limits = bench.limits.Limits({"bf16": 700.0}, 4300.0)
     for case in bench.suites.cases_of("grid"):
         for direction in ("fwd", "bwd"):
             for peer, timing in {
@@ -192,7 +159,7 @@ def test_the_grid_has_every_cell_once_and_the_columns_that_its_readers_need(benc
             }.items():
                 check = bench.attention.Check({direction: 0.5}, 450.0, 200.0)
                 cells.append(bench.attention.Cell(peer, case, torch.bfloat16, direction, timing, check, limits))
-    bench.harness.write_csv(tmp_path / "grid.csv", [cell.row() for cell in cells], bench.harness.provenance("cpu"))
+    bench.tables.write_csv(tmp_path / "grid.csv", [cell.row() for cell in cells], bench.harness.provenance("cpu"))
     rows = rows_of(tmp_path / "grid.csv")
     assert ",".join(list(rows[0])[:15]) == COLUMNS
     ours = [row for row in rows if row["peer"] == "flash_ext"]
@@ -220,7 +187,7 @@ def test_tables_are_printed_without_rich(bench, monkeypatch, capsys):
     plain = importlib.import_module("tables")
     table = plain.Table("name", title="The title")
     table.add_column("two\nlines", justify="right")
-    table.add_row("one", "[green]1.5[/]", style="bold")
+    table.add_row("one", "[green]1.5[/]")
     table.add_section()
     table.add_row("another", end_section=True)
     plain.Console(width=100).print(table)
@@ -228,6 +195,49 @@ def test_tables_are_printed_without_rich(bench, monkeypatch, capsys):
         *("The title", "name       two", "         lines", "--------------"),
         *("one        1.5", "--------------", "another", "--------------", ""),
     ]
+
+
+def test_a_table_is_the_same_in_markdown_and_latex(bench):
+    table = bench.tables.Table("a|b", title="50% of it")
+    table.add_column("torch-\nflash", justify="right")
+    table.add_row("x_1", "[red]0.5[/]", end_section=True)
+    table.add_row("y")
+    assert table.markdown().splitlines() == ["| a\\|b | torch-flash |", "|---|--:|", "| x_1 | 0.5 |", "| y |  |"]
+    latex = table.latex()
+    assert "\\caption{50\\% of it}" in latex
+    assert "\\begin{tabular}{lr}" in latex
+    assert "x\\_1 & 0.5 \\\\" in latex
+
+
+def test_what_cannot_be_written_is_told(bench, monkeypatch, tmp_path):
+    table = bench.tables.Table("a")
+    table.add_row("1")
+    monkeypatch.setattr(bench.tables, "find_spec", lambda name: None)
+    told = bench.tables.write_results(tmp_path / "t.csv", [{"a": 1}], {"commit": "c"}, [table], lambda rows, path: None)
+    assert told == f"Written to {tmp_path}: t.csv, t.md; .tex needs pandas and jinja2; .png needs matplotlib"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["t.csv", "t.md"]
+
+
+def test_the_provenance_names_everything_that_a_figure_depends_on(bench):
+    origin = bench.harness.provenance("cpu")
+    names = "commit dirty library torch python cuda cudnn driver cpu gpu threads command".split()
+    assert list(origin) == names
+    assert origin["library"] == bench.harness.library_hash() != ""
+    assert bench.harness.device_slug({**origin, "gpu": "NVIDIA H200"}) == "nvidia-h200"
+    assert bench.harness.device_slug({**origin, "cpu": "AMD EPYC", "threads": "2"}) == "amd-epyc-2-threads"
+
+
+def test_the_calls_of_a_cell_can_be_fixed(bench):
+    count = {"a": 0, "b": 0}
+
+    def call(name):
+        count[name] += 1
+
+    timings = bench.harness.interleave(
+        {name: lambda name=name: call(name) for name in count}, "cpu", rounds=5, budget_s=1e-9, total_calls=10
+    )
+    assert count == {"a": 12, "b": 12}  # two warm-ups each
+    assert all(len(timing.samples) == 5 and timing.calls == 2 for timing in timings.values())
 
 
 def test_rounds_rotate_the_order_and_a_failing_peer_is_a_row(bench):
@@ -247,11 +257,14 @@ def test_rounds_rotate_the_order_and_a_failing_peer_is_a_row(bench):
 # ---- the commands ----
 
 
-@pytest.mark.parametrize("script", ["train_lm.py", "attention.py"])
-def test_help(script):
-    done = start(script, "--help")
-    assert done.returncode == 0, done.stderr
-    assert "--out DIR" in done.stdout
+@pytest.mark.parametrize("name", ["train_lm", "attention", "report", "sweep"])
+def test_help(bench, monkeypatch, capsys, name):
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        getattr(bench, name).main()
+    told = capsys.readouterr().out
+    assert ("--readme FILE" if name == "report" else "--out DIR") in told
+    assert f"python benchmarks/{name}.py" in told
 
 
 def test_train_lm_compares_two_attentions(tmp_path):
@@ -292,6 +305,14 @@ def test_train_lm_with_flash_ext_follows_sdpa_in_every_precision(tmp_path, preci
         (("--data", "short", "--context", "100"), "--context 100 is too long for short of 1,000 bytes"),
         (("--compare", "sdpa", "sdpa"), "--compare takes two different names"),
         (("--compare", "sdpa", "other"), "--compare takes two different names"),
+        (("--context", "16,32"), "--context 16,32: training takes one value; lists are for measuring, with --mode."),
+        (("--mode", "backward"), "invalid choice: 'backward' (choose from forward, forward-backward, train-step)"),
+        (("--warmup", "1,x"), "'x' is not a whole number of at least 0"),
+        (("--time-budget", "0"), "'0' is not a number above 0"),
+        (("--nvtx", "--data", "book"), "--data is for training, but --nvtx asks for measuring."),
+        (("--memory-snapshot", "s.pickle"), "--memory-snapshot records what a GPU allocates, and this run is on a CPU"),
+        (("--torch-profiler", "no/t.json"), "--torch-profiler no/t.json: there is no folder no."),
+        (("--torch-profiler", "t", "--context", "8,16"), "--torch-profiler writes one file, but the lists ask for 2"),
     ],
 )
 def test_train_lm_tells_bad_arguments_in_one_sentence(bench, monkeypatch, capsys, tmp_path, arguments, words):
@@ -318,6 +339,8 @@ def test_attention_prints_a_table_and_writes_the_grid_columns(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "GQA 4/1" in done.stdout
     assert "Host time of one call" in done.stdout
+    for name in ("attention_cpu", "host_overhead"):
+        assert all((tmp_path / f"{name}{kind}").stat().st_size > 100 for kind in (".csv", ".md", ".tex", ".png"))
     rows = rows_of(tmp_path / "attention_cpu.csv")
     assert ",".join(list(rows[0])[:15]) == COLUMNS
     assert [(row["peer"], row["pass"]) for row in rows] == [(p, d) for d in ("fwd", "bwd") for p in ("torch", "eager")]
@@ -337,15 +360,45 @@ def test_a_suite_for_gpus_runs_on_a_cpu_when_asked_within_its_budget(tmp_path):
     done = start("attention.py", "--suite", "masks", *chosen, *budget, "--out", tmp_path / "some.csv")
     assert done.returncode == 0, done.stderr
     assert "The time budget of 0.001 s is used up: 2 of 3 cases were not measured: fp32" in done.stderr
-    assert f"Written to {tmp_path / 'some.csv'}" in done.stdout
+    assert f"Written to {tmp_path}: some.csv, some.md, some.tex, some.png" in done.stdout
     rows = rows_of(tmp_path / "some.csv")
     assert [row["name"] for row in rows] == ["1x4x256x128 dropout 0.1"] * 6
     assert all(float(row["ms"]) > 0 for row in rows)
 
 
 @pytest.mark.parametrize(
+    ("suite", "case", "passes"),
+    [("scaling", "8x1x256x16", ["fwd", "bwd"]), ("flash", "x128x16", ["fwd", "bwd", "e2e"])],
+)
+def test_suites_of_the_profiling_workflow_run_on_a_cpu(bench, monkeypatch, capsys, tmp_path, suite, case, passes):
+    chosen = ("--peers", "eager", "torch", "flash_ext", "--dtypes", "fp32", "--calls", "2", "--device", "cpu")
+    monkeypatch.setattr(
+        sys, "argv", ["attention.py", "--suite", suite, "--case", case, *chosen, "--out", str(tmp_path)]
+    )
+    bench.attention.main()
+    rows = rows_of(tmp_path / f"attention_{suite}.csv")
+    assert [row["pass"] for row in rows] == [name for name in passes for _ in range(3)]
+    assert all(float(row["ms"]) > 0 and row["calls"] == "2" and float(row["err"]) <= 1 for row in rows)
+    shown = capsys.readouterr().out
+    assert case in shown
+    assert ("before" in shown) == (suite == "scaling")
+    assert (tmp_path / f"attention_{suite}.png").stat().st_size > 5000
+
+
+def test_a_cpu_gets_the_small_cases_and_the_peers_that_run_there(bench, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    args = bench.attention.parse(["--suite", "scaling"])
+    assert (args.device, args.peers) == ("cpu", ["eager", "compiled-eager", "torch", "flash_ext"])
+    assert {case.sq for case in args.cases} == {256, 1024}
+    assert bench.attention.parse(["--suite", "flash"]).peers == ["torch", "flash_ext"]
+    assert len(bench.suites.cases_of("scaling")) == 20
+    assert bench.suites.SUITES["scaling"].calls == 100
+
+
+@pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (("--calls", "0"), "--calls 0 must be above 0."),
         (("--only", "("), "--only '(' is not a regular expression"),
         (("--only", "nothing"), "--only 'nothing' fits none of: 4x12x512x64;"),
         (("--backend", "cpu", "--peers", "torch", "eager"), "--backend cpu is flash_ext's, which is not among"),

@@ -1,0 +1,195 @@
+#!/usr/bin/env python3
+"""Writes the README's tables of results, and pictures, from the CSVs in benchmarks/results/<device>/.
+
+    python benchmarks/report.py            the README between its markers, and a .png beside every CSV
+    python benchmarks/report.py --check    writes nothing; exit status 1 when the README says something else
+
+A folder is named after the device that its rows tell (nvidia-h200, amd-epyc-2-threads). It gives at most three tables:
+attention alone (all attention_*.csv), the host time of a call, and steps of a language model (all train_lm*.csv). One
+table takes results of one commit and one build of the library; results of two are refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from figures import OURS, Rows, best_ratio, by_case, grouped, number, picture_of
+from harness import BenchmarkError, device_slug, geomean, run_main
+from tables import Table, read_csv
+
+ROOT = Path(__file__).resolve().parent.parent
+BEGIN = "<!-- results: written by benchmarks/report.py from benchmarks/results -->"
+END = "<!-- end of results -->"
+VERSIONS = ("torch", "cuda", "cudnn", "driver")
+
+
+def read_folder(folder: Path) -> dict[Path, Rows]:
+    """The CSVs of one device, each with its rows; rows of another device are refused."""
+    found = {path: rows for path in sorted(folder.glob("*.csv")) if (rows := read_csv(path))}
+    for path, rows in found.items():
+        for row in rows:
+            if device_slug(row) != folder.name:
+                raise BenchmarkError(f"{path} has rows of {device_slug(row)}, but lies in the folder {folder.name}.")
+    return found
+
+
+def together(files: dict[Path, Rows]) -> Rows:
+    """All rows of the files, which must be of one commit and of one build where they used the library."""
+    rows = [{**row, "file": path.name} for path, of_file in files.items() for row in of_file]
+    for column, word in (("commit", "commit"), ("library", "build")):
+        seen: dict[str, str] = {}
+        for row in rows:
+            if row[column]:
+                seen.setdefault(row[column], row["file"])
+        if len(seen) > 1:
+            (one, of_one), (two, of_two) = list(seen.items())[:2]
+            raise BenchmarkError(
+                f"{next(iter(files)).parent}: {of_one} is of {word} {one} and {of_two} of {word} {two}, and one table "
+                f"takes one {word}; measure one of them again."
+            )
+    return rows
+
+
+def caption(title: str, rows: Rows) -> str:
+    """Where a table's figures come from, in one line above it."""
+    row = next((row for row in rows if row["library"]), rows[0])
+    device = row["gpu"] or f"{row['cpu']}, {row['threads']} threads"
+    dirty = " with changes" if any(row["dirty"] == "1" for row in rows) else ""
+    versions = ", ".join(f"{name} {row[name]}" for name in VERSIONS if row.get(name))
+    return f"{title}: {device}; commit {row['commit']}{dirty}, library {row['library']}; {versions}."
+
+
+def _shown(values: Iterable[float], reduce: Callable[[list[float]], float], digits: str) -> str:
+    numbers = [value for value in values if not math.isnan(value)]
+    return f"{reduce(numbers):{digits}}" if numbers else "-"
+
+
+def attention_table(rows: Rows) -> Table:
+    """One line a suite, dtype and pass, in the suite grid also a head dim: flash_ext against the fastest other peer."""
+    table = Table("suite", "dtype", "pass")
+    for header in ("cases", "best other / flash_ext, geomean", "lowest", "% of limit, median", "err, largest"):
+        table.add_column(header, justify="right")
+    for row in rows:
+        row["part"] = f"{row['suite']}, D {row['D']}" if row["suite"] == "grid" else row["suite"]
+    for (part, dtype, direction), of_line in grouped(rows, "part", "dtype", "pass").items():
+        ratios = [best_ratio(of_case) for of_case in by_case(of_line).values()]
+        ours = [row for row in of_line if row["peer"] == OURS]
+        limits = _shown((number(row.get("percent_of_limit", "")) for row in ours), statistics.median, ".0f")
+        errors = _shown((number(row["err"]) for row in ours), max, ".2f")
+        figures = (_shown(ratios, geomean, ".2f"), _shown(ratios, min, ".2f"), limits, errors)
+        table.add_row(part, dtype, direction, str(len(ratios)), *figures)
+    return table
+
+
+def host_table(rows: Rows) -> Table:
+    """One line a pass and arguments: microseconds of every peer."""
+    peers = [peer for (peer,) in grouped(rows, "peer")]
+    table = Table("pass", "arguments")
+    for peer in peers:
+        table.add_column(f"{peer}, us", justify="right")
+    for key, of_line in grouped(rows, "pass", "arguments").items():
+        table.add_row(*key, *(next(row["us"] for row in of_line if row["peer"] == peer) for peer in peers))
+    return table
+
+
+STEP_KEYS = ("size", "batch", "context", "precision", "mode", "compile", "checkpoint", "attention")
+
+
+def step_table(rows: Rows) -> Table:
+    """One line a setting, the one with most warm-up: the step, its throughput, MFU and peak memory."""
+    table = Table("size", "batch x context", "precision", "mode", "attention")
+    for header in ("step, ms", "tokens/s", "MFU %", "peak MiB"):
+        table.add_column(header, justify="right")
+    for of_setting in grouped(rows, *STEP_KEYS).values():
+        row = max(of_setting, key=lambda row: int(row["warmup"]))
+        options = "".join(f", {name}" for name in ("compile", "checkpoint") if row[name] == "1")
+        step = row["status"] if row["status"] != "ok" else f"{row['step_ms']} ± {row['step_std'] or '-'}"
+        costs = (row[name] or "-" for name in ("tokens_s", "mfu_percent", "peak_mib"))
+        windows = f"{row['batch']} x {row['context']}"
+        table.add_row(row["size"], windows, row["precision"], row["mode"] + options, row["attention"], step, *costs)
+    return table
+
+
+# title, which files, which of their columns tell that they are of this kind, the table
+KINDS: tuple[tuple[str, str, str, Callable[[Rows], Table]], ...] = (
+    ("Attention alone", "attention_*.csv", "Sq", attention_table),
+    ("Host time of one call on tensors of 1x2x4x16", "*host_overhead.csv", "us", host_table),
+    ("A language model's step", "train_lm*.csv", "step_ms", step_table),
+)
+
+
+def report_of(folder: Path) -> str:
+    """The Markdown of one device."""
+    files, parts = read_folder(folder), [f"**{folder.name}**"]
+    for title, pattern, column, table in KINDS:
+        chosen = {path: rows for path, rows in files.items() if path.match(pattern) and column in rows[0]}
+        if chosen:
+            rows = together(chosen)
+            parts += [caption(title, rows), table(rows).markdown()]
+    return "\n\n".join(parts)
+
+
+def report(results: Path) -> str:
+    """The Markdown of all devices."""
+    folders = sorted(folder for folder in results.iterdir() if any(folder.glob("*.csv"))) if results.is_dir() else []
+    if not folders:
+        raise BenchmarkError(f"--results {results} has no folder with a CSV.")
+    return "\n\n".join(report_of(folder) for folder in folders)
+
+
+def split(readme: Path) -> tuple[str, str, str]:
+    """The README before its results, the results, and what follows; the markers belong to what is around."""
+    text = readme.read_text() if readme.is_file() else ""
+    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
+        raise BenchmarkError(
+            f"--readme {readme} does not have the markers {BEGIN!r} and {END!r} once each, in this order."
+        )
+    before, rest = text.split(BEGIN)
+    found, after = rest.split(END)
+    return before + BEGIN, found, END + after
+
+
+def first_difference(found: str, expected: str) -> str:
+    """The first line that the README has wrong, and what it should be."""
+    pairs = zip([*found.splitlines(), ""], [*expected.splitlines(), ""], strict=False)
+    wrong, right = next(((a, b) for a, b in pairs if a != b), ("", ""))
+    return f"it says {wrong!r} where the CSVs give {right!r}"
+
+
+def main() -> None:
+    """Writes, or with --check compares."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--check", action="store_true", help="compare only; exit status 1 when the README disagrees with the CSVs")
+    add("--results", type=Path, metavar="DIR", default=ROOT / "benchmarks/results", help="default: benchmarks/results")
+    add("--readme", type=Path, metavar="FILE", default=ROOT / "README.md", help="default: README.md")
+    add("--no-pictures", dest="pictures", action="store_false", help="do not draw the pictures again")
+    args = parser.parse_args()
+    expected = f"\n\n{report(args.results)}\n\n"
+    before, found, after = split(args.readme)
+    if args.check:
+        if found != expected:
+            print(
+                f"report.py: {args.readme} is not what {args.results} gives: {first_difference(found, expected)}; "
+                "run benchmarks/report.py.",
+                file=sys.stderr,
+            )
+            sys.exit(1)
+        return
+    args.readme.write_text(before + expected + after)
+    print(f"Written: {args.readme}")
+    for path in sorted(args.results.glob("*/*.csv")) if args.pictures else ():
+        rows = read_csv(path)
+        drawing = picture_of(rows) if rows else None
+        if drawing is not None:
+            drawing(rows, path.with_suffix(".png"))
+            print(f"Written: {path.with_suffix('.png')}")
+
+
+if __name__ == "__main__":
+    run_main(main)

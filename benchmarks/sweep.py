@@ -1,0 +1,225 @@
+#!/usr/bin/env python3
+"""Runs a benchmark over a grid of arguments with submitit, on this machine or on Slurm, and joins the results.
+
+    python benchmarks/sweep.py train_lm.py --grid size=small,medium --grid context=256,512 --out benchmarks/out -- \\
+        --mode train-step --attention naive,sdpa,flash_ext
+    python benchmarks/sweep.py attention.py --grid suite=scaling,flash,short --out benchmarks/out -- --no-check
+    python benchmarks/sweep.py train_lm.py --grid size=small,medium,large,xl --out benchmarks/out \\
+        --slurm-partition gpu --gpus 1 --timeout 30 -- --mode train-step
+
+Each combination of the --grid values is a point: the command with --NAME VALUE of each, and with what stands after --.
+A point's CSV and log lie in a folder of its own below --out. The same command again runs only the points that have not
+finished, so a sweep goes on after a crash; after a commit all run again, so that no table mixes two. A point that fails
+is a row with the reason, and the exit status is 1. At the end --out has all rows as sweep.csv, a table and a picture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from figures import Rows, picture_of
+from harness import BenchmarkError, Reporter, make_folder, provenance, run_main, stdout_console
+from tables import Table, read_csv, write_results
+
+if TYPE_CHECKING:
+    from submitit import AutoExecutor
+
+HERE = Path(__file__).resolve().parent
+FINISHED, RESULT, LOG = "finished", "result.csv", "log.txt"  # in a point's folder
+POLL_S = 0.2
+MOST_COLUMNS, WIDEST_CELL = 14, 24  # of the table on the terminal
+
+
+@dataclass(frozen=True)
+class Point:
+    """One combination of the grid: its name, such as "size=small context=256", its command and its folder."""
+
+    name: str
+    command: tuple[str, ...]
+    folder: Path
+
+    @property
+    def finished(self) -> bool:
+        return (self.folder / FINISHED).exists()
+
+
+def run_point(command: tuple[str, ...], folder: str, environment: dict[str, str | None]) -> str:
+    """In the job: runs the command with some variables set (None: not set); returns why it failed, or nothing."""
+    variables = {k: v for k, v in {**os.environ, **environment}.items() if v is not None}
+    log = Path(folder, LOG)
+    with log.open("w") as file:
+        status = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=variables).returncode
+    if status < 0:
+        return f"killed by signal {-status}"
+    if status:
+        return (log.read_text().strip().splitlines() or [f"exit status {status}"])[-1]
+    Path(folder, FINISHED).touch()
+    return ""
+
+
+def points_of(args: argparse.Namespace) -> list[Point]:
+    """The grid's points; a folder's name has a hash of command and commit: another of either is another point."""
+    names, commit, points = [name for name, _ in args.grid], provenance("cpu")["commit"], []
+    for values in itertools.product(*(values for _, values in args.grid)):
+        words = [f"{name}={value}" for name, value in zip(names, values, strict=True)]
+        chosen = [part for word in words for part in ("--" + word.split("=")[0], word.split("=", 1)[1])]
+        line = shlex.join([commit, args.script.name, *chosen, *args.rest])
+        mark = hashlib.sha256(line.encode()).hexdigest()[:8]
+        folder = args.out / "points" / f"{'_'.join(words).replace('/', '-')}-{mark}".replace("=", "-")
+        command = (sys.executable, str(args.script), *chosen, *args.rest, "--out", str(folder / RESULT))
+        points.append(Point(" ".join(words), command, folder))
+    return points
+
+
+def make_executor(args: argparse.Namespace) -> AutoExecutor:
+    """submitit's executor: processes here, or jobs of Slurm where a partition is named."""
+    if find_spec("submitit") is None:
+        raise BenchmarkError("submitit is not installed; it is in the extra: pip install 'flash-ext[bench]'.")
+    import submitit
+
+    on_slurm = args.slurm_partition is not None
+    if on_slurm and shutil.which("sbatch") is None:
+        raise BenchmarkError(f"--slurm-partition {args.slurm_partition}: there is no sbatch here, so no Slurm.")
+    executor = submitit.AutoExecutor(args.out / "jobs", cluster="slurm" if on_slurm else "local")
+    executor.update_parameters(timeout_min=args.timeout)
+    if on_slurm:
+        executor.update_parameters(
+            name=f"sweep-{args.script.stem}", gpus_per_node=args.gpus, cpus_per_task=args.cpus,
+            slurm_partition=args.slurm_partition, slurm_account=args.slurm_account,
+        )  # fmt: skip
+    return executor
+
+
+def outcome(job: Any) -> str:
+    """Why a job's point failed, or nothing; a job that died without a result tells so by an exception."""
+    try:
+        return job.result()
+    except Exception as error:  # submitit's, or whatever the job raised
+        return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def run_points(points: list[Point], args: argparse.Namespace) -> dict[Point, str]:
+    """Runs the points that have not finished, so many at once; returns why those failed that did."""
+    waiting = [point for point in points if not point.finished]
+    print(f"{len(points)} points, {len(points) - len(waiting)} of them finished before", file=sys.stderr)
+    if not waiting:
+        return {}
+    executor, running, failures = make_executor(args), {}, {}
+    # NOTE: submitit hides all GPUs from local jobs that do not ask for some by number; on Slurm, Slurm decides.
+    environment = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES")} if not args.slurm_partition else {}
+    with Reporter("sweep", len(waiting)) as progress:
+        try:
+            while waiting or running:
+                while waiting and len(running) < args.at_once:
+                    point = waiting.pop(0)
+                    point.folder.mkdir(parents=True, exist_ok=True)
+                    running[executor.submit(run_point, point.command, str(point.folder), environment)] = point
+                for job in [job for job in running if job.done()]:
+                    point = running.pop(job)
+                    reason = outcome(job)
+                    if reason:
+                        failures[point] = reason
+                    progress.advance(f"{point.name} {reason}")
+                time.sleep(POLL_S)
+        finally:
+            for job in running:  # none, unless the sweep is interrupted
+                job.cancel(check=False)
+    return failures
+
+
+def joined(points: list[Point], failures: dict[Point, str]) -> list[dict[str, str]]:
+    """The rows of all points with the point's name before them; a point without a result is one row with the reason."""
+    rows: list[dict[str, str]] = []
+    for point in points:
+        if point in failures or not (point.folder / RESULT).exists():
+            rows.append({"point": point.name, "failure": failures.get(point, f"it wrote no {RESULT}")})
+        else:
+            rows += [{"point": point.name, "failure": "", **row} for row in read_csv(point.folder / RESULT)]
+    columns = dict.fromkeys(column for row in rows for column in row)
+    return [{column: row.get(column, "") for column in columns} for row in rows]
+
+
+def table_of(rows: Rows) -> Table:
+    """The point and the first columns in which rows differ, but for where a row comes from and what is too wide."""
+    left_out = {"point", "failure", *provenance("cpu")}
+    columns = [
+        column
+        for column in rows[0]
+        if column not in left_out
+        and len({row[column] for row in rows if not row["failure"]}) > 1
+        and max(len(row[column]) for row in rows) <= WIDEST_CELL
+    ][:MOST_COLUMNS]
+    failed = any(row["failure"] for row in rows)
+    table = Table("point", *columns, *(["failure"] if failed else []), title="All points of the sweep")
+    for row in rows:
+        cells = [row["point"], *(row[column] for column in columns), *([row["failure"]] if failed else [])]
+        table.add_row(*(cell.replace("[", "(").replace("]", ")") for cell in cells))  # brackets would be markup
+    return table
+
+
+def axis(text: str) -> tuple[str, list[str]]:
+    """argparse type of --grid: NAME=VALUE,VALUE."""
+    name, _, values = text.partition("=")
+    if not name or not all(values.split(",")):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form NAME=VALUE,VALUE")
+    return name.removeprefix("--"), values.split(",")
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Arguments; what stands after -- is the command's."""
+    own, rest = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("script", type=Path, help="attention.py, train_lm.py, or the path of a script with --out FILE.csv")
+    axes = "an argument of the script, without its dashes, and its values; several make a product"
+    add("--grid", type=axis, action="append", required=True, metavar="NAME=V,V", help=axes)
+    add("--out", type=Path, metavar="DIR", required=True, help="sweep.csv, .md, .tex, .png, points/ and jobs/ go here")
+    add("--at-once", type=int, metavar="N", help="points that run at the same time (default 1, on Slurm 16)")
+    add("--timeout", type=int, default=60, metavar="MINUTES", help="of one point (default 60)")
+    slurm = parser.add_argument_group("Slurm").add_argument
+    slurm("--slurm-partition", metavar="NAME", help="run on Slurm, in this partition (default: on this machine)")
+    slurm("--slurm-account", metavar="NAME", help="whom to charge")
+    slurm("--gpus", type=int, default=1, metavar="N", help="GPUs of a point (default 1)")
+    slurm("--cpus", type=int, default=4, metavar="N", help="CPUs of a point (default 4)")
+    args = parser.parse_args(own)
+    args.rest = rest
+    beside = HERE / args.script
+    args.script = beside if beside.is_file() else args.script.resolve()
+    if not args.script.is_file():
+        raise BenchmarkError(f"{args.script.name} is neither a benchmark in {HERE.name}/ nor a file.")
+    args.at_once = args.at_once if args.at_once is not None else 16 if args.slurm_partition else 1
+    for name in ("at_once", "timeout"):
+        if getattr(args, name) < 1:
+            raise BenchmarkError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1.")
+    args.out = make_folder(args.out).resolve()
+    return args
+
+
+def main() -> None:
+    """Runs what has not finished, joins all results; exit status 1 when a point failed."""
+    args = parse(sys.argv[1:])
+    points = points_of(args)
+    failures = run_points(points, args)
+    rows = joined(points, failures)
+    table = table_of(rows)
+    stdout_console(width=200).print(table)
+    print(write_results(args.out / "sweep.csv", rows, {}, [table], picture_of(rows)))
+    for point, reason in failures.items():
+        print(f"{point.name} failed: {reason}; its log: {point.folder / LOG}", file=sys.stderr)
+    sys.exit(1 if failures else 0)
+
+
+if __name__ == "__main__":
+    run_main(main)

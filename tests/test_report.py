@@ -1,0 +1,118 @@
+"""Promise: the README's tables of results are those of the CSVs in benchmarks/results, and mix no commits or builds."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+
+import pytest
+from commands import BENCHMARKS
+
+pytest.importorskip("matplotlib")
+README = BENCHMARKS.parent / "README.md"
+RESULTS = BENCHMARKS / "results"
+
+
+@pytest.fixture
+def run(bench, monkeypatch, capsys):
+    """Runs report.py with arguments; returns its exit status and what it said on stderr."""
+
+    def report(*arguments: object) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["report.py", *map(str, arguments)])
+        try:
+            bench.harness.run_main(bench.report.main)
+        except SystemExit as end:
+            return int(end.code), capsys.readouterr().err
+        return 0, capsys.readouterr().err
+
+    return report
+
+
+def test_the_readme_says_what_the_results_say(run):
+    status, told = run("--check")
+    assert status == 0, told
+
+
+def test_a_changed_number_is_found_in_the_readme_and_in_a_csv(run, tmp_path):
+    readme, results = tmp_path / "README.md", tmp_path / "results"
+    shutil.copy(README, readme)
+    shutil.copytree(RESULTS, results)
+    where = ("--readme", readme, "--results", results)
+    assert run("--check", *where) == (0, "")
+    before, after = readme.read_text().split("<!-- results:")
+    number = re.search(r"\| (\d+\.\d+) \|", after).group(1)
+    readme.write_text(f"{before}<!-- results:{after.replace(number, f'{float(number) + 1:.2f}', 1)}")
+    status, told = run("--check", *where)
+    assert status == 1
+    assert "where the CSVs give" in told and "run benchmarks/report.py." in told
+    assert run(*where, "--no-pictures")[0] == 0
+    assert run("--check", *where) == (0, "")
+    assert readme.read_text() == README.read_text()
+
+    path = sorted(results.glob("*/attention_*.csv"))[0]
+    lines = path.read_text().splitlines()
+    column = lines[0].split(",").index("ms")
+    for index, line in enumerate(lines[1:], 1):
+        cells = line.split(",")
+        if cells[0] == "flash_ext":
+            cells[column] = "0.0001"
+            lines[index] = ",".join(cells)
+    path.write_text("\n".join(lines) + "\n")
+    assert run("--check", *where)[0] == 1
+
+
+def make_results(bench, folder, suites, **origin):
+    """One small CSV a suite: a peer of 2 ms and flash_ext of 1 ms."""
+    same = {"dtype": "bfloat16", "pass": "fwd", "D": 64, "Sq": 512, "causal": 0, "name": "case"}
+    for suite, changes in suites.items():
+        rows = [
+            {"peer": peer, "suite": suite, **same, "ms": ms, "err": err, "percent_of_limit": percent}
+            for peer, ms, err, percent in (
+                ("torch-flash", "2.0", "", "40"),
+                ("fa3", "OOM", "", ""),
+                ("flash_ext", "1.0", "0.5", "80"),
+            )
+        ]
+        bench.tables.write_csv(folder / f"attention_{suite}.csv", rows, {**origin, **changes})
+
+
+def test_commits_and_builds_are_not_mixed_and_devices_not_confused(bench, run, tmp_path):
+    origin = {
+        "commit": "a" * 12,
+        "dirty": "0",
+        "library": "1" * 12,
+        "cpu": "AMD EPYC",
+        "gpu": "NVIDIA H200",
+        "threads": "2",
+    }
+    origin |= {"torch": "2.11.0", "cuda": "13.0", "cudnn": "91900", "driver": "580", "command": "python"}
+    folder, readme = tmp_path / "nvidia-h200", tmp_path / "README.md"
+    readme.write_text(f"before\n{bench.report.BEGIN}\n{bench.report.END}\nafter\n")
+    where = ("--readme", readme, "--results", tmp_path)
+    make_results(bench, folder, {"grid": {}, "short": {}}, **origin)
+    assert run(*where)[0] == 0
+    text = readme.read_text()
+    assert "| grid, D 64 | bfloat16 | fwd | 1 | 2.00 | 2.00 | 80 | 0.50 |" in text
+    assert (
+        f"NVIDIA H200; commit {'a' * 12}, library {'1' * 12}; torch 2.11.0, cuda 13.0, cudnn 91900, driver 580." in text
+    )
+    assert text.startswith("before\n") and text.endswith("after\n")
+    assert (folder / "attention_grid.png").stat().st_size > 5000
+
+    make_results(bench, folder, {"grid": {}, "short": {"commit": "b" * 12}}, **origin)
+    assert run("--check", *where) == (
+        2,
+        f"report.py: {folder}: attention_grid.csv is of commit {'a' * 12} and attention_short.csv of commit {'b' * 12}"
+        ", and one table takes one commit; measure one of them again.\n",
+    )
+    make_results(bench, folder, {"grid": {}, "short": {"library": "2" * 12}}, **origin)
+    assert f"of build {'1' * 12} and attention_short.csv of build {'2' * 12}" in run("--check", *where)[1]
+    make_results(bench, folder, {"grid": {}, "short": {"gpu": "NVIDIA H100"}}, **origin)
+    assert "has rows of nvidia-h100, but lies in the folder nvidia-h200." in run("--check", *where)[1]
+
+
+def test_a_readme_without_markers_and_no_results_are_told(run, tmp_path):
+    (tmp_path / "README.md").write_text("nothing")
+    assert "does not have the markers" in run("--readme", tmp_path / "README.md")[1]
+    assert run("--results", tmp_path)[1] == f"report.py: --results {tmp_path} has no folder with a CSV.\n"
