@@ -26,9 +26,9 @@ import flash_ext
 pytestmark = pytest.mark.gpu
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
-BLOCKS = (64, 80, 112, 128, 192)  # of queries or keys, in one tile or another
+BLOCKS = (64, 80, 96, 128, 192, 256)  # of queries or keys, in one tile or another
 EDGES = sorted({n * block + i for block in BLOCKS for n in (1, 2) for i in (-1, 0, 1)} | {1, 2, 15, 33})
-# Keys beyond which every head dimension leaves the persistent grid (with window and causal off).
+# Keys that are many for every head dimension (with window and causal off).
 LONG = sorted({-(-2600 // block) * block + i for block in BLOCKS for i in (-1, 0, 1)})
 
 
@@ -66,11 +66,11 @@ def test_every_edge_of_queries_and_keys(head_dim: int, band: str, device: str) -
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_every_edge_of_many_keys(head_dim: int, device: str) -> None:
-    """One tile a block: other tiles than those of the persistent grid."""
+    """Up to head dim 128 other tiles than those of few keys."""
     for i, keys in enumerate(LONG):
         queries, dtype = EDGES[(7 * i + 3) % len(EDGES)], HALF[i % 2]
         inputs = make_inputs((1, 2, queries, head_dim), (1, 2, keys, head_dim), dtype=dtype, device=device)
-        assert "a tile a block" in flash_ext.explain(**inputs).forward.schedule
+        assert flash_ext.explain(**inputs).forward.block_m == (192 if head_dim <= 128 else 128)
         check_inside_nan(inputs, {})
 
 
@@ -101,12 +101,16 @@ def test_long_sequences(head_dim: int, causal: bool, device: str) -> None:
 
 
 @pytest.mark.parametrize("band", BANDS)
-def test_more_tiles_than_multiprocessors(band: str, device: str) -> None:
-    """Blocks of a persistent grid take several tiles: the heads are those of calls of their own."""
+@pytest.mark.parametrize("length", [700, 768])
+def test_more_tiles_than_multiprocessors(length: int, band: str, device: str) -> None:
+    """Blocks take several tiles, in turn (768 divides by every tile) or by a counter: the heads are those of calls of
+    their own."""
     for head_dim in HEAD_DIMS:
-        shapes = (4, 40, 700, head_dim), (4, 10, 700, head_dim)
+        shapes = (4, 40, length, head_dim), (4, 10, length, head_dim)
         inputs = make_inputs(*shapes, dtype=torch.bfloat16, device=device)
         whole = forward(inputs, **BANDS[band])
+        in_turn = "in turn" in flash_ext.explain(**inputs, **BANDS[band]).forward.schedule
+        assert in_turn == (length == 768 and band == "full")
         for b, h in ((0, 0), (1, 17), (3, 39)):
             q, k, v = (
                 inputs["query"][b : b + 1, h : h + 1],
@@ -184,8 +188,10 @@ def test_twenty_runs(length: int, head_dim: int, dtype: torch.dtype, device: str
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_graph_replays_read_the_new_inputs(head_dim: int, device: str) -> None:
-    shapes = (2, 8, 400, head_dim), (2, 2, 400, head_dim)
+    """With a counter, which every replay clears."""
+    shapes = (4, 20, 400, head_dim), (4, 5, 400, head_dim)
     inputs = make_inputs(*shapes, dtype=torch.bfloat16, device=device)
+    assert "by a counter" in flash_ext.explain(**inputs, causal=True).forward.schedule
     forward(inputs, causal=True)  # loads the kernel
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -74,17 +74,18 @@ def test_plan(length: int, causal: bool, head_dim: int, dtype: torch.dtype) -> N
     plan = explain(q, k, causal=causal)
     forward = plan.forward
     assert (forward.backend, forward.kernel) == ("sm90", "sm90.forward")
-    assert forward.block_m in (128, 192) and forward.block_n % 16 == 0 and forward.stages == 2
+    assert forward.block_m in (128, 192, 256) and forward.block_n % 16 == 0 and forward.stages in (2, 3, 4)
     assert dict(forward.on_chip).keys() == {"q", "k", "v", "barriers", "alignment"}
     assert forward.on_chip_bytes <= forward.on_chip_limit == 227 * 1024
     warpgroups = forward.block_m // 64
     assert 128 * (forward.producer_registers + warpgroups * forward.registers) <= 65536
     tiles = 2 * 16 * -(-length // forward.block_m)
     assert forward.waves == pytest.approx(tiles / MULTIPROCESSORS, abs=1e-6)
-    persistent = forward.schedule.endswith(", persistent")
-    assert persistent or forward.schedule.endswith(", a tile a block")
-    assert forward.grid == (min(tiles, MULTIPROCESSORS) if persistent else tiles)
+    assert forward.grid == min(tiles, MULTIPROCESSORS)
     assert 1 <= forward.l2_section <= 8
+    counted = forward.schedule.endswith(", tiles by a counter")
+    assert counted or forward.schedule.endswith(", tiles in turn")
+    assert forward.scratch_bytes == (64 if counted else 0)
     assert forward.schedule in str(plan) and f"{forward.producer_registers} to load" in str(plan)
 
 
@@ -112,20 +113,36 @@ def test_backward_plan(length: int, causal: bool, head_dim: int, dtype: torch.dt
         assert explain(q, k, causal=causal) == plan
 
 
-def test_short_rows_are_persistent_and_long_ones_are_not() -> None:
+def test_tiles_that_differ_are_counted() -> None:
     def schedule(length: int, **options: Any) -> str:
-        q = half(1, 16, length, 64)
+        q = half(4, 16, length, 128)
         return explain(q, q, **options).forward.schedule
 
-    assert schedule(512).endswith("persistent") and schedule(4096, causal=True).endswith("persistent")
-    assert schedule(16384, window=(512, 0)).endswith("persistent")
-    assert schedule(16384).endswith("a tile a block") and schedule(16384, causal=True).endswith("a tile a block")
+    assert schedule(1024).endswith("in turn") and schedule(1000).endswith("by a counter")
+    assert schedule(1024, causal=True).endswith("by a counter")
+    assert schedule(100).endswith("in turn")
+    one = half(1, 16, 1024, 128)  # 128 tiles: a block each
+    assert explain(one, one, causal=True).forward.schedule.endswith("in turn")
+
+
+def test_few_keys_have_smaller_tiles() -> None:
+    def tile(length: int, head_dim: int, **options: Any) -> tuple[int, int]:
+        q = half(1, 16, length, head_dim)
+        forward = explain(q, q, **options).forward
+        return forward.block_m, forward.block_n
+
+    assert tile(1024, 128) == tile(16384, 128, window=(512, 0)) == tile(2048, 128, causal=True) == (128, 128)
+    assert tile(2048, 128) == tile(4096, 128, causal=True) == (192, 80)
+    assert tile(512, 64) == tile(1024, 64, causal=True) == (256, 64) and tile(1024, 64) == (192, 128)
+    assert tile(1024, 256) == tile(16384, 256)
 
 
 def test_an_l2_section_holds_what_the_cache_does() -> None:
-    """32 MiB: K and V of a head of 16,384 x 64 take 4."""
+    """16 MiB: K and V of a head of 16,384 x 64 take 4. Tiles in turn go head by head."""
     q = half(4, 16, 16384, 64)
-    assert explain(q, q).forward.l2_section == 8
+    assert explain(q, q, causal=True).forward.l2_section == 4
+    q = half(4, 16, 1024, 128)
+    assert explain(q, q).forward.l2_section == 1
 
 
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {

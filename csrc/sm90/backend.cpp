@@ -117,46 +117,35 @@ std::string refuses_views(const ForwardArgs& args, const BackwardArgs* backward)
   return reason;
 }
 
-const char* schedule_name(Schedule schedule, bool persistent) {
-  switch (schedule) {
-    case Schedule::kSerial:
-      return persistent ? "serial, persistent" : "serial, a tile a block";
-    case Schedule::kOverlap:
-      return persistent ? "overlap, persistent" : "overlap, a tile a block";
-    case Schedule::kPingPong:
-      return persistent ? "ping-pong, persistent" : "ping-pong, a tile a block";
-    default:
-      return persistent ? "exp mutex, persistent" : "exp mutex, a tile a block";
-  }
+const char* schedule_name(Schedule schedule, bool counted) {
+  if (schedule == Schedule::kOverlap) return counted ? "overlap, tiles by a counter" : "overlap, tiles in turn";
+  return counted ? "ping-pong, tiles by a counter" : "ping-pong, tiles in turn";
 }
 
 Plan plan_forward(const Problem& problem, const DeviceInfo& device) {
   const int head_dim = instance_of(problem, Pass::kForward).head_dim;
-  const bool persistent = is_persistent(problem, head_dim);
-  const ForwardShape shape = forward_shape(head_dim, persistent);
+  const ForwardShape shape = forward_shape(head_dim, has_few_keys(problem, head_dim));
   const ForwardSmem smem = forward_smem(shape, head_dim);
-  const TileSchedule schedule = forward_schedule(problem, shape.block_m());
+  const ForwardOrder order = forward_order(problem, shape.block_m(), device.multiprocessors);
   Plan plan;
   plan.kernel = "sm90.forward";
-  plan.schedule = schedule_name(shape.schedule, persistent);
+  plan.schedule = schedule_name(shape.schedule, order.counted);
   plan.block_m = shape.block_m();
   plan.block_n = shape.block_n;
   plan.stages = shape.stages;
   plan.on_chip[0] = {"q", smem.k};
   plan.on_chip[1] = {"k", smem.v - smem.k};
-  plan.on_chip[2] = {"v", smem.barriers - smem.v};
-  plan.on_chip[3] = {"barriers", smem.total - kTileAlign - smem.barriers};
+  plan.on_chip[2] = {"v", smem.works - smem.v};
+  plan.on_chip[3] = {"barriers", smem.total - kTileAlign - smem.works};
   plan.on_chip[4] = {"alignment", kTileAlign};
   plan.on_chip_limit = device.shared_memory_per_block;
+  plan.scratch_bytes = order.counted ? kCounterBytes : 0;
   plan.registers = shape.consumer_registers();
   plan.producer_registers = shape.producer_registers();
   plan.occupancy = shape.threads() / 2048.0;  // one block a multiprocessor
-  plan.grid = schedule.size();
-  if (device.multiprocessors > 0) {
-    plan.waves = static_cast<double>(plan.grid) / device.multiprocessors;
-    if (persistent) plan.grid = std::min<int64_t>(plan.grid, device.multiprocessors);
-  }
-  plan.l2_section = std::min(schedule.section, schedule.kv_heads);
+  plan.grid = order.grid;
+  if (device.multiprocessors > 0) plan.waves = static_cast<double>(order.schedule.size()) / device.multiprocessors;
+  plan.l2_section = std::min(order.schedule.section, order.schedule.kv_heads);
   return plan;
 }
 
@@ -199,10 +188,9 @@ Plan plan(const Problem& problem, Pass pass, const DeviceInfo& device) {
   return pass == Pass::kForward ? plan_forward(problem, device) : plan_backward(problem, device);
 }
 
-void forward(const ForwardArgs& args, const Plan& plan, void*) {
-  const Instance& instance = instance_of(args.problem, Pass::kForward);
+void forward(const ForwardArgs& args, const Plan& plan, void* workspace) {
   const int grid = static_cast<int>(std::min<int64_t>(plan.grid, INT32_MAX));
-  instance.run_forward(args, is_persistent(args.problem, instance.head_dim), grid);
+  instance_of(args.problem, Pass::kForward).run_forward(args, grid, workspace);
 }
 
 void backward(const BackwardArgs& args, const Plan& plan, void* workspace) {

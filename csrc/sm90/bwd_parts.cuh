@@ -215,7 +215,7 @@ __device__ __forceinline__ float scale_of_ds(const BackwardParams& params, const
   float v_max = fmaxf(__low2float(most), __high2float(most));
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) v_max = fmaxf(v_max, __shfl_xor_sync(~0u, v_max, step));
-  if (lane == 0) store_shared(tiles.maxima() + warp * 4, v_max);
+  if (lane == 0) store_shared1(tiles.maxima() + warp * 4, v_max);
   named_barrier_sync(kConsumersBarrier, Traits::kWarps * 32);
 #pragma unroll
   for (int i = 0; i < Traits::kWarps; i += 2) {

@@ -14,76 +14,93 @@
 
 namespace flash_ext::sm90 {
 
-// How the matrix products of one warpgroup overlap softmax.
+// In both, S of the next tile of keys and O of this one are issued together and softmax of the next runs under O.
 enum class Schedule : uint8_t {
-  kSerial,    // S, softmax, O: only other warpgroups overlap
-  kOverlap,   // S of the next tile and O of this one are issued together; softmax of the next runs under O
-  kPingPong,  // the same, and one warpgroup after the other issues its products
-  kExpMutex,  // O of this tile and S of the next are issued together; one warpgroup after the other exponentiates
+  kOverlap,   // warpgroups are on their own
+  kPingPong,  // one warpgroup after the other issues its products
 };
 
 struct ForwardShape {
   int consumers;  // warpgroups of 64 queries
   int block_n;    // keys
   int stages;     // of K and of V
-  int q_stages;   // 2: the next tile's Q arrives during this one
+  int q_stages;   // 2: the next tile's Q arrives during this one, and out leaves through Q's stage
   Schedule schedule;
-  int lazy_limit = 8;  // log2 of what P may become before O is rescaled; 0: as soon as a maximum grows
+  int split;  // columns of S whose maximum is taken before the first exponential; the others' is taken meanwhile
 
   constexpr int block_m() const { return consumers * 64; }
   constexpr int threads() const { return (consumers + 1) * 128; }
-  // What setmaxnreg gives: 128 * (24 + 2 * 240) and 128 * (32 + 3 * 160) are at most 65,536.
+  // What setmaxnreg gives. A launch gives every thread the same number, a multiple of 8: 168, 128 and 96 of 65,536, and
+  // 128 * (24 + 2 * 240), 128 * (32 + 3 * 160) and 128 * (32 + 4 * 112) are what that makes.
   constexpr int producer_registers() const { return consumers == 2 ? 24 : 32; }
-  constexpr int consumer_registers() const { return consumers == 2 ? 240 : 160; }
+  constexpr int consumer_registers() const { return consumers == 2 ? 240 : consumers == 3 ? 160 : 112; }
+
+  constexpr bool operator==(const ForwardShape&) const = default;
 };
 
-// Short rows of scores run on a persistent grid, whose next Q and K arrive under the end of the tile before; long ones
-// one tile a block, because the hardware evens out what tiles of a causal band differ by, and the static walk does not.
-// Each has the shape that was fastest on an H200 (bf16, 16k tokens, TFLOP/s at S = 1k / 16k, not causal and causal):
-//
-//   64    192x128 ping-pong, persistent  395/529 264/504     192x128 overlap    357/556 206/532
-//   96    128x128 ping-pong, persistent  450/553 353/542     128x128 ping-pong  440/546 270/552
-//   128   128x128 overlap, persistent    531/639 400/600     192x80 ping-pong   509/723 304/709
-//   192   128x112 ping-pong, persistent  523/754 386/560     128x112 ping-pong  552/796 357/777
-//   256   128x80 overlap, persistent     588/764 362/558     128x80 overlap     615/809 411/793
-constexpr ForwardShape forward_shape(int head_dim, bool persistent) {
-  if (head_dim <= 64) return {3, 128, 2, 2, persistent ? Schedule::kPingPong : Schedule::kOverlap};
-  if (head_dim <= 96) return {2, 128, 2, 2, Schedule::kPingPong};
-  if (head_dim <= 128 && persistent) return {2, 128, 2, 2, Schedule::kOverlap};
-  if (head_dim <= 128) return {3, 80, 2, 2, Schedule::kPingPong};
-  if (head_dim <= 192) return {2, 112, 2, 1, Schedule::kPingPong};
-  return {2, 80, 2, 1, Schedule::kOverlap};
+// Many keys: tiles of 192 queries read K and V least often. Few keys: smaller tiles waste less on the diagonal, at the
+// ends of rows and on the last round of the grid. See docs/hopper-forward.md for what else was measured.
+constexpr ForwardShape forward_shape(int head_dim, bool few_keys) {
+  if (head_dim <= 64 && few_keys) return {4, 64, 4, 2, Schedule::kOverlap, 64};
+  if (head_dim <= 64) return {3, 128, 3, 2, Schedule::kPingPong, 128};
+  if (head_dim <= 128 && few_keys) return {2, 128, 2, 2, Schedule::kOverlap, 32};
+  if (head_dim <= 96) return {3, 96, 2, 2, Schedule::kPingPong, 96};
+  if (head_dim <= 128) return {3, 80, 2, 2, Schedule::kOverlap, 80};
+  if (head_dim <= 192) return {2, 96, 2, 1, Schedule::kPingPong, 48};
+  return {2, 64, 2, 1, Schedule::kPingPong, 32};
 }
 
-// keys: that a query sees on average. Where the two cross in the same measurement (of powers of two); from 192 on there
-// is no room for a second Q, and only the uneven tiles of a causal band gain.
-inline bool is_persistent(const Problem& problem, int head_dim) {
-  const Band band = make_band(problem);
-  const auto seen = [&](int64_t query) { return band.keys({query, query + 1}, problem.len_k).size(); };
-  const int64_t keys = (seen(problem.len_q / 4) + seen(problem.len_q * 3 / 4)) / 2;
-  if (head_dim <= 64) return keys <= 2560;
-  if (head_dim <= 128) return keys <= 1280;
-  return head_dim <= 192 && keys <= 640 && seen(0) != seen(problem.len_q - 1);
+// Keys that a query sees.
+inline int64_t keys_of(const Problem& problem, int64_t query) {
+  return make_band(problem).keys({query, query + 1}, problem.len_k).size();
 }
 
-// Longest tiles first, inside sections of key heads whose K and V stay in L2.
-inline TileSchedule forward_schedule(const Problem& problem, int block_m) {
-  constexpr int64_t kL2Budget = 32 << 20;  // of the 50 to 60 MB of H100 and H200
+// By the mean of what queries see. Measured at powers of two: at head dim 64 it is 512 that is few and 1024 that is
+// many, beyond that 1024 and 2048.
+inline bool has_few_keys(const Problem& problem, int head_dim) {
+  const int64_t sum = keys_of(problem, problem.len_q / 4) + keys_of(problem, problem.len_q * 3 / 4);
+  return sum / 2 <= (head_dim <= 64 ? 768 : 1536);
+}
+
+// A block for each multiprocessor walks the tiles. Where all take the same time it takes every grid-th, and heads
+// follow each other, so that the first round does not wait for all of K and V at once. Else it asks a counter for the
+// next, longest first inside sections of key heads whose K and V stay in L2; that costs a memset before the launch.
+struct ForwardOrder {
+  TileSchedule schedule;
+  bool counted;
+  int64_t grid;
+};
+
+constexpr int kCounterBytes = 64;  // scratch of a counted order
+
+// multiprocessors: 0 where unknown.
+inline ForwardOrder forward_order(const Problem& problem, int block_m, int multiprocessors) {
+  constexpr int64_t kL2Budget = 16 << 20;  // of the 50 to 60 MB of H100 and H200
+  const bool alike = (problem.len_q % block_m == 0 || problem.len_q < block_m) &&
+                     keys_of(problem, 0) == keys_of(problem, problem.len_q - 1);
   const int64_t kv_head_bytes = problem.len_k * (problem.head_dim + problem.head_dim_v) * 2;
-  return make_tile_schedule(problem, block_m, kv_head_bytes, kL2Budget);
+  ForwardOrder order{make_tile_schedule(problem, block_m, kv_head_bytes, alike ? 0 : kL2Budget), false, 0};
+  const int64_t tiles = order.schedule.size();
+  order.grid = multiprocessors > 0 && multiprocessors < tiles ? multiprocessors : tiles;
+  order.counted = !alike && order.grid < tiles;
+  return order;
 }
 
 struct ForwardSmem {
-  int q = 0, k = 0, v = 0, barriers = 0;  // offsets
-  int total = 0;                          // and what it takes to align the first tile
+  int q = 0, k = 0, v = 0, works = 0, barriers = 0;  // offsets
+  int total = 0;                                     // and what it takes to align the first tile
 };
+
+constexpr int kWorks = 2;       // of the tiles that the producer has told the consumers of
+constexpr int kWorkBytes = 32;  // of each, see work.cuh
 
 constexpr ForwardSmem forward_smem(ForwardShape shape, int head_dim) {
   ForwardSmem smem;
   smem.k = shape.q_stages * tile_bytes(shape.block_m(), head_dim);
   smem.v = smem.k + shape.stages * tile_bytes(shape.block_n, head_dim);
-  smem.barriers = smem.v + shape.stages * tile_bytes(shape.block_n, head_dim);
-  smem.total = smem.barriers + 8 * (4 * shape.stages + 2 * shape.q_stages) + kTileAlign;
+  smem.works = smem.v + shape.stages * tile_bytes(shape.block_n, head_dim);
+  smem.barriers = smem.works + kWorks * kWorkBytes;
+  smem.total = smem.barriers + 16 * (kWorks + shape.q_stages * shape.consumers + 2 * shape.stages) + kTileAlign;
   return smem;
 }
 

@@ -1,92 +1,48 @@
-// Forward on Hopper: one producer warp brings tiles of Q, K and V by TMA, two or three consumer warpgroups of 64
-// queries each multiply them by wgmma.
+// Forward on Hopper: one producer warp brings tiles of Q, K and V by TMA, two to four consumer warpgroups of 64 queries
+// each multiply them by wgmma.
 //
 //   S = Q K^T     P = e^(S - m)     l += rowsum(P)     O += P V          out = O / l     lse = m + log l
 //
 // FlashAttention-3 (arXiv:2407.08608), algorithms 1 and 2: K and V go through rings of their own, P stays in registers,
-// softmax of the next tile runs under O += P V of this one. Keys are walked from the last tile to the first, so that
-// the diagonal and the tail, which are masked, come first. A block walks tiles blockIdx.x, blockIdx.x + gridDim.x, ...:
-// whether it is persistent is the grid's size. Called by run_fwd.cuh.
-// Invariant: a ring's full barrier is completed by TMA, its empty barrier by one arrival of each warp of its consumers,
-// after the wait that proves their wgmma finished; out goes through the rows of Q that its warp alone owns, so Q's
-// stage is handed back when that store has read it.
+// softmax of the next tile of keys runs under O += P V of this one, and so it does from one tile of queries to the
+// next: the first S of the next is issued together with the last P V of this one. Keys are walked from the last tile to
+// the first, so that the diagonal and the tail, which are masked, come first. The producer finds a block's next tile
+// and tells the consumers (work.cuh). Called by run_fwd.cuh. Invariant: a ring's full barrier is completed by TMA (that
+// of the works by the producer), its empty barrier by one arrival of each warp that reads it, after the wait that
+// proves its wgmma finished. Where Q has two stages out goes through the rows of Q that its warp alone owns, and Q's
+// stage is handed back when that store has read it; where it has one, out goes from registers and Q's stage is handed
+// back after the tile's last S.
 #pragma once
 
-#include <algorithm>
-
-#include "attention/args.h"
-#include "attention/tile_schedule.h"
-#include "cuda/launch.h"
-#include "sm90/config.h"
 #include "sm90/pipeline.cuh"
-#include "sm90/softmax.cuh"
-#include "sm90/tensor_map.h"
 #include "sm90/wgmma.cuh"
+#include "sm90/work.cuh"
 
 namespace flash_ext::sm90 {
-
-struct ForwardParams {
-  TensorMap q, k, v, out;
-  TileSchedule schedule;
-  TileBand band;
-  int tiles;
-  int len_q;
-  int group_k, group_v;  // query heads of a key head, of a value head
-  int heads_q;
-  int inner_batch;  // size of the last batch dimension
-  float scale, to_log2;
-  float* lse;  // null: not wanted
-};
-
-// One tile of the grid: 64 * consumers queries of one head, and the tiles of keys they see.
-struct Work {
-  int head, b0, b1;
-  int first_query;
-  int first_n, last_n;  // of keys; equal where there is none
-  int lse_row;          // flat (batch, head)
-
-  template <int kBlockM, int kBlockN>
-  static __device__ __forceinline__ Work at(const ForwardParams& params, uint32_t linear) {
-    const Tile tile = params.schedule.at<uint32_t>(linear);
-    const int b = static_cast<int>(tile.b);
-    Work work;
-    work.head = static_cast<int>(tile.head);
-    work.b1 = b / params.inner_batch;
-    work.b0 = b - work.b1 * params.inner_batch;
-    work.first_query = static_cast<int>(tile.block) * kBlockM;
-    work.lse_row = b * params.heads_q + work.head;
-    const int last_query = min(work.first_query + kBlockM, params.len_q) - 1;
-    const int first_key = max(work.first_query + params.band.lower, 0);
-    const int last_key = min(last_query + params.band.upper + 1, params.band.len_k);
-    work.first_n = first_key / kBlockN;
-    work.last_n = last_key > first_key ? (last_key + kBlockN - 1) / kBlockN : work.first_n;
-    return work;
-  }
-
-  __device__ __forceinline__ BoxStart box(const BoxSteps& steps, int box_head, int row) const {
-    return {0, row, box_head * steps.head, b0 * steps.b0, b1 * steps.b1};
-  }
-};
 
 template <class T_, int kHeadDim_, ForwardShape kShape_>
 struct ForwardTraits {
   using T = T_;
   static constexpr ForwardShape kShape = kShape_;
   static constexpr int kHeadDim = kHeadDim_, kBlockM = kShape.block_m(), kBlockN = kShape.block_n;
-  static constexpr int kPanels = panels(kHeadDim);
+  static constexpr int kPanels = panels(kHeadDim), kConsumers = kShape.consumers;
   static constexpr ForwardSmem kSmem = forward_smem(kShape, kHeadDim);
-  static constexpr int kQBytes = tile_bytes(kBlockM, kHeadDim), kKvBytes = tile_bytes(kBlockN, kHeadDim);
-  static constexpr int kWarps = kShape.consumers * 4;
+  static constexpr int kQBytes = tile_bytes(64, kHeadDim), kKvBytes = tile_bytes(kBlockN, kHeadDim);
+  static constexpr int kQTiles = kShape.q_stages * kConsumers;
+  static constexpr bool kStaged = kShape.q_stages > 1;  // out goes through Q's stage
   using QPlace = RingPlace<kShape.q_stages>;
   using KvPlace = RingPlace<kShape.stages>;
+  using WorkPlace = RingPlace<kWorks>;
 
+  // Q: a tile a consumer and stage, at stage * consumers + consumer.
   struct Rings {
     Ring<kQBytes> q;
     Ring<kKvBytes> k, v;
+    Ring<sizeof(Work)> works;
   };
   static __device__ __forceinline__ Rings rings(uint32_t base) {
-    const uint32_t q = base + kSmem.barriers, k = q + kShape.q_stages * 16, v = k + kShape.stages * 16;
-    return {{base, q}, {base + kSmem.k, k}, {base + kSmem.v, v}};
+    const uint32_t q = base + kSmem.barriers, k = q + kQTiles * 16, v = k + kShape.stages * 16;
+    return {{base, q}, {base + kSmem.k, k}, {base + kSmem.v, v}, {base + kSmem.works, v + kShape.stages * 16}};
   }
 };
 
@@ -94,41 +50,88 @@ struct ForwardTraits {
 
 // One tile of `rows` rows into a stage, panel by panel.
 template <int kRows, int kPanels, int kBytes>
-__device__ __forceinline__ void load_tile(const Ring<kBytes>& ring, int stage, uint32_t phase, const TensorMap& map,
-                                          BoxStart at) {
-  barrier_wait(ring.empty(stage), phase ^ 1);
-  barrier_expect(ring.full(stage), kBytes);
+__device__ __forceinline__ void load_tile(const Ring<kBytes>& ring, int i, const TensorMap& map, BoxStart at) {
+  barrier_expect(ring.full(i), kBytes);
 #pragma unroll
   for (int panel = 0; panel < kPanels; ++panel) {
-    tma_load(ring.tile(stage) + panel * panel_size(kRows), &map.map, ring.full(stage), at);
+    tma_load(ring.tile(i) + panel * panel_size(kRows), &map.map, ring.full(i), at);
     at.col += kPanelCols;
   }
 }
 
-// Order: K of the last tile, Q, then K of the next tile before V of this one, as the consumers ask for them.
+// Order: K of the last tile, Q, then K of the next tile before V of this one, as the consumers ask for them, and on in
+// the same way from one tile of queries to the next.
 template <class Traits>
 __device__ __forceinline__ void produce(const ForwardParams& params, const typename Traits::Rings& rings) {
-  constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN;
+  constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kConsumers = Traits::kConsumers;
   typename Traits::QPlace q;
   typename Traits::KvPlace k, v;
-  for (uint32_t linear = blockIdx.x; linear < params.tiles; linear += gridDim.x) {
-    const Work work = Work::at<kBlockM, kBlockN>(params, linear);
-    const int head_k = work.head / params.group_k, head_v = work.head / params.group_v;
-    const auto load_k = [&](int n) {
-      load_tile<kBlockN, Traits::kPanels>(rings.k, k.stage, k.phase, params.k,
-                                          work.box(params.k.steps, head_k, n * kBlockN));
-      k.advance();
-    };
-    if (work.last_n > work.first_n) load_k(work.last_n - 1);
-    load_tile<kBlockM, Traits::kPanels>(rings.q, q.stage, q.phase, params.q,
-                                        work.box(params.q.steps, work.head, work.first_query));
-    q.advance();
-    for (int n = work.last_n - 1; n >= work.first_n; --n) {
-      if (n > work.first_n) load_k(n - 1);
-      load_tile<kBlockN, Traits::kPanels>(rings.v, v.stage, v.phase, params.v,
-                                          work.box(params.v.steps, head_v, n * kBlockN));
-      v.advance();
+  typename Traits::WorkPlace w;
+  const auto load_k = [&](const Work& work, int n) {
+    barrier_wait(rings.k.empty(k.stage), k.phase ^ 1);
+    load_tile<kBlockN, Traits::kPanels>(rings.k, k.stage, params.k,
+                                        work.box(params.k.steps, work.head / params.group_k, n * kBlockN));
+    k.advance();
+  };
+  const auto load_v = [&](const Work& work, int n) {
+    barrier_wait(rings.v.empty(v.stage), v.phase ^ 1);
+    load_tile<kBlockN, Traits::kPanels>(rings.v, v.stage, params.v,
+                                        work.box(params.v.steps, work.head / params.group_v, n * kBlockN));
+    v.advance();
+  };
+  const auto load_q = [&](const Work& work) {
+#pragma unroll 1
+    for (int consumer = 0; consumer < kConsumers; ++consumer) {
+      const int i = q.stage * kConsumers + consumer;
+      barrier_wait(rings.q.empty(i), q.phase ^ 1);
+      load_tile<64, Traits::kPanels>(rings.q, i, params.q,
+                                     work.box(params.q.steps, work.head, work.first_query + consumer * 64));
     }
+    q.advance();
+  };
+  const auto prefetch_q = [&](const Work& work) {
+#pragma unroll 1
+    for (int consumer = 0; consumer < kConsumers; ++consumer) {
+      BoxStart at = work.box(params.q.steps, work.head, work.first_query + consumer * 64);
+#pragma unroll
+      for (int panel = 0; panel < Traits::kPanels; ++panel) {
+        tma_prefetch(&params.q.map, at);
+        at.col += kPanelCols;
+      }
+    }
+  };
+  // A tile, told to the consumers.
+  const auto tell = [&](uint32_t linear) {
+    Work work = {};
+    if (linear < params.tiles) work = Work::at<kBlockM, kBlockN>(params, linear);
+    barrier_wait(rings.works.empty(w.stage), w.phase ^ 1);
+    store_shared(rings.works.tile(w.stage), work);
+    barrier_arrive(rings.works.full(w.stage));
+    w.advance();
+    return work;
+  };
+  uint32_t linear = blockIdx.x;
+  Work work = tell(linear), next = {};
+  load_k(work, work.last_n - 1);
+  load_q(work);
+  while (work.any()) {
+    // Late, so that a counter finds who is free, and early enough for Q to be in L2 when its stage is empty.
+    const int ask_n = min(work.first_n + 2, work.last_n - 1);
+    for (int n = work.last_n - 1; n >= work.first_n; --n) {
+      if (n == ask_n) {
+        linear = next_tile(params, linear);
+        next = tell(linear);
+        if (next.any()) prefetch_q(next);
+      }
+      if (n > work.first_n) {
+        load_k(work, n - 1);
+      } else if (next.any()) {
+        load_k(next, next.last_n - 1);
+      }
+      load_v(work, n);
+    }
+    if (next.any()) load_q(next);
+    work = next;
   }
 }
 
@@ -137,23 +140,25 @@ __device__ __forceinline__ void produce(const ForwardParams& params, const typen
 // Named barriers: 1 + w is the turn of consumer warpgroup w, 1 + consumers + w is its own.
 constexpr int kTurnBarrier = 1;
 
-template <int kConsumers>
+template <class Traits>
 __device__ __forceinline__ void take_turn(int consumer) {
-  named_barrier_sync(kTurnBarrier + consumer, 256);
+  if constexpr (Traits::kShape.schedule == Schedule::kPingPong) named_barrier_sync(kTurnBarrier + consumer, 256);
 }
 // Lets the next warpgroup go.
-template <int kConsumers>
+template <class Traits>
 __device__ __forceinline__ void pass_turn(int consumer) {
-  named_barrier_arrive(kTurnBarrier + (consumer + 1 == kConsumers ? 0 : consumer + 1), 256);
+  if constexpr (Traits::kShape.schedule == Schedule::kPingPong) {
+    named_barrier_arrive(kTurnBarrier + (consumer + 1 == Traits::kConsumers ? 0 : consumer + 1), 256);
+  }
 }
 
 // S = Q K^T, not waited for.
 template <class Traits>
-__device__ __forceinline__ void issue_s(float (&s_acc)[Traits::kBlockN / 2], uint64_t q_desc, uint32_t k_tile) {
-  const uint64_t k_desc = k_major(k_tile);
+__device__ __forceinline__ void issue_s(float (&s_acc)[Traits::kBlockN / 2], uint32_t q_tile, uint32_t k_tile) {
+  const uint64_t q_desc = k_major(q_tile), k_desc = k_major(k_tile);
 #pragma unroll
   for (int k = 0; k < Traits::kHeadDim / 16; ++k) {
-    Wgmma<typename Traits::T, Traits::kBlockN>::ss(s_acc, q_desc + k_major_step(Traits::kBlockM, k),
+    Wgmma<typename Traits::T, Traits::kBlockN>::ss(s_acc, q_desc + k_major_step(64, k),
                                                    k_desc + k_major_step(Traits::kBlockN, k), k > 0);
   }
   wgmma_commit();
@@ -171,171 +176,215 @@ __device__ __forceinline__ void issue_o(float (&o_acc)[Traits::kHeadDim / 2],
   wgmma_commit();
 }
 
-// out of one warp: 16 rows through the warp's own rows of Q's stage, then by TMA, which leaves out what is outside.
-template <class Traits>
-__device__ __forceinline__ void store_out(const float (&o_acc)[Traits::kHeadDim / 2], uint32_t q_tile, int warp_row,
-                                          const ForwardParams& params, const Work& work) {
-  using T = typename Traits::T;
-  const int lane = threadIdx.x % 32;
-  const int row = warp_row + lane % 16;
-#pragma unroll
-  for (int k = 0; k < Traits::kHeadDim / 16; ++k) {
-    const float* c = o_acc + 8 * k;
-    stmatrix_x4(q_tile + tile_offset(Traits::kBlockM, row, 16 * k + lane / 16 * 8), pack(c[0], c[1], T()),
-                pack(c[2], c[3], T()), pack(c[4], c[5], T()), pack(c[6], c[7], T()));
-  }
-  fence_async_proxy();
-  __syncwarp();
-  if (elect_one()) {
-    BoxStart at = work.box(params.out.steps, work.head, work.first_query + warp_row);
-#pragma unroll
-    for (int panel = 0; panel < Traits::kPanels; ++panel) {
-      tma_store(&params.out.map, q_tile + panel * panel_size(Traits::kBlockM) + warp_row * kPanelBytes, at);
-      at.col += kPanelCols;
-    }
-    tma_store_commit();
-    tma_store_wait_read();
-  }
-  __syncwarp();
-}
-
 template <class Traits>
 __device__ __forceinline__ void consume(const ForwardParams& params, const typename Traits::Rings& rings,
                                         int consumer) {
   using T = typename Traits::T;
-  constexpr ForwardShape kShape = Traits::kShape;
-  constexpr Schedule kSchedule = kShape.schedule;
-  constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kHeadDim = Traits::kHeadDim;
-  constexpr int kConsumers = kShape.consumers;
-  constexpr bool kTurns = kSchedule == Schedule::kPingPong || kSchedule == Schedule::kExpMutex;
+  constexpr int kBlockN = Traits::kBlockN, kHeadDim = Traits::kHeadDim, kConsumers = Traits::kConsumers;
   const int lane = threadIdx.x % 32;
-  const int warp_row = consumer * 64 + threadIdx.x / 32 % 4 * 16;
+  const int warp_row = threadIdx.x / 32 % 4 * 16;
   typename Traits::QPlace q;
   typename Traits::KvPlace k, v;
-  if (kTurns && consumer == kConsumers - 1) pass_turn<kConsumers>(consumer);
+  typename Traits::WorkPlace w;
+  float o_acc[kHeadDim / 2], s_acc[kBlockN / 2];
+  uint32_t p_frag[kBlockN / 4];
+  RowSoftmax softmax(params.to_log2);
+  Work work;
+  int top_n = 0;  // this warpgroup sees no key of tiles from here on
 
-  for (uint32_t linear = blockIdx.x; linear < params.tiles; linear += gridDim.x) {
-    const Work work = Work::at<kBlockM, kBlockN>(params, linear);
-    const int row = work.first_query + warp_row + lane / 4;
-    const uint32_t q_tile = rings.q.tile(q.stage);
-    const uint64_t q_desc = k_major(q_tile + consumer * 64 * kPanelBytes);
-    float o_acc[kHeadDim / 2], s_acc[kBlockN / 2];
-    uint32_t p_frag[kBlockN / 4];
-    RowSoftmax<kShape.lazy_limit> softmax(params.to_log2);
-#pragma unroll
-    for (float& x : o_acc) x = 0.f;
-
-    const auto release = [&](auto& ring, auto& place) {
-      if (lane == 0) barrier_arrive(ring.empty(place.stage));
-      place.advance();
-    };
-    const auto mask = [&](int n) {
-      if (params.band.is_boundary(work.first_query + consumer * 64, 64, n * kBlockN, kBlockN)) {
-        mask_band(s_acc, params.band, row, n * kBlockN);
-      }
-    };
-    const auto pack_p = [&] {
-#pragma unroll
-      for (int i = 0; i < kBlockN / 4; ++i) p_frag[i] = pack(s_acc[2 * i], s_acc[2 * i + 1], T());
-    };
-    const auto fence = [&] {
-      hold(s_acc);
-      hold(p_frag);
-      hold(o_acc);
-      wgmma_fence();
-    };
-
-    barrier_wait(rings.q.full(q.stage), q.phase);
-    if (work.last_n > work.first_n) {
-      int n = work.last_n - 1;
-      barrier_wait(rings.k.full(k.stage), k.phase);
-      wgmma_fence();
-      issue_s<Traits>(s_acc, q_desc, rings.k.tile(k.stage));
-      wgmma_wait<0>();
-      hold(s_acc);
-      release(rings.k, k);
-      mask(n);
-      softmax.step(s_acc);
-      pack_p();
-      for (--n; n >= work.first_n; --n) {
-        barrier_wait(rings.k.full(k.stage), k.phase);
-        if constexpr (kSchedule == Schedule::kSerial || kSchedule == Schedule::kExpMutex) {
-          barrier_wait(rings.v.full(v.stage), v.phase);
-          fence();
-          issue_o<Traits>(o_acc, p_frag, rings.v.tile(v.stage));
-          if constexpr (kSchedule == Schedule::kSerial) {
-            wgmma_wait<0>();
-            hold(o_acc);
-            hold(p_frag);
-            release(rings.v, v);
-            fence();
-          }
-          issue_s<Traits>(s_acc, q_desc, rings.k.tile(k.stage));
-          wgmma_wait<0>();
-          hold(s_acc);
-          hold(o_acc);
-          hold(p_frag);
-          if constexpr (kSchedule == Schedule::kExpMutex) release(rings.v, v);
-          release(rings.k, k);
-          if constexpr (kTurns) take_turn<kConsumers>(consumer);
-          mask(n);
-          if (softmax.step(s_acc)) scale_rows(o_acc, softmax.factor);
-          pack_p();
-          if constexpr (kTurns) pass_turn<kConsumers>(consumer);
-        } else {
-          if constexpr (kTurns) take_turn<kConsumers>(consumer);
-          fence();
-          issue_s<Traits>(s_acc, q_desc, rings.k.tile(k.stage));
-          barrier_wait(rings.v.full(v.stage), v.phase);
-          wgmma_fence();  // NOTE: after a loop ptxas injects one if there is none (C7519)
-          issue_o<Traits>(o_acc, p_frag, rings.v.tile(v.stage));
-          if constexpr (kTurns) pass_turn<kConsumers>(consumer);
-          wgmma_wait<1>();
-          hold(s_acc);
-          release(rings.k, k);
-          mask(n);
-          const bool rescale = softmax.step(s_acc);
-          hold(s_acc);
-          // NOTE: two waits, because ptxas moves one to before the exponentials, which have to run under O's product;
-          // it does not move it out of a branch.
-          if (rescale) {
-            wgmma_wait<0>();
-            hold(o_acc);
-            scale_rows(o_acc, softmax.factor);
-          } else {
-            wgmma_wait<0>();
-            hold(o_acc);
-          }
-          hold(p_frag);
-          release(rings.v, v);
-          pack_p();
-        }
-      }
-      barrier_wait(rings.v.full(v.stage), v.phase);
-      fence();
-      issue_o<Traits>(o_acc, p_frag, rings.v.tile(v.stage));
-      wgmma_wait<0>();
-      hold(o_acc);
-      release(rings.v, v);
+  const auto q_index = [&] { return q.stage * kConsumers + consumer; };
+  const auto release = [&](auto& ring, auto& place) {
+    if (lane == 0) barrier_arrive(ring.empty(place.stage));
+    place.advance();
+  };
+  const auto fence = [&] {
+    hold(s_acc);
+    hold(p_frag);
+    hold(o_acc);
+    wgmma_fence();
+  };
+  // NOTE: the loops below hang on numbers that ptxas sees to be the same in all lanes, loads from uniform addresses
+  // included. When it lost sight of that (by a second exit of the outer loop) the rings' places lay in ordinary
+  // registers and each wgmma waited for moves of its descriptor to uniform ones: 10 to 15 % less at 16k keys.
+  const auto next_work = [&] {
+    barrier_wait(rings.works.full(w.stage), w.phase);
+    load_shared(work, rings.works.tile(w.stage));
+    w.advance();
+  };
+  // S of the tile n is there.
+  const auto after_s = [&](int n) {
+    release(rings.k, k);
+    if (!Traits::kStaged && n == work.first_n && lane == 0) barrier_arrive(rings.q.empty(q_index()));
+    const int first_query = work.first_query + consumer * 64;
+    if (params.band.is_boundary(first_query, 64, n * kBlockN, kBlockN)) {
+      mask_band(s_acc, params.band, first_query + warp_row + lane / 4, n * kBlockN);
     }
-
+  };
+  constexpr int kSplit = Traits::kShape.split;
+  const auto pack_p = [&](int first, int last) {
+#pragma unroll
+    for (int i = 0; i < kBlockN / 4; ++i) {
+      if (i >= first / 4 && i < last / 4) p_frag[i] = pack(s_acc[2 * i], s_acc[2 * i + 1], T());
+    }
+  };
+  // index: of its Q, whose stage out goes through. Its Work is the one before next_work()'s, in the other of two
+  // places.
+  const auto finish = [&](int index) {
+    hold(o_acc);
+    hold(p_frag);
+    release(rings.v, v);
+    Work done;
+    load_shared(done, rings.works.tile(w.stage));
+    __syncwarp();
+    if (lane == 0) barrier_arrive(rings.works.empty(w.stage));
+    const int row = done.first_query + consumer * 64 + warp_row;
+    const int64_t lse_row = static_cast<int64_t>(done.b1 * params.inner_batch + done.b0) * params.heads_q + done.head;
     float inverse[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float sum = softmax.total(half);
-      const int query = row + 8 * half;
+      const int query = row + lane / 4 + 8 * half;
       inverse[half] = sum == 0.f ? 0.f : 1.f / sum;
       if (params.lse != nullptr && lane % 4 == 0 && query < params.len_q) {
         const float lse = sum == 0.f ? kMinusInf : softmax.row_max[half] * params.scale + logf(sum);
-        params.lse[static_cast<int64_t>(work.lse_row) * params.len_q + query] = lse;
+        params.lse[lse_row * params.len_q + query] = lse;
       }
     }
-    scale_rows(o_acc, inverse);
-    // All four warps have finished with Q; its stage belongs to out now.
-    named_barrier_sync(kTurnBarrier + kConsumers + consumer, 128);
-    store_out<Traits>(o_acc, q_tile, warp_row, params, work);
-    release(rings.q, q);
+    scale_rows<kHeadDim>(o_acc, inverse);
+    const BoxStart at = done.box(params.out.steps, done.head, row);
+    if constexpr (Traits::kStaged) {
+      // All four warps have finished with Q; its stage belongs to out now.
+      named_barrier_sync(kTurnBarrier + kConsumers + consumer, 128);
+      stage_out<T, kHeadDim>(o_acc, rings.q.tile(index), warp_row, params.out.map, at);
+    } else {
+      write_out<T, kHeadDim>(o_acc, params.out_view, done.head, done.b0, done.b1, row, params.len_q);
+    }
+  };
+  // After the store of finish() has read Q's stage.
+  const auto hand_back = [&](int index) {
+    if (Traits::kStaged && lane == 0) {
+      tma_store_wait_read();
+      barrier_arrive(rings.q.empty(index));
+    }
+  };
+  // The first S of a tile on its own. Tiles of keys that this warpgroup does not see are waited for and handed back,
+  // each with its turn, because the others count.
+  const auto begin = [&] {
+    const int skipped = work.last_n - top_n;
+    for (int i = 0; i < skipped; ++i) {
+      barrier_wait(rings.k.full(k.stage), k.phase);
+      release(rings.k, k);
+      take_turn<Traits>(consumer);
+      pass_turn<Traits>(consumer);
+      barrier_wait(rings.v.full(v.stage), v.phase);
+      release(rings.v, v);
+    }
+    barrier_wait(rings.k.full(k.stage), k.phase);
+    hold(s_acc);
+    wgmma_fence();
+    issue_s<Traits>(s_acc, rings.q.tile(q_index()), rings.k.tile(k.stage));
+    wgmma_wait<0>();
+    hold(s_acc);
+  };
+
+  if (consumer == kConsumers - 1) pass_turn<Traits>(consumer);
+  next_work();
+  top_n = work.top_of<kBlockN>(params, consumer);
+  barrier_wait(rings.q.full(q_index()), q.phase);
+  begin();
+  int done_index = -1;
+  while (true) {
+    after_s(top_n - 1);
+    softmax.reset();
+    float tile_max[2], factor[2];
+    softmax.tile_max<0, kBlockN>(tile_max, s_acc);
+    softmax.raise(tile_max, factor);
+    softmax.exponentiate<0, kBlockN>(s_acc);
+    pack_p(0, kBlockN);
+#pragma unroll
+    for (float& x : o_acc) x = 0.f;
+    if (done_index >= 0) hand_back(done_index);
+    for (int n = top_n - 2; n >= work.first_n; --n) {
+      barrier_wait(rings.k.full(k.stage), k.phase);
+      take_turn<Traits>(consumer);
+      fence();
+      issue_s<Traits>(s_acc, rings.q.tile(q_index()), rings.k.tile(k.stage));
+      barrier_wait(rings.v.full(v.stage), v.phase);
+      wgmma_fence();  // NOTE: after a loop ptxas injects one if there is none (C7519)
+      issue_o<Traits>(o_acc, p_frag, rings.v.tile(v.stage));
+      pass_turn<Traits>(consumer);
+      wgmma_wait<1>();
+      hold(s_acc);
+      after_s(n);
+      softmax.tile_max<0, kSplit>(tile_max, s_acc);
+      bool rescale = softmax.exceeds(tile_max);
+      factor[0] = factor[1] = 1.f;
+      if (rescale) softmax.raise(tile_max, factor);
+      softmax.exponentiate<0, kSplit>(s_acc);
+      if constexpr (kSplit < kBlockN) {
+        softmax.tile_max<kSplit, kBlockN>(tile_max, s_acc);
+        rescale = rescale || softmax.exceeds(tile_max);
+      }
+      hold(s_acc);
+      // NOTE: two waits, because ptxas moves one to before the exponentials, which have to run under O's product;
+      // it does not move it out of a branch.
+      if (rescale) {
+        if constexpr (kSplit < kBlockN) {
+          float more[2];
+          softmax.raise(tile_max, more);
+          scale_rows<kSplit>(s_acc, more);
+          factor[0] *= more[0];
+          factor[1] *= more[1];
+        }
+        wgmma_wait<0>();
+        hold(o_acc);
+        scale_rows<kHeadDim>(o_acc, factor);
+      } else {
+        wgmma_wait<0>();
+        hold(o_acc);
+      }
+      hold(p_frag);
+      release(rings.v, v);
+      pack_p(0, kSplit);
+      if constexpr (kSplit < kBlockN) {
+        softmax.exponentiate<kSplit, kBlockN>(s_acc);
+        pack_p(kSplit, kBlockN);
+      }
+    }
+    // The last O of this tile and the first S of the next; out leaves under that S.
+    done_index = q_index();
+    next_work();
+    top_n = work.top_of<kBlockN>(params, consumer);
+    if (work.any() && top_n == work.last_n) {
+      barrier_wait(rings.v.full(v.stage), v.phase);
+      take_turn<Traits>(consumer);
+      fence();
+      issue_o<Traits>(o_acc, p_frag, rings.v.tile(v.stage));
+      q.advance();
+      barrier_wait(rings.q.full(q_index()), q.phase);
+      barrier_wait(rings.k.full(k.stage), k.phase);
+      wgmma_fence();
+      issue_s<Traits>(s_acc, rings.q.tile(q_index()), rings.k.tile(k.stage));
+      pass_turn<Traits>(consumer);
+      wgmma_wait<1>();
+      finish(done_index);
+      wgmma_wait<0>();
+      hold(s_acc);
+    } else {
+      barrier_wait(rings.v.full(v.stage), v.phase);
+      if (work.any()) take_turn<Traits>(consumer);
+      fence();
+      issue_o<Traits>(o_acc, p_frag, rings.v.tile(v.stage));
+      if (work.any()) pass_turn<Traits>(consumer);
+      wgmma_wait<0>();
+      finish(done_index);
+      if (!work.any()) break;
+      q.advance();
+      barrier_wait(rings.q.full(q_index()), q.phase);
+      begin();
+    }
   }
+  hand_back(done_index);
 }
 
 template <class Traits>
@@ -346,17 +395,18 @@ __global__ void __launch_bounds__(Traits::kShape.threads(), 1)
   const uint32_t base = (shared_address(smem) + kTileAlign - 1) & ~(kTileAlign - 1);
   const typename Traits::Rings rings = Traits::rings(base);
   if (threadIdx.x == 0) {
-    const auto init = [](const auto& ring, int stages) {
-      for (int stage = 0; stage < stages; ++stage) {
-        barrier_init(ring.full(stage), 1);
-        barrier_init(ring.empty(stage), Traits::kWarps);
+    for (const TensorMap* map : {&params.q, &params.k, &params.v, &params.out}) prefetch_map(&map->map);
+    const auto init = [](const auto& ring, int tiles, int readers) {
+      for (int i = 0; i < tiles; ++i) {
+        barrier_init(ring.full(i), 1);
+        barrier_init(ring.empty(i), readers);
       }
     };
-    init(rings.q, kShape.q_stages);
-    init(rings.k, kShape.stages);
-    init(rings.v, kShape.stages);
+    init(rings.works, kWorks, 4 * Traits::kConsumers);
+    init(rings.q, Traits::kQTiles, 4);
+    init(rings.k, kShape.stages, 4 * Traits::kConsumers);
+    init(rings.v, kShape.stages, 4 * Traits::kConsumers);
     fence_barrier_init();
-    for (const TensorMap* map : {&params.q, &params.k, &params.v, &params.out}) prefetch_map(&map->map);
   }
   __syncthreads();
   // The same in all lanes, and the compiler knows.
@@ -368,36 +418,6 @@ __global__ void __launch_bounds__(Traits::kShape.threads(), 1)
     more_registers<kShape.consumer_registers()>();
     consume<Traits>(params, rings, warpgroup - 1);
   }
-}
-
-// ---- host -----------------------------------------------------------------------------------------------------------
-
-// grid: blocks; those beyond one a tile are left out.
-template <class Traits>
-void launch_forward(const ForwardArgs& args, int grid) {
-  constexpr int kFar = 1 << 30;  // backend.cpp refuses lengths beyond half of it
-  const Problem& problem = args.problem;
-  const Band band = make_band(problem);
-  const auto clamp = [](int64_t x) { return static_cast<int>(std::clamp<int64_t>(x, -kFar, kFar)); };
-  ForwardParams params;
-  params.q = make_tensor_map(problem, args.q, problem.heads_q, problem.len_q, problem.head_dim, Traits::kBlockM);
-  params.k = make_tensor_map(problem, args.k, problem.heads_k, problem.len_k, problem.head_dim, Traits::kBlockN);
-  params.v = make_tensor_map(problem, args.v, problem.heads_v, problem.len_k, problem.head_dim_v, Traits::kBlockN);
-  params.out = make_tensor_map(problem, args.out, problem.heads_q, problem.len_q, problem.head_dim_v, 16);
-  params.schedule = forward_schedule(problem, Traits::kBlockM);
-  params.band = {clamp(band.lower), clamp(band.upper), static_cast<int>(problem.len_k)};
-  const dim3 all = cuda::grid_of(params.schedule.size());
-  params.tiles = static_cast<int>(all.x);
-  params.len_q = static_cast<int>(problem.len_q);
-  params.group_k = static_cast<int>(problem.heads_q / problem.heads_k);
-  params.group_v = static_cast<int>(problem.heads_q / problem.heads_v);
-  params.heads_q = static_cast<int>(problem.heads_q);
-  params.inner_batch = problem.batch_rank > 0 ? static_cast<int>(problem.batch_size[problem.batch_rank - 1]) : 1;
-  params.scale = static_cast<float>(problem.scale);
-  params.to_log2 = static_cast<float>(problem.scale * 1.4426950408889634);
-  params.lse = static_cast<float*>(args.lse);
-  const dim3 blocks(std::min<unsigned>(all.x, grid));
-  cuda::launch(forward_kernel<Traits>, blocks, Traits::kShape.threads(), Traits::kSmem.total, args.stream, params);
 }
 
 }  // namespace flash_ext::sm90

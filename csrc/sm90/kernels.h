@@ -8,9 +8,9 @@
 
 namespace flash_ext::sm90 {
 
-// grid: blocks. A persistent grid has its own tiles (config.h).
+// grid: of forward_order (config.h). counter: device memory where that order is counted.
 template <DType kDType, int kHeadDim>
-void run_forward(const ForwardArgs& args, bool persistent, int grid);
+void run_forward(const ForwardArgs& args, int grid, void* counter);
 
 template <DType kDType, int kHeadDim>
 int64_t backward_scratch_bytes(const Problem& problem);
@@ -21,7 +21,7 @@ void run_backward(const BackwardArgs& args, int64_t grid, void* workspace);
 struct Instance {
   DType dtype;
   int head_dim;  // serves smaller ones, too: columns beyond the tensor's read as zeros
-  void (*run_forward)(const ForwardArgs& args, bool persistent, int grid);
+  void (*run_forward)(const ForwardArgs& args, int grid, void* counter);
   int64_t (*backward_scratch_bytes)(const Problem& problem) = nullptr;  // null, as the next: it has no backward
   void (*run_backward)(const BackwardArgs& args, int64_t grid, void* workspace) = nullptr;
 };

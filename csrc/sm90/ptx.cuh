@@ -130,6 +130,12 @@ __device__ __forceinline__ void bulk_add(float* global, uint32_t shared, uint32_
                : "memory");
 }
 
+// cp.async.bulk.prefetch.tensor.5d: global to L2.
+__device__ __forceinline__ void tma_prefetch(const CUtensorMap* map, BoxStart at) {
+  asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global [%0, {%1, %2, %3, %4, %5}];" ::"l"(map), "r"(at.col),
+               "r"(at.row), "r"(at.head), "r"(at.b0), "r"(at.b1)
+               : "memory");
+}
 // cp.async.bulk.commit_group
 __device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // cp.async.bulk.wait_group.read 0: this thread's stores have read shared memory; they may not be visible yet.
@@ -150,7 +156,7 @@ __device__ __forceinline__ void store_shared4(uint32_t address, float x, float y
 }
 
 // st.shared.f32
-__device__ __forceinline__ void store_shared(uint32_t address, float x) {
+__device__ __forceinline__ void store_shared1(uint32_t address, float x) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
 }
 
@@ -169,6 +175,31 @@ __device__ __forceinline__ float2 load_shared2(uint32_t address) {
   float2 result;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(result.x), "=f"(result.y) : "r"(address));
   return result;
+}
+
+// st.shared.v4 and ld.shared.v4: a small structure of words, a multiple of 16 bytes.
+template <class Words>
+__device__ __forceinline__ void store_shared(uint32_t address, const Words& words) {
+  static_assert(sizeof(Words) % 16 == 0);
+  const auto* from = reinterpret_cast<const uint32_t*>(&words);
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(Words)) / 4; i += 4) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address + 4 * i), "r"(from[i]), "r"(from[i + 1]),
+                 "r"(from[i + 2]), "r"(from[i + 3])
+                 : "memory");
+  }
+}
+template <class Words>
+__device__ __forceinline__ void load_shared(Words& words, uint32_t address) {
+  static_assert(sizeof(Words) % 16 == 0);
+  auto* to = reinterpret_cast<uint32_t*>(&words);
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(Words)) / 4; i += 4) {
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[i]), "=r"(to[i + 1]), "=r"(to[i + 2]), "=r"(to[i + 3])
+                 : "r"(address + 4 * i)
+                 : "memory");
+  }
 }
 
 // ex2.approx.ftz.f32: 2^x, relative error 2^-22; 2^-inf = 0, NaN stays NaN.

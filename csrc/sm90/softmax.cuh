@@ -45,46 +45,65 @@ __device__ __forceinline__ void mask_band(float (&s)[kCount], const TileBand& ba
   }
 }
 
-// The maximum is brought up to date when one of the warp's rows grew by more than 2^kLimit, which P stays below.
-template <int kLimit>
+// Maxima are brought up to date when one of the warp's rows grew by more than 2^kLimit, which P stays below; sums are
+// float, so nothing is lost, and most tiles skip a pass over O.
 struct RowSoftmax {
+  static constexpr int kLimit = 8;
   float row_max[2] = {kMinusInf, kMinusInf};
   float row_sum[2] = {0.f, 0.f};
-  float factor[2] = {1.f, 1.f};  // what O is to be multiplied by
-  float to_log2;                 // what one unit of score is in log2
+  float to_log2;  // what one unit of score is in log2
 
   __device__ __forceinline__ explicit RowSoftmax(float to_log2_) : to_log2(to_log2_) {}
 
-  // S becomes P. True, for all lanes of a warp, when O must be multiplied by `factor`.
-  template <int kCount>
-  __device__ __forceinline__ bool step(float (&s)[kCount]) {
-    float tile_max[2];
+  // Before a new tile of queries.
+  __device__ __forceinline__ void reset() {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float x = fmaxf(s[2 * half], s[2 * half + 1]);
+      row_max[half] = kMinusInf;
+      row_sum[half] = 0.f;
+    }
+  }
+
+  // The maximum of columns [kFirst, kLast) of each row.
+  template <int kFirst, int kLast, int kCount>
+  static __device__ __forceinline__ void tile_max(float (&max)[2], const float (&s)[kCount]) {
 #pragma unroll
-      for (int n = 1; n < kCount / 4; ++n) x = fmaxf(x, fmaxf(s[4 * n + 2 * half], s[4 * n + 2 * half + 1]));
+    for (int half = 0; half < 2; ++half) {
+      const float* const c = s + kFirst / 2 + 2 * half;
+      float x = fmaxf(c[0], c[1]);
+#pragma unroll
+      for (int n = 1; n < (kLast - kFirst) / 8; ++n) x = fmaxf(x, fmaxf(c[4 * n], c[4 * n + 1]));
       x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-      tile_max[half] = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+      max[half] = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
     }
+  }
+
+  // Whether one of the warp's rows grew beyond the limit.
+  __device__ __forceinline__ bool exceeds(const float (&max)[2]) const {
     // -inf - -inf is NaN, which is not above the limit.
-    const bool rescale =
-        __any_sync(~0u, (tile_max[0] - row_max[0]) * to_log2 > kLimit || (tile_max[1] - row_max[1]) * to_log2 > kLimit);
-    if (rescale) {
+    return __any_sync(~0u, (max[0] - row_max[0]) * to_log2 > kLimit || (max[1] - row_max[1]) * to_log2 > kLimit);
+  }
+
+  // Brings maxima and sums up to date; what belongs to the old maxima is to be multiplied by `factor`.
+  __device__ __forceinline__ void raise(const float (&max)[2], float (&factor)[2]) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float before = row_max[half];
-        row_max[half] = fmaxf(before, tile_max[half]);
-        factor[half] = before == kMinusInf ? 0.f : exp2_fast((before - row_max[half]) * to_log2);
-        row_sum[half] *= factor[half];
-      }
+    for (int half = 0; half < 2; ++half) {
+      const float before = row_max[half];
+      row_max[half] = fmaxf(before, max[half]);
+      factor[half] = before == kMinusInf ? 0.f : exp2_fast((before - row_max[half]) * to_log2);
+      row_sum[half] *= factor[half];
     }
+  }
+
+  // S becomes P in columns [kFirst, kLast).
+  template <int kFirst, int kLast, int kCount>
+  __device__ __forceinline__ void exponentiate(float (&s)[kCount]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float minus = row_max[half] == kMinusInf ? 0.f : -row_max[half] * to_log2;
       float sum = 0.f;
 #pragma unroll
-      for (int n = 0; n < kCount / 4; ++n) {
+      for (int n = kFirst / 8; n < kLast / 8; ++n) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           float& x = s[4 * n + 2 * half + i];
@@ -94,7 +113,6 @@ struct RowSoftmax {
       }
       row_sum[half] += sum;
     }
-    return rescale;
   }
 
   // Whole-row sum, over the four threads that share a row.
@@ -105,11 +123,11 @@ struct RowSoftmax {
   }
 };
 
-// Rows of an accumulator times a number each.
-template <int kCount>
+// Rows of an accumulator, up to column kLast, times a number each.
+template <int kLast, int kCount>
 __device__ __forceinline__ void scale_rows(float (&c)[kCount], const float (&factor)[2]) {
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) c[i] *= factor[i / 2 % 2];
+  for (int i = 0; i < kLast / 2; ++i) c[i] *= factor[i / 2 % 2];
 }
 
 }  // namespace flash_ext::sm90

@@ -92,20 +92,26 @@ TEST(Descriptor, StepsStayInTheAddressField) {
   for (const int head_dim : {64, 96, 128, 192, 256}) {
     const ForwardShape shape = forward_shape(head_dim, false);
     const uint32_t last = kSharedMemoryLimit / kTileAlign * kTileAlign;
-    const uint64_t q = k_major(last - tile_bytes(shape.block_m(), head_dim));
-    EXPECT_EQ((q + k_major_step(shape.block_m(), head_dim / 16 - 1)) >> 14, q >> 14);
+    const uint64_t k = k_major(last - tile_bytes(shape.block_n, head_dim));
+    EXPECT_EQ((k + k_major_step(shape.block_n, head_dim / 16 - 1)) >> 14, k >> 14);
   }
 }
 
 TEST(Shapes, FitTheMultiprocessor) {
   for (const int head_dim : {64, 96, 128, 192, 256}) {
-    for (const bool persistent : {false, true}) {
-      const ForwardShape shape = forward_shape(head_dim, persistent);
+    for (const bool few_keys : {false, true}) {
+      const ForwardShape shape = forward_shape(head_dim, few_keys);
       const ForwardSmem smem = forward_smem(shape, head_dim);
       EXPECT_EQ(shape.block_n % 16, 0);
-      for (const int offset : {smem.k, smem.v, smem.barriers}) EXPECT_EQ(offset % kTileAlign, 0);
+      EXPECT_EQ(shape.split % 16, 0);
+      EXPECT_LE(shape.split, shape.block_n);
+      for (const int offset : {smem.k, smem.v, smem.works}) EXPECT_EQ(offset % kTileAlign, 0);
+      EXPECT_EQ(smem.barriers % 16, 0);
       EXPECT_LE(smem.total, kSharedMemoryLimit);
-      EXPECT_LE(128 * (shape.producer_registers() + shape.consumers * shape.consumer_registers()), 65536);
+      // What a launch gives every thread is what setmaxnreg can hand from one warpgroup to the others.
+      const int launch = 65536 / shape.threads() / 8 * 8;
+      EXPECT_LE(shape.producer_registers() + shape.consumers * shape.consumer_registers(),
+                launch * (shape.consumers + 1));
       EXPECT_LE(1 + 2 * shape.consumers, 16);  // named barriers, with __syncthreads
     }
   }
@@ -121,26 +127,44 @@ Problem problem(int64_t length, bool causal) {
   return p;
 }
 
-TEST(Shapes, PersistentWhereRowsAreShort) {
-  EXPECT_TRUE(is_persistent(problem(1024, false), 128));
-  EXPECT_FALSE(is_persistent(problem(2048, false), 128));
-  EXPECT_TRUE(is_persistent(problem(2048, true), 128));
-  EXPECT_FALSE(is_persistent(problem(8192, true), 128));
-  EXPECT_TRUE(is_persistent(problem(1024, true), 192));
-  EXPECT_FALSE(is_persistent(problem(512, false), 192));
-  EXPECT_FALSE(is_persistent(problem(512, true), 256));
+TEST(Shapes, FewKeysAreAMean) {
+  EXPECT_TRUE(has_few_keys(problem(1024, false), 128));
+  EXPECT_FALSE(has_few_keys(problem(2048, false), 128));
+  EXPECT_TRUE(has_few_keys(problem(2048, true), 128));
+  EXPECT_FALSE(has_few_keys(problem(4096, true), 128));
+  EXPECT_TRUE(has_few_keys(problem(512, false), 64));
+  EXPECT_FALSE(has_few_keys(problem(1024, false), 64));
   Problem window = problem(16384, true);
   window.window_left = 512;
-  EXPECT_TRUE(is_persistent(window, 128));
+  EXPECT_TRUE(has_few_keys(window, 128));
   Problem one = problem(4096, true);
   one.len_q = 1;  // top left: sees one key
-  EXPECT_TRUE(is_persistent(one, 128));
+  EXPECT_TRUE(has_few_keys(one, 64));
 }
 
-TEST(Shapes, SectionsHoldWhatTheCacheDoes) {
-  EXPECT_EQ(forward_schedule(problem(16384, true), 128).section, 4);  // 8 MiB a head of 32
-  EXPECT_EQ(forward_schedule(problem(1 << 20, true), 128).section, 1);
-  EXPECT_TRUE(forward_schedule(problem(4096, true), 128).last_first);
+TEST(Order, TilesInTurnWhereAllAreAlike) {
+  for (const int block_m : {128, 192, 256}) {
+    const ForwardOrder even = forward_order(problem(block_m * 64, false), block_m, 132);
+    EXPECT_FALSE(even.counted);
+    EXPECT_EQ(even.schedule.section, 1);
+    EXPECT_EQ(even.grid, 132);
+    EXPECT_TRUE(forward_order(problem(block_m * 64 - 1, false), block_m, 132).counted);
+    EXPECT_TRUE(forward_order(problem(block_m * 64, true), block_m, 132).counted);
+    const ForwardOrder one_wave = forward_order(problem(block_m * 8, true), block_m, 132);
+    EXPECT_FALSE(one_wave.counted);
+    EXPECT_EQ(one_wave.grid, 128);
+    EXPECT_FALSE(forward_order(problem(block_m * 64, true), block_m, 0).counted);  // a block each
+  }
+  Problem decode = problem(4096, false);
+  decode.len_q = 1;
+  decode.batch = 64;
+  EXPECT_FALSE(forward_order(decode, 128, 132).counted);
+}
+
+TEST(Order, SectionsHoldWhatTheCacheDoes) {
+  EXPECT_EQ(forward_order(problem(16384, true), 128, 132).schedule.section, 2);  // 8 MiB a head of 16
+  EXPECT_EQ(forward_order(problem(1 << 20, true), 128, 132).schedule.section, 1);
+  EXPECT_TRUE(forward_order(problem(4096, true), 128, 132).schedule.last_first);
 }
 
 }  // namespace

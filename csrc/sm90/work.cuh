@@ -1,0 +1,78 @@
+// What a block of the forward works on: the parameters of the kernel and the tiles of one block, one after the other.
+// Called by fwd.cuh (device) and run_fwd.cuh (host).
+// Invariant: over the grid every tile is walked once, whichever way blocks find their next.
+#pragma once
+
+#include "attention/tile_schedule.h"
+#include "sm90/config.h"
+#include "sm90/out.cuh"
+#include "sm90/softmax.cuh"
+#include "sm90/tensor_map.h"
+
+namespace flash_ext::sm90 {
+
+struct ForwardParams {
+  TensorMap q, k, v, out;
+  OutView out_view;
+  TileSchedule schedule;
+  TileBand band;
+  uint32_t tiles;
+  int len_q;
+  int group_k, group_v;  // query heads of a key head, of a value head
+  int heads_q;
+  int inner_batch;  // size of the last batch dimension
+  float scale, to_log2;
+  float* lse;         // null: not wanted
+  uint32_t* counter;  // of the tiles handed out beyond the first of each block; null: every grid-th is a block's
+};
+
+// One tile of the grid: 64 * consumers queries of one head, and the tiles of keys they see. Where they see none it is
+// one tile behind the last key, which reads as zeros and is masked. The producer hands it over in shared memory.
+struct alignas(16) Work {
+  int first_query;
+  int first_n, last_n;  // of keys; equal in what stands for the end of a block's work
+  int head, b0, b1;
+  int unused[2];
+
+  __device__ __forceinline__ bool any() const { return first_n != last_n; }
+
+  template <int kBlockM, int kBlockN>
+  static __device__ __forceinline__ Work at(const ForwardParams& params, uint32_t linear) {
+    const Tile tile = params.schedule.at<uint32_t>(linear);
+    const int b = static_cast<int>(tile.b);
+    Work work;
+    work.head = static_cast<int>(tile.head);
+    work.b1 = b / params.inner_batch;
+    work.b0 = b - work.b1 * params.inner_batch;
+    work.first_query = static_cast<int>(tile.block) * kBlockM;
+    const int last_query = min(work.first_query + kBlockM, params.len_q) - 1;
+    const int first_key = max(work.first_query + params.band.lower, 0);
+    const int last_key = min(last_query + params.band.upper + 1, params.band.len_k);
+    const bool any = last_key > first_key;
+    work.first_n = (any ? first_key : params.band.len_k + kBlockN - 1) / kBlockN;
+    work.last_n = any ? (last_key + kBlockN - 1) / kBlockN : work.first_n + 1;
+    return work;
+  }
+
+  // The last tile of keys of which a consumer sees one, and one more: first_n < top <= last_n.
+  template <int kBlockN>
+  __device__ __forceinline__ int top_of(const ForwardParams& params, int consumer) const {
+    const int row = first_query + consumer * 64;
+    const int last_query = min(row + 64, params.len_q) - 1;
+    const int last_key = row < params.len_q ? min(last_query + params.band.upper + 1, params.band.len_k) : 0;
+    return min(max((last_key + kBlockN - 1) / kBlockN, first_n + 1), last_n);
+  }
+
+  __device__ __forceinline__ BoxStart box(const BoxSteps& steps, int box_head, int row) const {
+    return {0, row, box_head * steps.head, b0 * steps.b0, b1 * steps.b1};
+  }
+};
+
+static_assert(sizeof(Work) == kWorkBytes);
+
+// The tile after `linear` in this block; params.tiles or more: none.
+__device__ __forceinline__ uint32_t next_tile(const ForwardParams& params, uint32_t linear) {
+  return params.counter != nullptr ? gridDim.x + atomicAdd(params.counter, 1) : linear + gridDim.x;
+}
+
+}  // namespace flash_ext::sm90
