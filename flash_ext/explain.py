@@ -150,7 +150,8 @@ def explain(
     Launches nothing, allocates nothing, draws no random numbers.
 
     Raises:
-        AttentionError: as the call itself would.
+        AttentionError: as the call itself would. Where a backend that is asked for by name refuses backward alone, the
+            backward plan's ``backend`` is "none", and ``refusals`` holds the reason.
     """
     gqa, left, right, bottom_right = True, None, None, False
     if sdpa:

@@ -61,16 +61,17 @@ def test_a_mean_under_the_loss_scale(length: int, causal: bool, device: str, bac
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("length", LENGTHS)
-def test_ds_beyond_the_largest_number(length: int, causal: bool, device: str, backend: str) -> None:
-    """Four keys, so that p is about a quarter, with large values: ds exceeds 65,504; times small q and k it fits."""
+@pytest.mark.parametrize("keys", [4, 32])
+def test_ds_beyond_the_largest_number(keys: int, length: int, causal: bool, device: str, backend: str) -> None:
+    """Few keys, so that p is not small, with large values: ds exceeds 65,504; times small q and k it fits."""
     q = normal(device, 1, 1, length, DIM, deviation=0.002)
-    k = normal(device, 1, 1, 4, DIM, deviation=0.02)
-    v = normal(device, 1, 1, 4, DIM, deviation=320.0)
+    k = normal(device, 1, 1, keys, DIM, deviation=0.02)
+    v = normal(device, 1, 1, keys, DIM, deviation=80.0 * keys)
     grad = torch.zeros_like(q)
     step = length // 4096
     grad[:, :, ::step] = normal(device, 1, 1, 4096, DIM, deviation=250.0)
     dp = grad.double() @ v.double().mT
-    ds = (dp - dp.mean(-1, keepdim=True)) / 4
+    ds = (dp - dp.mean(-1, keepdim=True)) / keys
     assert float(ds.abs().max()) > 2 * LARGEST, "the case itself: ds fits into fp16"
     assert_right([q, k, v], grad, causal, backend)
 

@@ -193,8 +193,7 @@ def test_layouts_give_the_same_bits(head_dim: int, layout: Callable[[Tensor], Te
         views = {name: layout(tensor) if name in names else tensor for name, tensor in inputs.items()}
         got = gradients(views, layout(grad) if "grad_out" in names else grad, causal=True)
         assert_same(got, expected, names)
-        for name, tensor in zip(inputs, got, strict=True):
-            assert tensor.stride(-1) == 1 and tensor.is_contiguous() == views[name].is_contiguous(), name
+        assert all(tensor.stride(-1) == 1 for tensor in got), names
 
 
 def test_grad_out_as_autograd_hands_it_over(device: str) -> None:

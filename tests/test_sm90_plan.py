@@ -103,14 +103,28 @@ def test_backward_plan(length: int, causal: bool, head_dim: int, dtype: torch.dt
     assert dict(backward.on_chip).keys() == uses and all(size > 0 for _, size in backward.on_chip)
     assert backward.on_chip_bytes <= backward.on_chip_limit == 227 * 1024
     assert (backward.registers, backward.producer_registers) == (240, 24)
-    assert backward.grid == 2 * 4 * -(-length // backward.block_n)
-    assert backward.waves == pytest.approx(backward.grid / MULTIPROCESSORS, abs=1e-6)
+    tiles = 2 * 4 * -(-length // backward.block_n)
+    assert backward.waves == pytest.approx(tiles / MULTIPROCESSORS, abs=1e-6)
+    persistent = backward.schedule == "persistent"
+    assert persistent or backward.schedule == "a tile of keys a block"
+    assert backward.grid == (min(tiles, MULTIPROCESSORS) if persistent else tiles)
     assert 1 <= backward.l2_section <= 8
     heads, width = 2 * 16, 64 if head_dim <= 64 else 128
     padded = -(-length // backward.block_m) * backward.block_m
     assert heads * length * head_dim * 4 <= backward.scratch_bytes <= heads * padded * (width + 2) * 4 + 4096
     with flash_ext.use_backend("sm90"):
         assert explain(q, k, causal=causal) == plan
+
+
+def test_short_causal_columns_are_persistent() -> None:
+    """In backward, where tiles of keys differ by the queries that see them."""
+
+    def schedule(length: int, **options: Any) -> str:
+        q = half(1, 16, length, 64)
+        return explain(q, q, **options).backward.schedule
+
+    assert schedule(1024, causal=True) == "persistent"
+    assert schedule(1024) == schedule(16384, causal=True) == "a tile of keys a block"
 
 
 def test_tiles_that_differ_are_counted() -> None:

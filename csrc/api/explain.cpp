@@ -4,6 +4,8 @@
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
+#include <algorithm>
+
 #include "api/cuda_runtime.h"
 #include "api/dispatch.h"
 #include "api/problem.h"

@@ -8,6 +8,7 @@
 #include "api/backend.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "sm90/bwd_config.h"
 #include "sm90/config.h"

@@ -2,8 +2,11 @@
 // tiles of each head dimension take.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <iterator>
 #include <set>
 
+#include "sm90/bwd_config.h"
 #include "sm90/config.h"
 #include "sm90/descriptor.h"
 
@@ -117,6 +120,27 @@ TEST(Shapes, FitTheMultiprocessor) {
   }
 }
 
+TEST(BackwardShapes, FitTheMultiprocessor) {
+  for (const int head_dim : {64, 128}) {
+    const BackwardShape shape = backward_shape(head_dim);
+    const BackwardSmem smem = backward_smem(shape, head_dim);
+    EXPECT_EQ(shape.block_m % 16, 0);
+    EXPECT_EQ(shape.block_n, 64 * shape.consumers);
+    EXPECT_EQ(shape.threads, 128 * (1 + shape.consumers));
+    EXPECT_LE(128 * (shape.producer_registers + shape.consumers * shape.consumer_registers), 65536);
+    // The parts of dQ of the two warpgroups are the tile.
+    const int queries = shape.dq_cols(head_dim) == head_dim ? shape.block_m / shape.consumers : shape.block_m;
+    EXPECT_EQ(queries, 64);
+    EXPECT_EQ(queries * shape.dq_cols(head_dim) * shape.consumers, shape.block_m * head_dim);
+    for (const int tile : {smem.k, smem.v, smem.q, smem.d_out, smem.ds, smem.dq}) EXPECT_EQ(tile % kTileAlign, 0);
+    EXPECT_EQ(smem.stats % 16, 0);  // what a bulk copy writes
+    EXPECT_EQ(smem.barriers % 8, 0);
+    const int offsets[] = {smem.k, smem.v, smem.q, smem.d_out, smem.ds, smem.dq, smem.stats, smem.barriers, smem.total};
+    EXPECT_TRUE(std::is_sorted(std::begin(offsets), std::end(offsets)));
+    EXPECT_LE(smem.total, kSharedMemoryLimit);
+  }
+}
+
 Problem problem(int64_t length, bool causal) {
   Problem p;
   p.dtype = DType::kBFloat16;
@@ -165,6 +189,24 @@ TEST(Order, SectionsHoldWhatTheCacheDoes) {
   EXPECT_EQ(forward_order(problem(16384, true), 128, 132).schedule.section, 2);  // 8 MiB a head of 16
   EXPECT_EQ(forward_order(problem(1 << 20, true), 128, 132).schedule.section, 1);
   EXPECT_TRUE(forward_order(problem(4096, true), 128, 132).schedule.last_first);
+}
+
+TEST(BackwardShapes, PersistentWhereTilesAreShortAndDiffer) {
+  EXPECT_TRUE(is_backward_persistent(problem(1024, true)));
+  EXPECT_FALSE(is_backward_persistent(problem(1024, false)));
+  EXPECT_FALSE(is_backward_persistent(problem(8192, true)));
+}
+
+// Blocks are tiles of keys of a key head, first keys first: under a causal band they are seen by the most queries.
+TEST(BackwardShapes, BlocksAreTilesOfKeys) {
+  Problem grouped = problem(1000, true);
+  grouped.heads_k = grouped.heads_v = 4;
+  grouped.batch = 3;
+  const TileSchedule schedule = backward_schedule(grouped, 128);
+  EXPECT_EQ(schedule.size(), 3 * 4 * 8);
+  EXPECT_EQ(schedule.at(0).block, 0);
+  EXPECT_EQ(schedule.at(schedule.size() - 1).block, 7);
+  EXPECT_EQ(backward_schedule(problem(16384, true), 128).section, 1);  // 16 MiB a head of 24
 }
 
 }  // namespace
