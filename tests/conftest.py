@@ -107,6 +107,10 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
+def is_granted_refusal(backend: str | None, error: Exception) -> bool:
+    return backend in REFUSALS and bool(re.search(rf"{backend} refuses: ({REFUSALS[backend]})", str(error)))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """Turns a granted refusal into a skip with its reason."""
@@ -114,7 +118,6 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
         return (yield)
     except RuntimeError as error:  # AttentionError, or through torch.ops the plain type
         params = getattr(getattr(item, "callspec", None), "params", {})
-        name = params.get("backend")
-        if name in REFUSALS and re.search(rf"{name} refuses: ({REFUSALS[name]})", str(error)):
+        if is_granted_refusal(params.get("backend"), error):
             pytest.skip(str(error))
         raise

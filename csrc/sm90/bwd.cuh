@@ -181,6 +181,7 @@ __device__ __forceinline__ void consume_backward(const BackwardParams& params, c
       hold(dv_acc);
       hold(p_frag);
       hold(ds_frag);
+      __syncwarp();  // all lanes have read their lse and delta
       if (lane == 0) {
         barrier_arrive(q_ring.empty(place.stage));
         barrier_arrive(d_out_ring.empty(place.stage));

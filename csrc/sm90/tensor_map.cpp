@@ -36,6 +36,16 @@ Encode encode_function() {
   return function;
 }
 
+// The runtime does this by itself in a thread's first call; the driver's function does not.
+void bind_context() {
+  int device = 0;
+  cudaError_t status = cudaGetDevice(&device);
+  if (status == cudaSuccess) status = cudaSetDevice(device);
+  if (status != cudaSuccess) {
+    throw std::runtime_error(std::string("flash_ext: tensor map: ") + cudaGetErrorString(status));
+  }
+}
+
 int64_t batch_stride(const Problem& problem, const TensorView& view, int from_last) {
   const int dim = problem.batch_rank - 1 - from_last;
   return dim >= 0 ? view.batch_stride[dim] : 0;
@@ -83,9 +93,16 @@ TensorMap make_tensor_map(const Problem& problem, const TensorView& view, int64_
   const cuuint32_t element_stride[5] = {1, 1, 1, 1, 1};
   const CUtensorMapDataType type =
       problem.dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  const CUresult status = encode_function()(&result.map, type, 5, view.data, size, stride, box, element_stride,
-                                            CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                            CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const auto encode = [&] {
+    return encode_function()(&result.map, type, 5, view.data, size, stride, box, element_stride,
+                             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  };
+  CUresult status = encode();
+  if (status == CUDA_ERROR_INVALID_CONTEXT) {  // the thread's first use of the device, as may be in autograd's
+    bind_context();
+    status = encode();
+  }
   if (status != CUDA_SUCCESS) {
     throw std::runtime_error("flash_ext: tensor map: cuTensorMapEncodeTiled returned " + std::to_string(status));
   }
