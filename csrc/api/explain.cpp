@@ -73,12 +73,24 @@ Tensor planned_tensor(const Sizes<int64_t>& sizes, const Tensor& like) {
   return at::empty_strided(two_sizes, two_strides, nowhere(like)).select(0, 1);
 }
 
+// The inputs as ops.cpp hands them over: on a GPU scattered columns are gathered.
+Inputs planned_inputs(const Inputs& in, const DeviceInfo& device) {
+  Inputs planned = in;
+  if (device.type != DeviceType::kCuda) return planned;
+  for (Tensor* tensor : {&planned.query, &planned.key, &planned.value, &planned.mask, &planned.bias}) {
+    if (!has_scattered_columns(*tensor)) continue;
+    const Tensor whole = without_broadcasts(*tensor, tensor->dim());
+    *tensor = planned_tensor(Sizes<int64_t>(whole.sizes()), whole).expand(tensor->sizes());
+  }
+  return planned;
+}
+
 // What ops.cpp would hand over. grad_out is taken to lie as out does.
-BackwardArgs planned_backward(const Inputs& in, const Options& options, const Shape<int64_t>& shape,
-                              const GradMask& wanted) {
+BackwardArgs planned_backward(const Inputs& in, const Inputs& handed_over, const Options& options,
+                              const Shape<int64_t>& shape, const GradMask& wanted) {
   BackwardArgs args;
   ProblemBuilder builder(in, options, shape);
-  add_inputs(builder, args.fwd, in, shape);
+  add_inputs(builder, args.fwd, handed_over, shape);
   const Tensor out = planned_tensor(shape.out_sizes(), in.query);
   builder.add(args.fwd.out, out, shape.heads_q, shape.len_q, shape.head_dim_v);
   builder.add(args.d_out, out, shape.heads_q, shape.len_q, shape.head_dim_v);
@@ -107,11 +119,12 @@ std::string explain(const Inputs& in, const Options& options, std::string_view d
   const auto name = options.backend.has_value() ? options.backend : requested_backend();
   const GradMask wanted = existing(grad_mask, in);
 
+  const Inputs handed_over = planned_inputs(in, device);
   ForwardArgs forward;
   ProblemBuilder builder(in, options, shape);
-  add_inputs(builder, forward, in, shape);
+  add_inputs(builder, forward, handed_over, shape);
   builder.finish(forward.problem);
-  const BackwardArgs backward = planned_backward(in, options, shape, wanted);
+  const BackwardArgs backward = planned_backward(in, handed_over, options, shape, wanted);
 
   std::string plans, refused, copies;
   bool composite = false, kernels = false;

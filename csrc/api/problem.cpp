@@ -137,14 +137,6 @@ namespace {
 
 bool is_broadcast(const Tensor& tensor, int64_t dim) { return tensor.stride(dim) == 0 && tensor.size(dim) > 1; }
 
-// One element of each broadcast dimension, of the first `dims`.
-Tensor without_broadcasts(Tensor tensor, int64_t dims) {
-  for (int64_t i = 0; i < dims; ++i) {
-    if (is_broadcast(tensor, i)) tensor = tensor.narrow(i, 0, 1);
-  }
-  return tensor;
-}
-
 // A copy with the last dimension innermost and the others in their order; the first `dims` keep their broadcasts.
 Tensor gathered(const Tensor& tensor, int64_t dims) {
   const Tensor whole = without_broadcasts(tensor, dims);
@@ -155,6 +147,13 @@ Tensor gathered(const Tensor& tensor, int64_t dims) {
 }
 
 }  // namespace
+
+Tensor without_broadcasts(Tensor tensor, int64_t dims) {
+  for (int64_t i = 0; i < dims; ++i) {
+    if (is_broadcast(tensor, i)) tensor = tensor.narrow(i, 0, 1);
+  }
+  return tensor;
+}
 
 bool has_scattered_columns(const Tensor& tensor) {
   if (!tensor.defined() || tensor.dim() == 0 || tensor.size(-1) == 1) return false;

@@ -47,6 +47,8 @@ void set_wanted(Problem& problem, const GradMask& wanted);
 // GPU kernels move rows by 16 bytes. A last dimension with another stride than 1 (or 0, one number for all) would be
 // read element by element, and again by every tile that needs it.
 bool has_scattered_columns(const Tensor& tensor);
+// One element of each broadcast dimension, of the first `dims`.
+Tensor without_broadcasts(Tensor tensor, int64_t dims);
 // Of the copy: a dimension of stride 0 counts once.
 int64_t bytes_of_copy(const Tensor& tensor);
 // The tensor itself or, on a GPU where its columns are scattered, a copy with the last dimension innermost; the others
