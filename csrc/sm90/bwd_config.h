@@ -64,8 +64,8 @@ inline TileSchedule backward_schedule(const Problem& problem, int block_n) {
 
 // Whether blocks walk over tiles, so that Q and dO of the next one arrive under the end of this one. It pays where
 // tiles are short and differ (an H200, causal, 16k tokens, TFLOP/s at S = 512 / 1k / 2k / 4k: head dim 64
-// 201/296/386/456 against 177/270/378/454, head dim 128 224/331/435/481 against 210/312/418/485), and costs up to 10 %
-// elsewhere.
+// 202/300/386/462 against 173/265/373/461, head dim 128 223/337/435/494 against 211/311/413/495); elsewhere it cost up
+// to 10 %, and a third at S = 16k, causal, head dim 128.
 inline bool is_backward_persistent(const Problem& problem) {
   const Band band = make_band(problem);
   const auto seen = [&](int64_t key) { return band.queries({key, key + 1}, problem.len_q).size(); };
