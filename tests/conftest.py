@@ -33,9 +33,9 @@ REFUSALS = {
     "cpu": r"(?!)",
     "sm80": r"head_dim(_v)? \d+ (is more than 256|in .* needs [\d,]+ bytes of shared memory)",
     "sm90": r"compute capability \d+\.\d is not 9\.0|only fp16 and bf16 are supported"
-    r"|head_dim(_v)? \d+ is (more than 256|more than 128 in backward|not a multiple of 8)"
+    r"|head_dim(_v)? \d+ is (more than 256|not a multiple of 8)"
     r"|(a mask|a bias|a softcap|dropout) is not supported|alibi_slopes are not supported|scale is not between"
-    r"|(deterministic|a band of one key) is not supported in backward"
+    r"|(deterministic|a band of one key) is not supported in backward( up to head_dim 128)?"
     r"|(other heads of value than of key|fewer than 16 keys) are not supported in backward"
     r"|a backward without (grad_out|the gradient of (query|key|value)) is not supported"
     r"|the gradient of a broadcast (query|key|value) is not supported"

@@ -116,6 +116,21 @@ def test_backward_plan(length: int, causal: bool, head_dim: int, dtype: torch.dt
         assert explain(q, k, causal=causal) == plan
 
 
+@pytest.mark.parametrize("dtype", HALF, ids=name_of)
+@pytest.mark.parametrize("head_dim", [136, 192, 256])
+@pytest.mark.parametrize("length", [16, 500, 16384])
+def test_wide_backward_plan(length: int, head_dim: int, dtype: torch.dtype) -> None:
+    """Two kernels, whose sums have an order: they serve the deterministic mode, too."""
+    q, k = half(2, 16, length, head_dim, dtype=dtype), half(2, 4, length, head_dim, dtype=dtype)
+    backward = explain(q, k, deterministic=True).backward
+    assert (backward.backend, backward.kernel) == ("sm90", "sm90.backward.wide")
+    assert (backward.block_m, backward.block_n, backward.stages) == (64, 64, 2)
+    assert dict(backward.on_chip).keys() == {"k", "v", "q", "d_out", "p", "lse and delta", "barriers", "alignment"}
+    assert backward.on_chip_bytes <= backward.on_chip_limit == 227 * 1024
+    assert backward.grid == 2 * 4 * -(-length // 64)
+    assert backward.scratch_bytes <= 2 * 16 * 2 * (length + 127) * 4 + 4096
+
+
 def test_short_causal_columns_are_persistent() -> None:
     """In backward, where tiles of keys differ by the queries that see them."""
 
@@ -191,7 +206,11 @@ def wanting(*names: str) -> dict[str, Tensor]:
 
 
 BACKWARD: dict[str, tuple[dict[str, Tensor], dict[str, Any], str]] = {
-    "deterministic": (wanting(), {"deterministic": True}, "deterministic is not supported in backward"),
+    "deterministic": (
+        wanting(),
+        {"deterministic": True},
+        "deterministic is not supported in backward up to head_dim 128",
+    ),
     "one key": (wanting(), {"window": (0, 0)}, "a band of one key is not supported in backward"),
     "own key": (wanting(), {"window": (0, None), "causal": True}, "a band of one key is not supported in backward"),
     "few keys": (
@@ -230,14 +249,6 @@ BACKWARD: dict[str, tuple[dict[str, Tensor], dict[str, Any], str]] = {
 def test_refused_in_backward(name: str) -> None:
     tensors, options, reason = BACKWARD[name]
     assert backward_refusal(*tensors.values(), **options) == reason
-
-
-def test_refused_head_dims_in_backward() -> None:
-    q, wide = half(2, 4, 256, 128), half(2, 4, 256, 136)
-    if flash_ext.explain(wide, wide, wide, device="cuda").forward.backend != "sm90":
-        pytest.skip("needs a build with a head dimension of 192 or 256")
-    assert backward_refusal(wide, wide) == "head_dim 136 is more than 128 in backward"
-    assert backward_refusal(q, q, wide) == "head_dim_v 136 is more than 128 in backward"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=name_of)

@@ -52,7 +52,8 @@ std::string refuses_head_dim(const Problem& problem, Pass pass, const char* name
 // What forward serves and backward does not.
 std::string refuses_backward(const Problem& problem) {
   const Band band = make_band(problem);
-  if (problem.deterministic) return "deterministic is not supported in backward";
+  const bool narrow = std::max(problem.head_dim, problem.head_dim_v) <= kNarrow;  // dQ is added up in any order
+  if (problem.deterministic && narrow) return "deterministic is not supported in backward up to head_dim 128";
   if (problem.heads_k != problem.heads_v) return "other heads of value than of key are not supported in backward";
   if (band.upper <= band.lower) return "a band of one key is not supported in backward";
   if (problem.len_k < kFewKeys) return "fewer than 16 keys are not supported in backward";
@@ -150,8 +151,36 @@ Plan plan_forward(const Problem& problem, const DeviceInfo& device) {
   return plan;
 }
 
+Plan plan_wide_backward(const Problem& problem, const Instance& instance, const DeviceInfo& device) {
+  const WideKeysSmem smem = wide_keys_smem(instance.head_dim);
+  const TileSchedule schedule = backward_schedule(problem, WideShape::block);
+  Plan plan;
+  plan.kernel = "sm90.backward.wide";
+  plan.schedule = "a tile of keys a block, then a tile of queries";
+  plan.block_m = plan.block_n = WideShape::block;
+  plan.stages = WideShape::stages;
+  plan.on_chip[0] = {"k", smem.v - smem.k};
+  plan.on_chip[1] = {"v", smem.q - smem.v};
+  plan.on_chip[2] = {"q", smem.d_out - smem.q};
+  plan.on_chip[3] = {"d_out", smem.p - smem.d_out};
+  plan.on_chip[4] = {"p", smem.stats - smem.p};
+  plan.on_chip[5] = {"lse and delta", smem.barriers - smem.stats};
+  plan.on_chip[6] = {"barriers", smem.total - kTileAlign - smem.barriers};
+  plan.on_chip[7] = {"alignment", kTileAlign};
+  plan.on_chip_limit = device.shared_memory_per_block;
+  plan.scratch_bytes = instance.backward_scratch_bytes(problem);
+  plan.registers = WideShape::consumer_registers;
+  plan.producer_registers = WideShape::producer_registers;
+  plan.occupancy = WideShape::threads / 2048.0;  // one block a multiprocessor
+  plan.grid = schedule.size();
+  if (device.multiprocessors > 0) plan.waves = static_cast<double>(plan.grid) / device.multiprocessors;
+  plan.l2_section = std::min(schedule.section, schedule.kv_heads);
+  return plan;
+}
+
 Plan plan_backward(const Problem& problem, const DeviceInfo& device) {
   const Instance& instance = instance_of(problem, Pass::kBackward);
+  if (instance.head_dim > kNarrow) return plan_wide_backward(problem, instance, device);
   const BackwardShape shape = backward_shape(instance.head_dim);
   const BackwardSmem smem = backward_smem(shape, instance.head_dim);
   const TileSchedule schedule = backward_schedule(problem, shape.block_n);

@@ -8,25 +8,36 @@
 #include "sm90/config.h"
 #include "sm90/kernels.h"
 #include "sm90/run_bwd.cuh"
+#include "sm90/run_bwd_wide.cuh"
 
 namespace flash_ext::sm90 {
 
-template <DType kDType, int kHeadDim, bool kPersistent = false>
-using BackwardTraitsOf =
-    BackwardTraits<std::conditional_t<kDType == DType::kFloat16, __half, __nv_bfloat16>, kHeadDim, kPersistent>;
+template <DType kDType>
+using BackwardElement = std::conditional_t<kDType == DType::kFloat16, __half, __nv_bfloat16>;
 
 template <DType kDType, int kHeadDim>
 int64_t backward_scratch_bytes(const Problem& problem) {
-  return backward_scratch<BackwardTraitsOf<kDType, kHeadDim>>(problem, nullptr).bytes;
+  if constexpr (kHeadDim > kNarrow) {
+    return wide_scratch_bytes(problem);
+  } else {
+    return backward_scratch<BackwardTraits<BackwardElement<kDType>, kHeadDim>>(problem, nullptr).bytes;
+  }
 }
 
 template <DType kDType, int kHeadDim>
 void run_backward(const BackwardArgs& args, int64_t grid, void* workspace) {
-  static_assert(backward_smem(backward_shape(kHeadDim), kHeadDim).total <= kSharedMemoryLimit);
-  if (is_backward_persistent(args.fwd.problem)) {
-    launch_backward<BackwardTraitsOf<kDType, kHeadDim, true>>(args, grid, workspace);
+  using T = BackwardElement<kDType>;
+  if constexpr (kHeadDim > kNarrow) {
+    static_assert(wide_keys_smem(kHeadDim).total <= kSharedMemoryLimit);
+    static_assert(wide_queries_smem(kHeadDim).total <= kSharedMemoryLimit);
+    launch_wide<WideTraits<T, kHeadDim>>(args, workspace);
   } else {
-    launch_backward<BackwardTraitsOf<kDType, kHeadDim>>(args, grid, workspace);
+    static_assert(backward_smem(backward_shape(kHeadDim), kHeadDim).total <= kSharedMemoryLimit);
+    if (is_backward_persistent(args.fwd.problem)) {
+      launch_backward<BackwardTraits<T, kHeadDim, true>>(args, grid, workspace);
+    } else {
+      launch_backward<BackwardTraits<T, kHeadDim>>(args, grid, workspace);
+    }
   }
 }
 

@@ -195,6 +195,14 @@ __device__ __forceinline__ void store_gradient(const float (&c)[Traits::kHeadDim
 
 constexpr int kConsumersBarrier = 1;  // named
 
+// The power of two that takes what is at most `bound` below 2^15.
+__device__ __forceinline__ float power_below(float bound) {
+  if (!(bound > 0.f) || bound > 3e38f) return 1.f;
+  int exponent;
+  frexpf(bound, &exponent);  // bound < 2^exponent
+  return exp2f(static_cast<float>(min(max(15 - exponent, -100), 100)));
+}
+
 // The power of two by which dS is multiplied before it becomes fp16, and what it is made of: |dS| <= |dO| |V| + |delta|
 // stays below 2^15.
 template <class Traits>
@@ -227,11 +235,7 @@ __device__ __forceinline__ float scale_of_ds(const BackwardParams& params, const
     d_out = fmaxf(d_out, params.bounds[2 * row]);
     delta = fmaxf(delta, params.bounds[2 * row + 1]);
   }
-  const float bound = v_max * sqrtf(static_cast<float>(params.head_dim_v)) * d_out + delta;
-  if (!(bound > 0.f) || bound > 3e38f) return 1.f;
-  int exponent;
-  frexpf(bound, &exponent);  // bound < 2^exponent
-  return exp2f(static_cast<float>(min(max(15 - exponent, -100), 100)));
+  return power_below(v_max * sqrtf(static_cast<float>(params.head_dim_v)) * d_out + delta);
 }
 
 }  // namespace flash_ext::sm90
