@@ -46,6 +46,7 @@ struct BackwardTraits {
   static constexpr bool kRoundedP = kBlockM > 64;
   // P is at most 1: in fp16, where 2^-14 is the least normal number, it is kept as 2^10 P.
   static constexpr bool kScaled = std::is_same_v<T, __half>;
+  static constexpr bool kAccumulates = true;  // dq_accum, which prepare_kernel fills with zeros
   static constexpr float kPShift = kScaled ? 10.f : 0.f;
   static constexpr int kStagingBytes = 16 * kDqCols * 4;
   static_assert(kStagingBytes >= 16 * kPanels * kPanelBytes, "a warp's rows of dK fit where its dQ was");

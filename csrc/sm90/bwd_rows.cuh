@@ -1,11 +1,12 @@
 // What backward does to rows of queries before and after its main kernel.
 //
-//   prepare: stats = (-lse log2(e), delta = rowsum(dO o out) - dlse), and dq_accum = 0
+//   prepare: stats = (-lse log2(e), delta = rowsum(dO o out) - dlse), and dq_accum = 0 where there is one
 //   finish:  dq = scale * dq_accum, from the order of the fragments to rows
 //
 // Queries are padded to whole tiles: those beyond the sequence, and rows without keys, get -inf for -lse, so that their
-// P is 0. Called by run_bwd.cuh. Invariant: out and dq are dense with rows of a multiple of 8 elements, as api/
-// allocates them, and d_out is a view that TMA accepts, so that 16 bytes at a time are read and written.
+// P is 0. Called by run_bwd.cuh and, prepare alone, run_bwd_wide.cuh. Invariant: out and dq are dense with rows of a
+// multiple of 8 elements, as api/ allocates them, and d_out is a view that TMA accepts, so that 16 bytes at a time are
+// read and written.
 #pragma once
 
 #include "attention/args.h"
@@ -35,7 +36,7 @@ struct QueryTile {
   }
 };
 
-// head_dim / 8 lanes a row. dq_accum: of the same shape as rows of the padded queries.
+// head_dim / 8 lanes a row. dq_accum: of the same shape as rows of the padded queries; kAccumulates.
 template <class Traits>
 __global__ void __launch_bounds__(kRowThreads) prepare_kernel(const __grid_constant__ BackwardArgs args, float* stats,
                                                               float* bounds, float* dq_accum, int m_blocks) {
@@ -57,10 +58,12 @@ __global__ void __launch_bounds__(kRowThreads) prepare_kernel(const __grid_const
       d_out[i] = *reinterpret_cast<const uint4*>(d_out_rows + row * args.d_out.row_stride);
     }
   }
-  float4* const zeros =
-      reinterpret_cast<float4*>(dq_accum + int64_t{blockIdx.x} * (Traits::kBlockM * Traits::kHeadDim));
+  if constexpr (Traits::kAccumulates) {
+    float4* const zeros =
+        reinterpret_cast<float4*>(dq_accum + int64_t{blockIdx.x} * (Traits::kBlockM * Traits::kHeadDim));
 #pragma unroll
-  for (int i = 0; i < 2 * kSteps; ++i) zeros[i * kRowThreads + threadIdx.x] = float4{};
+    for (int i = 0; i < 2 * kSteps; ++i) zeros[i * kRowThreads + threadIdx.x] = float4{};
+  }
   float most_d_out = 0.f, most_delta = 0.f;
 #pragma unroll
   for (int i = 0; i < kSteps; ++i) {

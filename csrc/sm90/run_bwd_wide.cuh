@@ -16,7 +16,7 @@ template <class T_>
 struct WideRows {
   using T = T_;
   static constexpr int kHeadDim = 256, kBlockM = 64;
-  static constexpr bool kScaled = std::is_same_v<T, __half>;
+  static constexpr bool kAccumulates = false, kScaled = std::is_same_v<T, __half>;
   static constexpr float kPShift = kScaled ? 10.f : 0.f;
 };
 
