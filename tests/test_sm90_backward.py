@@ -1,7 +1,7 @@
 """Promise: the Hopper backward obeys the error rule at every tile edge, band, grouping and layout that it accepts,
 reads nothing outside a tensor, and gives the same bits for dk and dv in every run, stream and graph.
 
-dq is summed by several blocks in any order, so of it only the rule is promised.
+Up to head dim 128 dq is summed by several blocks in any order, so of it only the rule is promised.
 """
 
 from __future__ import annotations
@@ -76,8 +76,9 @@ def gradients(inputs: Inputs, grad: Tensor, **options: Any) -> tuple[Tensor, ...
 
 
 def assert_same(got: tuple[Tensor, ...], expected: tuple[Tensor, ...], what: object) -> None:
-    """dk and dv bit for bit, dq up to the order of its sums."""
-    assert_same_bits(got[1:], expected[1:], what)
+    """Bit for bit, but dq of narrow heads up to the order of its sums."""
+    ordered = got[0].shape[-1] > 128
+    assert_same_bits(got[0 if ordered else 1 :], expected[0 if ordered else 1 :], what)
     largest = float(expected[0].abs().max())
     torch.testing.assert_close(got[0], expected[0], rtol=1e-2, atol=1e-3 * largest, msg=lambda text: f"{what}: {text}")
 
@@ -184,7 +185,7 @@ def test_random_shapes(seed: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
-@pytest.mark.parametrize("head_dim", [40, 64, 128])
+@pytest.mark.parametrize("head_dim", [40, 64, 128, 200])
 def test_layouts_give_the_same_bits(head_dim: int, layout: Callable[[Tensor], Tensor], device: str) -> None:
     inputs = make_inputs((2, 6, 301, head_dim), (2, 3, 404, head_dim), dtype=torch.bfloat16, device=device)
     grad = rand(2, 6, 301, head_dim, dtype=torch.bfloat16, device=device)
