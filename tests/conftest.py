@@ -52,6 +52,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA GPU; skips visibly where there is none")
     config.addinivalue_line("markers", "slow: heavier than the rest; -m 'not slow' leaves it out")
     config.addinivalue_line("markers", "fuzz: many random examples")
+    if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
+        # Otherwise each worker has as many threads as there are cores, and all fight for them.
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(workers)))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -1,74 +1,20 @@
 // csrc/sm90's wrappers against the CPU: each wgmma shape and operand form in use, on tiles whose bytes the host has
-// laid out by descriptor.h; TMA loads and stores of strided tensors with tails and broadcasts; stmatrix.
+// laid out by descriptor.h; TMA loads and stores of strided tensors with tails and broadcasts; bulk copies and
+// additions; stmatrix.
 //
 // A program of its own, because it needs a GPU of compute capability 9.0 and no torch (CMakeLists.txt beside it):
 //   cmake --build build/<folder> --target sm90_wgmma_test && build/<folder>/tests/cuda/sm90_wgmma_test
 // Prints a line a case, the first wrong elements of a case that fails, and returns 1 if one did. No wait is endless.
 #define FLASH_EXT_SM90_BOUNDED
-#include <cmath>
-#include <cstdio>
-#include <cstdlib>
-#include <string>
 #include <vector>
 
+#include "check.h"
 #include "sm90/descriptor.h"
 #include "sm90/tensor_map.h"
 #include "sm90/wgmma.cuh"
 
 namespace flash_ext::sm90 {
 namespace {
-
-int failures = 0;
-
-void must(cudaError_t status, const char* what) {
-  if (status == cudaSuccess) return;
-  std::printf("FAIL %s: %s\n", what, cudaGetErrorString(status));
-  std::exit(1);
-}
-
-// Memory both sides see.
-template <class T>
-struct Managed {
-  T* data = nullptr;
-  size_t count;
-  explicit Managed(size_t count_, T value = T()) : count(count_) {
-    must(cudaMallocManaged(&data, count * sizeof(T)), "allocation");
-    for (size_t i = 0; i < count; ++i) data[i] = value;
-  }
-  Managed(const Managed&) = delete;
-  ~Managed() { cudaFree(data); }
-  T& operator[](size_t i) { return data[i]; }
-};
-
-float random_number() { return static_cast<float>(std::rand() % 257 - 128) / 64.f; }
-
-template <class T>
-constexpr const char* name_of() {
-  return sizeof(T) == 2 && std::is_same_v<T, __half> ? "fp16" : "bf16";
-}
-
-// Compares got(row, col) with expected(row, col), and prints the case's line.
-template <class Got, class Expected>
-void compare(const std::string& name, int rows, int cols, double tolerance, Got got, Expected expected) {
-  int wrong = 0;
-  double worst = 0;
-  std::string first;
-  for (int row = 0; row < rows; ++row) {
-    for (int col = 0; col < cols; ++col) {
-      const double x = got(row, col), y = expected(row, col), difference = std::abs(x - y);
-      if (!(difference <= tolerance)) {
-        char text[96];
-        std::snprintf(text, sizeof(text), "  (%d, %d) %g not %g", row, col, x, y);
-        if (wrong++ < 6) first += text;
-      }
-      worst = difference > worst ? difference : worst;
-    }
-  }
-  failures += wrong > 0;
-  std::printf("%s %-44s max error %.1e", wrong > 0 ? "FAIL" : "ok  ", name.c_str(), worst);
-  if (wrong > 0) std::printf("  %d of %d wrong:%s", wrong, rows * cols, first.c_str());
-  std::printf("\n");
-}
 
 // ---- wgmma ----------------------------------------------------------------------------------------------------------
 
@@ -133,6 +79,31 @@ __global__ void __launch_bounds__(128, 1) rs_kernel(const T* a_matrix, const cha
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < kK / 16; ++k) Wgmma<T, kN>::rs(c, a + 4 * k, b + mn_major_step(k), k > 0);
+  wgmma_commit();
+  wgmma_wait<0>();
+  hold(c);
+  write_accumulators<kN>(c, out);
+}
+
+// C = A^T B, both MN-major: A [kK, 64], the panel `panel` of a tile of 128 columns, B [kK, kN], from a panel on, too.
+template <class T, int kN, int kK>
+__global__ void __launch_bounds__(128, 1) mn_kernel(const char* a_image, const char* b_image, int panel, float* out) {
+  const uint32_t a_tile = aligned_base(), b_tile = a_tile + tile_bytes(kK, 128);
+  copy_to_shared(a_tile, a_image, tile_bytes(kK, 128));
+  copy_to_shared(b_tile, b_image, tile_bytes(kK, 128));
+  fence_async_proxy();
+  __syncthreads();
+  float c[kN / 2];
+#pragma unroll
+  for (float& x : c) x = 1e30f;
+  const uint64_t a = mn_major(a_tile + panel * panel_size(kK), kK);
+  const uint64_t b = mn_major(b_tile + (kN == 64 ? panel * panel_size(kK) : 0), kK);
+  hold(c);
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < kK / 16; ++k) {
+    Wgmma<T, kN>::template ss<1, 1>(c, a + mn_major_step(k), b + mn_major_step(k), k > 0);
+  }
   wgmma_commit();
   wgmma_wait<0>();
   hold(c);
@@ -207,8 +178,32 @@ void test_rs() {
       });
 }
 
+template <class T, int kN, int kK>
+void test_mn(int panel) {
+  const HostTile<T> a(kK, 128, kK, 0), b(kK, 128, kK, 0);
+  Managed<float> c(64 * kN, NAN);
+  const int smem = 2 * tile_bytes(kK, 128) + kTileAlign, first = kN == 64 ? 64 * panel : 0;
+  allow_shared(mn_kernel<T, kN, kK>, smem);
+  mn_kernel<T, kN, kK><<<1, 128, smem>>>(a.image.data, b.image.data, panel, c.data);
+  must(cudaDeviceSynchronize(), "mn");
+  compare(
+      std::string("wgmma ss, both mn-major, ") + name_of<T>() + " n " + std::to_string(kN) + " k " +
+          std::to_string(kK) + " panel " + std::to_string(panel),
+      64, kN, 1e-3, [&](int row, int col) { return c[row * kN + col]; },
+      [&](int row, int col) {
+        double sum = 0;
+        for (int k = 0; k < kK; ++k) sum += a.at(k, 64 * panel + row) * b.at(k, first + col);
+        return sum;
+      });
+}
+
 template <class T>
 void test_products() {
+  for (const int panel : {0, 1}) {
+    test_mn<T, 64, 128>(panel);
+    test_mn<T, 64, 64>(panel);
+    test_mn<T, 128, 128>(panel);
+  }
   test_ss<T, 64, 64>();
   test_ss<T, 80, 256>();
   test_ss<T, 96, 96>();
@@ -275,6 +270,41 @@ __global__ void store_kernel(const __grid_constant__ TensorMap map, BoxStart at)
     tma_store_commit();
     tma_store_wait_read();
   }
+}
+
+// Each warp: 1024 floats of its own to shared memory, doubled there, and added to `to` from two blocks.
+__global__ void bulk_kernel(const float* from, float* to) {
+  constexpr int kBytes = 4096;
+  __shared__ alignas(128) float numbers[4][kBytes / 4];
+  __shared__ alignas(8) uint64_t barriers[4];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const uint32_t full = shared_address(&barriers[warp]), buffer = shared_address(numbers[warp]);
+  if (lane == 0) {
+    barrier_init(full, 1);
+    fence_barrier_init();
+    barrier_expect(full, kBytes);
+    bulk_load(buffer, from + warp * (kBytes / 4), full, kBytes);
+  }
+  __syncwarp();
+  barrier_wait(full, 0);
+  for (int i = lane; i < kBytes / 4; i += 32) numbers[warp][i] *= 2;
+  fence_async_proxy();
+  __syncwarp();
+  if (elect_one()) {
+    bulk_add(to + warp * (kBytes / 4), buffer, kBytes);
+    tma_store_commit();
+    tma_store_wait_read();
+  }
+}
+
+void test_bulk() {
+  Managed<float> from(4096), to(4096 + 32, 0.5f);
+  for (size_t i = 0; i < from.count; ++i) from[i] = random_number();
+  bulk_kernel<<<2, 128>>>(from.data, to.data);
+  must(cudaDeviceSynchronize(), "bulk");
+  compare(
+      "bulk load and two additions", 1, static_cast<int>(to.count), 0, [&](int, int i) { return to[i]; },
+      [&](int, int i) { return i < 4096 ? 0.5f + 4 * from[i] : 0.5f; });
 }
 
 // A tensor [b1, b0, head, rows, cols] of fp16 whose strides leave gaps.
@@ -366,6 +396,7 @@ int main() {
     test_store(cols, 0);
     test_store(cols, 32);
   }
+  test_bulk();
   test_products<__nv_bfloat16>();
   test_products<__half>();
   std::printf(failures > 0 ? "%d cases failed\n" : "all cases passed\n", failures);
