@@ -130,6 +130,26 @@ constexpr BiasGradientShape bias_gradient_shape(int element_bytes, int head_dim,
   return head_dim <= 128 ? BiasGradientShape{{64, 64, 8}, 16} : BiasGradientShape{{32, 64, 8}, 16};
 }
 
+// Backward where one tile holds all queries and keys of a head (one_tile.cuh).
+constexpr int kOneTile = 64, kOneTileItemBytes = 640;
+constexpr int one_tile_blocks(int head_dim) { return head_dim <= 32 ? 3 : 2; }  // of a multiprocessor
+
+struct OneTileSmem {
+  int p = 0, ds = 0, items = 0, bias = 0, mask = 0;  // offsets; two stages of Q, K, V and dO begin at 0
+  int total = 0;
+};
+
+FLASH_DEVICE constexpr OneTileSmem one_tile_smem(int head_dim, int bias_bytes, bool has_mask) {
+  OneTileSmem smem;
+  smem.p = 2 * 4 * kOneTile * head_dim * 2;
+  smem.ds = smem.p + kOneTile * kOneTile * 2;
+  smem.items = smem.ds + kOneTile * kOneTile * 2;
+  smem.bias = smem.items + 3 * kOneTileItemBytes;
+  smem.mask = smem.bias + (bias_bytes > 0 ? kOneTile * aux_pitch(kOneTile, bias_bytes) : 0);
+  smem.total = smem.mask + (has_mask ? kOneTile * aux_pitch(kOneTile, 1) : 0);
+  return smem;
+}
+
 // Items that are found ahead, in a ring: a warp finds 32 at once, and the last two are still read.
 constexpr int kBiasItems = 64, kBiasItemBytes = 80;
 
@@ -159,7 +179,7 @@ inline bool is_plain(const Problem& problem) {
          problem.dropout_p == 0.0 && problem.scale > 0.0;
 }
 
-inline int bias_bytes_of(const Problem& problem) {
+FLASH_DEVICE constexpr int bias_bytes_of(const Problem& problem) {
   return problem.has_bias ? (problem.bias_dtype == DType::kFloat32 ? 4 : 2) : 0;
 }
 

@@ -13,6 +13,7 @@
 #include "sm80/bias_gradient.cuh"
 #include "sm80/bwd.cuh"
 #include "sm80/measure.cuh"
+#include "sm80/one_tile.cuh"
 #include "sm80/shared_memory.h"
 
 namespace flash_ext::sm80 {
@@ -71,8 +72,25 @@ BackwardScratch backward_scratch(const Problem& problem, void* workspace) {
   return scratch;
 }
 
+// fn(Traits) and true where one_tile.cuh serves the problem.
+template <class Element, int kHeadDim, class Fn>
+bool with_one_tile(const Problem& problem, int64_t shared_limit, const Fn& fn) {
+  if constexpr (sizeof(StorageOf<Element>) == 2 && kHeadDim <= 64) {
+    if (is_one_tile(problem, kHeadDim, shared_limit)) {
+      fn(OneTileTraits<Element, kHeadDim>());
+      return true;
+    }
+  }
+  return false;
+}
+
 template <class Element, int kHeadDim>
 Plan plan_backward(const Problem& problem, const DeviceInfo& device) {
+  Plan one_tile;
+  if (with_one_tile<Element, kHeadDim>(problem, device.shared_memory_per_block,
+                                       [&](auto traits) { one_tile = plan_one_tile(traits, problem, device); })) {
+    return one_tile;
+  }
   const auto make = [&]<class Traits>(Traits) {
     const BackwardSmem smem = backward_smem_of<Traits>(problem);
     Plan plan;
@@ -109,6 +127,10 @@ Plan plan_backward(const Problem& problem, const DeviceInfo& device) {
 template <class Element, int kHeadDim>
 void run_backward(const BackwardArgs& args, const Plan& plan, void* workspace) {
   const Problem& problem = args.fwd.problem;
+  if (with_one_tile<Element, kHeadDim>(problem, plan.on_chip_limit,
+                                       [&](auto traits) { run_one_tile(traits, args, plan, workspace); })) {
+    return;
+  }
   with_backward_traits<Element, kHeadDim>(problem, plan.small_tiles, [&]<class Traits>(Traits) {
     BackwardScratch scratch = backward_scratch<Traits>(problem, workspace);
     if (scratch.zeroed_bytes > 0) {
@@ -152,6 +174,11 @@ void run_backward(const BackwardArgs& args, const Plan& plan, void* workspace) {
 
 template <class Element, int kHeadDim>
 void inspect_backward(const Problem& problem, Plan& plan) {
+  const bool one_tile = with_one_tile<Element, kHeadDim>(problem, plan.on_chip_limit, [&]<class Traits>(Traits) {
+    const int bytes = one_tile_smem(kHeadDim, bias_bytes_of(problem), problem.has_mask).total;
+    cuda::inspect(one_tile_backward_kernel<Traits>, Traits::kThreads, bytes, plan);
+  });
+  if (one_tile) return;
   with_backward_traits<Element, kHeadDim>(problem, plan.small_tiles, [&]<class Traits>(Traits) {
     cuda::inspect(backward_kernel<Traits>, Traits::kThreads, backward_smem_of<Traits>(problem).total, plan);
     if (may_be_inexact(problem)) cuda::inspect_beside(measure_kernel<MeasureTraits<Element, kHeadDim>>, plan);

@@ -48,6 +48,14 @@ inline bool is_plain_backward(const Problem& problem) {
   return is_plain(problem) && !problem.wants_dbias && !problem.wants_dalibi;
 }
 
+// Whether backward is one_tile.cuh. `head_dim` is that of the instance.
+inline bool is_one_tile(const Problem& problem, int head_dim, int64_t shared_limit) {
+  return problem.dtype != DType::kFloat32 && head_dim <= 64 && problem.len_q <= kOneTile && problem.len_k <= kOneTile &&
+         problem.heads_q == problem.heads_k && problem.heads_q == problem.heads_v && problem.softcap == 0.0 &&
+         problem.dropout_p == 0.0 && !problem.wants_dalibi &&
+         kStaticSharedBytes + one_tile_smem(head_dim, bias_bytes_of(problem), problem.has_mask).total <= shared_limit;
+}
+
 // Of a block of the pass's hungriest kernel, static and dynamic. `head_dim` is that of the instance.
 inline int64_t shared_bytes(const Problem& problem, Pass pass, int head_dim, bool small) {
   const int element_bytes = problem.dtype == DType::kFloat32 ? 4 : 2;
