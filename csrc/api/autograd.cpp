@@ -61,8 +61,11 @@ bool any_defined(const variable_list& tensors) {
 struct AttentionBackward : torch::autograd::Node {
   SavedInputs inputs;
   SavedVariable out, lse, rng_state;
-  bool lse_is_output = false;
-  Options options;
+  const bool lse_is_output;
+  const Options options;
+
+  AttentionBackward(const Inputs& in, const Options& options_, bool return_lse)
+      : inputs(in), lse_is_output(return_lse), options(options_) {}
 
   std::string name() const override { return "AttentionBackward"; }
 
@@ -75,8 +78,8 @@ struct AttentionBackward : torch::autograd::Node {
     GradMask wanted;
     for (size_t i = 0; i < wanted.size(); ++i) wanted[i] = task_should_compute_output(i);
     const Tensor grad_lse = lse_is_output ? grads[1] : Tensor();
-    const Gradients gradients = call_attention_backward(grads[0], grad_lse, inputs.unpack(), saved, options, wanted);
-    std::copy(gradients.begin(), gradients.end(), result.begin());
+    Gradients gradients = call_attention_backward(grads[0], grad_lse, inputs.unpack(), saved, options, wanted);
+    std::move(gradients.begin(), gradients.end(), result.begin());
     return result;
   }
 
@@ -153,11 +156,8 @@ ForwardResult record(const Inputs& in, const Options& options, bool return_lse, 
     at::AutoDispatchBelowADInplaceOrView guard;
     return compute(return_lse);
   }
-  std::shared_ptr<AttentionBackward> node(new AttentionBackward(), torch::autograd::deleteNode);
+  std::shared_ptr<AttentionBackward> node(new AttentionBackward(in, options, return_lse), torch::autograd::deleteNode);
   node->set_next_edges(torch::autograd::collect_next_edges(in.query, in.key, in.value, in.bias, in.alibi_slopes));
-  node->inputs = SavedInputs(in);
-  node->options = options;
-  node->lse_is_output = return_lse;
   ForwardResult result = [&] {
     at::AutoDispatchBelowADInplaceOrView guard;
     return compute(true);
@@ -221,7 +221,9 @@ Gradients attention_backward_autograd(c10::DispatchKeySet keys, const Tensor& gr
                                    grad_mask);
   }();
   if (node) {
-    for (const Tensor& grad : grads) torch::autograd::set_history(grad, node);
+    for (size_t i = 0; i < grads.size(); ++i) {
+      torch::autograd::set_history(grad_mask[i] ? grads[i] : Tensor(), node);
+    }
   }
   return grads;
 }

@@ -256,8 +256,11 @@ Sizes<Int> strides_in_order_of(const Sizes<Int>& sizes, const Tensor& like) {
     if (like_sizes[i - missing] != Int(1) && like_strides[i - missing] != Int(0)) places.push_back(i);
   }
   sorted = places;
-  std::stable_sort(sorted.begin(), sorted.end(),
-                   [&](int64_t a, int64_t b) { return like_strides[a - missing] > like_strides[b - missing]; });
+  // By insertion, because std::stable_sort allocates.
+  const auto is_outside = [&](int64_t a, int64_t b) { return like_strides[a - missing] > like_strides[b - missing]; };
+  for (auto next = sorted.begin(); next != sorted.end(); ++next) {
+    std::rotate(std::upper_bound(sorted.begin(), next, *next, is_outside), next, next + 1);
+  }
   for (size_t i = 0; i < places.size(); ++i) order[places[i]] = sorted[i];
 
   Sizes<Int> strides(sizes.size(), Int(1));

@@ -1,6 +1,7 @@
 // CUDA devices and torch's streams, see cuda_runtime.h. Only in a build with CUDA.
 #include "api/cuda_runtime.h"
 
+#include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime_api.h>
@@ -56,5 +57,7 @@ bool is_in_use(const c10::Device& device) {
 void* current_cuda_stream(const c10::Device& device) {
   return c10::cuda::getCurrentCUDAStream(device.index()).stream();
 }
+
+c10::Allocator* cuda_allocator() { return c10::cuda::CUDACachingAllocator::get(); }
 
 }  // namespace flash_ext

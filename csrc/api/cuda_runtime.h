@@ -2,6 +2,7 @@
 // kWithCuda = false and must ask inside `if constexpr (kWithCuda)`.
 #pragma once
 
+#include <c10/core/Allocator.h>
 #include <c10/core/Device.h>
 
 #include "api/backend.h"
@@ -22,5 +23,8 @@ bool is_in_use(const c10::Device& device);
 
 // The current stream of torch on that device, a cudaStream_t.
 void* current_cuda_stream(const c10::Device& device);
+
+// torch's, of the current device and its current stream.
+c10::Allocator* cuda_allocator();
 
 }  // namespace flash_ext

@@ -8,6 +8,7 @@
 
 #include <limits>
 
+#include "api/allocation.h"
 #include "api/checks.h"
 #include "api/chunked.h"
 #include "api/cuda_runtime.h"
@@ -26,14 +27,12 @@ using std::nullopt;
 // ---- allocation -----------------------------------------------------------------------------------------------------
 
 Tensor empty_in_order_of(const Sizes<int64_t>& sizes, const Tensor& like, at::ScalarType dtype) {
-  return at::empty_strided(sizes, strides_in_order_of<int64_t>(sizes, like), like.options().dtype(dtype));
+  return allocate_strided(sizes, strides_in_order_of<int64_t>(sizes, like), like, dtype);
 }
 
 Tensor empty_in_order_of(const Sizes<c10::SymInt>& sizes, const Tensor& like, at::ScalarType dtype) {
   return at::empty_strided_symint(sizes, strides_in_order_of<c10::SymInt>(sizes, like), like.options().dtype(dtype));
 }
-
-Tensor absent(const Tensor& like) { return at::empty({0}, like.options().dtype(at::kFloat)); }
 
 // A gradient's buffer: the tensor itself, or where its input was broadcast, a whole one in the accumulate dtype.
 struct GradBuffer {
@@ -44,7 +43,7 @@ struct GradBuffer {
     if (input.sizes() == c10::IntArrayRef(whole)) {
       return {empty_in_order_of(whole, input, input.scalar_type()), false};
     }
-    return {at::empty(whole, input.options().dtype(accumulate_type(input.scalar_type()))), true};
+    return {allocate(whole, input, accumulate_type(input.scalar_type())), true};
   }
 
   Tensor finish(const Tensor& input) const {
@@ -96,7 +95,7 @@ void* current_stream(const Tensor& query) {
 
 // `scratch_bytes` of a plan; an undefined tensor for none.
 Tensor make_workspace(const Tensor& query, int64_t bytes) {
-  return bytes > 0 ? at::empty({bytes}, query.options().dtype(at::kByte)) : Tensor();
+  return bytes > 0 ? allocate({bytes}, query, at::kByte) : Tensor();
 }
 
 ForwardResult forward_with_rng_state(c10::DispatchKeySet, const Inputs& in, const Tensor& rng_state,
@@ -109,8 +108,8 @@ ForwardResult forward_with_rng_state(c10::DispatchKeySet, const Inputs& in, cons
   result.rng_state = rng_state;
   check_saved<int64_t>(shape, in, {}, {}, result, options.dropout_p);
   result.out = empty_in_order_of(shape.out_sizes(), in.query, dtype);
-  result.lse =
-      return_lse ? at::empty(shape.lse_sizes(), in.query.options().dtype(accumulate_type(dtype))) : absent(in.query);
+  result.lse = return_lse ? allocate(shape.lse_sizes(), in.query, accumulate_type(dtype))
+                          : allocate_absent(in.query, at::kFloat);
 
   if (attends_to_nothing(shape)) {
     result.out.zero_();
@@ -143,8 +142,10 @@ ForwardResult forward_with_rng_state(c10::DispatchKeySet, const Inputs& in, cons
 }
 
 ForwardResult forward(c10::DispatchKeySet keys, const Inputs& in, const Options& options, bool return_lse) {
-  if (options.dropout_p > 0) check_call<int64_t>(in, options);  // a wrong call draws no random numbers
-  return forward_with_rng_state(keys, in, draw_rng_state(in.query, options.dropout_p), options, return_lse);
+  const bool draws = options.dropout_p > 0;
+  if (draws) check_call<int64_t>(in, options);  // a wrong call draws no random numbers
+  const Tensor rng_state = draws ? draw_rng_state(in.query, options.dropout_p) : allocate_absent(in.query, at::kLong);
+  return forward_with_rng_state(keys, in, rng_state, options, return_lse);
 }
 
 Gradients backward(c10::DispatchKeySet, const Tensor& grad_out, const Tensor& grad_lse, const Inputs& in,
@@ -187,10 +188,10 @@ Gradients backward(c10::DispatchKeySet, const Tensor& grad_out, const Tensor& gr
     builder.add(*views[i], buffers[i].buffer, heads, i == 0 ? shape.len_q : shape.len_k,
                 i == 2 ? shape.head_dim_v : shape.head_dim);
   }
-  const auto accumulate = in.query.options().dtype(accumulate_type(in.query.scalar_type()));
+  const auto accumulate = accumulate_type(in.query.scalar_type());
   Tensor dbias, dalibi;
   if (wanted[3]) {
-    dbias = at::empty(in.bias.sizes(), accumulate);
+    dbias = allocate(in.bias.sizes(), in.query, accumulate);
     builder.add(args.dbias, dbias, shape.heads_q, shape.len_q, shape.len_k);
   }
   Problem& problem = args.fwd.problem;
@@ -210,7 +211,7 @@ Gradients backward(c10::DispatchKeySet, const Tensor& grad_out, const Tensor& gr
   if (wanted[4]) {
     auto sizes = shape.lse_sizes();
     sizes.pop_back();
-    dalibi = at::empty(sizes, accumulate);
+    dalibi = allocate(sizes, in.query, accumulate);
     args.dalibi = dalibi.mutable_data_ptr();
   }
   const Tensor lse = saved.lse.contiguous();
@@ -234,6 +235,9 @@ Gradients backward(c10::DispatchKeySet, const Tensor& grad_out, const Tensor& gr
   }
   if (wanted[3]) result[3] = GradBuffer::as_result(dbias, in.bias);
   if (wanted[4]) result[4] = GradBuffer::cast_like(at::sum_to(dalibi, in.alibi_slopes.sizes()), in.alibi_slopes);
+  for (Tensor& grad : result) {
+    if (!grad.defined()) grad = allocate_absent(in.query, in.query.scalar_type());
+  }
   return result;
 }
 
@@ -244,7 +248,7 @@ ForwardResult forward_with_rng_state_meta(c10::DispatchKeySet, const Inputs& in,
   const auto shape = check_call<c10::SymInt>(in, options);
   const auto dtype = in.query.scalar_type();
   const Tensor lse = return_lse ? at::empty_symint(shape.lse_sizes(), in.query.options().dtype(accumulate_type(dtype)))
-                                : absent(in.query);
+                                : at::empty({0}, in.query.options().dtype(at::kFloat));
   return {empty_in_order_of(shape.out_sizes(), in.query, dtype), lse, rng_state};
 }
 
@@ -337,13 +341,10 @@ ForwardResult with_rng_state(const Call& call, const Inputs& in, const Tensor& r
 template <class Call>
 Gradients backward_with(const Call& call, const Tensor& grad_out, const Tensor& grad_lse, const Inputs& in,
                         const ForwardResult& saved, const Options& options, const GradMask& grad_mask) {
-  auto grads =
+  auto [dq, dk, dv, dbias, dslopes] =
       flat(call, options, grad_mask, optional(grad_out), optional(grad_lse), in.query, in.key, in.value, saved.out,
            saved.lse, saved.rng_state, optional(in.mask), optional(in.bias), optional(in.alibi_slopes));
-  const GradMask there = existing(grad_mask, in);
-  auto [dq, dk, dv, dbias, dslopes] = std::move(grads);
-  return {there[0] ? dq : Tensor(), there[1] ? dk : Tensor(), there[2] ? dv : Tensor(), there[3] ? dbias : Tensor(),
-          there[4] ? dslopes : Tensor()};
+  return {std::move(dq), std::move(dk), std::move(dv), std::move(dbias), std::move(dslopes)};
 }
 
 }  // namespace
@@ -363,8 +364,13 @@ ForwardResult call_attention_with_rng_state(c10::DispatchKeySet keys, const Inpu
 
 Gradients call_attention_backward(const Tensor& grad_out, const Tensor& grad_lse, const Inputs& in,
                                   const ForwardResult& saved, const Options& options, const GradMask& grad_mask) {
-  return backward_with([](const auto&... args) { return attention_backward_handle().call(args...); }, grad_out,
-                       grad_lse, in, saved, options, grad_mask);
+  Gradients grads = backward_with([](const auto&... args) { return attention_backward_handle().call(args...); },
+                                  grad_out, grad_lse, in, saved, options, grad_mask);
+  const GradMask there = existing(grad_mask, in);
+  for (size_t i = 0; i < grads.size(); ++i) {
+    if (!there[i]) grads[i].reset();
+  }
+  return grads;
 }
 
 Gradients call_attention_backward(c10::DispatchKeySet keys, const Tensor& grad_out, const Tensor& grad_lse,

@@ -54,7 +54,8 @@ struct ForwardResult {
 
 using Gradients = std::array<Tensor, 5>;  // query, key, value, bias, alibi_slopes
 
-// Calls through the dispatcher; with a key set, from below the key (autograd, autocast) whose kernel is calling.
+// Calls through the dispatcher; with a key set, from below the key (autograd, autocast) whose kernel is calling, which
+// hands on what it gets: there a gradient that was not asked for is an empty tensor, else an undefined one.
 ForwardResult call_attention(const Inputs& in, const Options& options, bool return_lse);
 ForwardResult call_attention(c10::DispatchKeySet keys, const Inputs& in, const Options& options, bool return_lse);
 ForwardResult call_attention_with_rng_state(const Inputs& in, const Tensor& rng_state, const Options& options,

@@ -81,7 +81,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward_op(
   for (Tensor& grad : grads) {
     if (!grad.defined()) grad = at::empty({0}, query.options());
   }
-  return {grads[0], grads[1], grads[2], grads[3], grads[4]};
+  return {std::move(grads[0]), std::move(grads[1]), std::move(grads[2]), std::move(grads[3]), std::move(grads[4])};
 }
 
 }  // namespace flash_ext

@@ -26,7 +26,7 @@ void inspect(void (*kernel)(Params...), int threads, int64_t shared_bytes, Plan&
   const cudaFuncAttributes attributes = inspect_beside(kernel, plan);
   plan.registers = attributes.numRegs;
   plan.static_bytes = static_cast<int64_t>(attributes.sharedSizeBytes);
-  allow_shared(kernel, shared_bytes);
+  allow_shared(reinterpret_cast<const void*>(kernel), shared_bytes);
   check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&plan.resident_blocks, kernel, threads, shared_bytes),
         "occupancy");
   int device = 0, most = 0;
