@@ -35,7 +35,7 @@ REFUSALS = {
     "sm90": r"compute capability \d+\.\d is not 9\.0|only fp16 and bf16 are supported"
     r"|head_dim(_v)? \d+ is (more than 256|not a multiple of 8)"
     r"|(a mask|a bias|a softcap|dropout) is not supported|alibi_slopes are not supported|scale is not between"
-    r"|(deterministic|a band of one key) is not supported in backward( up to head_dim 128)?"
+    r"|a band of one key is not supported in backward"
     r"|(other heads of value than of key|fewer than 16 keys) are not supported in backward"
     r"|a backward without (grad_out|the gradient of (query|key|value)) is not supported"
     r"|the gradient of a broadcast (query|key|value) is not supported"

@@ -105,8 +105,10 @@ def test_backward_plan(length: int, causal: bool, head_dim: int, dtype: torch.dt
     assert (backward.registers, backward.producer_registers) == (240, 24)
     tiles = 2 * 4 * -(-length // backward.block_n)
     assert backward.waves == pytest.approx(tiles / MULTIPROCESSORS, abs=1e-6)
-    persistent = backward.schedule == "persistent"
-    assert persistent or backward.schedule == "a tile of keys a block"
+    ordered = length <= 512 and not causal
+    persistent = ordered or (causal and length <= 1024)
+    assert backward.schedule.startswith("dq in order, ") == ordered
+    assert backward.schedule.endswith("persistent") == persistent
     assert backward.grid == (min(tiles, MULTIPROCESSORS) if persistent else tiles)
     assert 1 <= backward.l2_section <= 8
     heads, width = 2 * 16, 64 if head_dim <= 64 else 128
@@ -129,6 +131,24 @@ def test_wide_backward_plan(length: int, head_dim: int, dtype: torch.dtype) -> N
     assert backward.on_chip_bytes <= backward.on_chip_limit == 227 * 1024
     assert backward.grid == 2 * 4 * -(-length // 64)
     assert backward.scratch_bytes <= 2 * 16 * 2 * (length + 127) * 4 + 4096
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=name_of)
+@pytest.mark.parametrize("head_dim", [40, 64, 96, 128])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("length", [16, 500, 1024, 16384])
+def test_deterministic_backward_plan(length: int, causal: bool, head_dim: int, dtype: torch.dtype) -> None:
+    """The same tiles; four bytes more for each tile of queries, and four for the counter of tiles of keys."""
+    q, k = half(2, 16, length, head_dim, dtype=dtype), half(2, 4, length, head_dim, dtype=dtype)
+    strict, loose = (explain(q, k, causal=causal, deterministic=value).backward for value in (True, False))
+    assert (strict.backend, strict.kernel) == ("sm90", "sm90.backward")
+    assert strict.on_chip == loose.on_chip and strict.block_m == loose.block_m
+    tiles = 2 * 4 * -(-length // strict.block_n)
+    assert strict.schedule == "dq in order, persistent"
+    assert strict.grid == min(tiles, MULTIPROCESSORS)
+    turns = 4 * (2 * 16 * -(-length // strict.block_m) + 1)
+    more = 0 if loose.schedule == strict.schedule else -(-turns // 128) * 128
+    assert strict.scratch_bytes - loose.scratch_bytes == more
 
 
 def test_short_causal_columns_are_persistent() -> None:
@@ -206,11 +226,6 @@ def wanting(*names: str) -> dict[str, Tensor]:
 
 
 BACKWARD: dict[str, tuple[dict[str, Tensor], dict[str, Any], str]] = {
-    "deterministic": (
-        wanting(),
-        {"deterministic": True},
-        "deterministic is not supported in backward up to head_dim 128",
-    ),
     "one key": (wanting(), {"window": (0, 0)}, "a band of one key is not supported in backward"),
     "own key": (wanting(), {"window": (0, None), "causal": True}, "a band of one key is not supported in backward"),
     "few keys": (

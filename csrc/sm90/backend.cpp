@@ -52,8 +52,6 @@ std::string refuses_head_dim(const Problem& problem, Pass pass, const char* name
 // What forward serves and backward does not.
 std::string refuses_backward(const Problem& problem) {
   const Band band = make_band(problem);
-  const bool narrow = std::max(problem.head_dim, problem.head_dim_v) <= kNarrow;  // dQ is added up in any order
-  if (problem.deterministic && narrow) return "deterministic is not supported in backward up to head_dim 128";
   if (problem.heads_k != problem.heads_v) return "other heads of value than of key are not supported in backward";
   if (band.upper <= band.lower) return "a band of one key is not supported in backward";
   if (problem.len_k < kFewKeys) return "fewer than 16 keys are not supported in backward";
@@ -183,11 +181,13 @@ Plan plan_backward(const Problem& problem, const DeviceInfo& device) {
   if (instance.head_dim > kNarrow) return plan_wide_backward(problem, instance, device);
   const BackwardShape shape = backward_shape(instance.head_dim);
   const BackwardSmem smem = backward_smem(shape, instance.head_dim);
-  const TileSchedule schedule = backward_schedule(problem, shape.block_n);
+  const bool ordered = is_ordered(problem);
+  const TileSchedule schedule =
+      ordered ? ordered_schedule(problem, shape.block_n) : backward_schedule(problem, shape.block_n);
   Plan plan;
   plan.kernel = "sm90.backward";
-  const bool persistent = is_backward_persistent(problem);
-  plan.schedule = persistent ? "persistent" : "a tile of keys a block";
+  const bool persistent = ordered || is_backward_persistent(problem);
+  plan.schedule = ordered ? "dq in order, persistent" : persistent ? "persistent" : "a tile of keys a block";
   plan.block_m = shape.block_m;
   plan.block_n = shape.block_n;
   plan.stages = shape.stages;

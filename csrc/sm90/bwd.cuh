@@ -6,26 +6,19 @@
 //
 // FlashAttention-3 (arXiv:2407.08608), section 3.1 and appendix B.1: scores are computed transposed, so that P^T and
 // dS^T are register operands of dV and dK. dS also goes through shared memory, because dQ sums over the keys of both
-// warpgroups; it leaves by vector reductions to a float array in the order of the fragments (bwd_rows.cuh).
+// warpgroups; it leaves by vector reductions to a float array in the order of the fragments (bwd_rows.cuh), in whatever
+// order blocks come, or in one order (bwd_order.cuh).
 // Called by run_bwd.cuh. Invariant: a ring's barriers as in pipeline.cuh; a stage of dS is written again only after
 // both warpgroups have passed the barrier of the next one, before which each waited for its own dQ of this one; a
-// warp's staging is its own, for dQ and, after it, for dV and dK.
+// warp's staging is its own, for dQ and, after it, for dV and dK. Walk::kOrdered: the staging of all warps is full when
+// each has arrived, and empty when the adder has read it.
 #pragma once
 
-#include "sm90/bwd_parts.cuh"
+#include "sm90/bwd_order.cuh"
 
 namespace flash_ext::sm90 {
 
 // ---- producer -------------------------------------------------------------------------------------------------------
-
-template <int kRows, int kPanels>
-__device__ __forceinline__ void load_panels(uint32_t tile, uint32_t barrier, const TensorMap& map, BoxStart at) {
-#pragma unroll
-  for (int panel = 0; panel < kPanels; ++panel) {
-    tma_load(tile + panel * panel_size(kRows), &map.map, barrier, at);
-    at.col += kPanelCols;
-  }
-}
 
 // Order: K, Q, V, dO; but behind another tile K comes last, because the others have room sooner.
 // NOTE: K first was worth 1 to 3 % at head dim 128, also where a block runs hundreds of tiles of queries; perhaps how
@@ -72,7 +65,7 @@ __device__ __forceinline__ void produce_backward(const BackwardParams& params, c
         }
       }
     }
-    if constexpr (!Traits::kPersistent) break;
+    if constexpr (Traits::kWalk == Walk::kOne) break;
   }
 }
 
@@ -98,29 +91,43 @@ __device__ __forceinline__ void consume_backward(const BackwardParams& params, c
   const uint32_t staging = tiles.staging(warp);
   uint32_t done = 0, phase = 0;  // tiles of queries so far; of K and V
 
-  for (uint32_t linear = blockIdx.x; linear < params.tiles; linear += gridDim.x) {
-    const KeyWork work = KeyWork::at<kBlockM, kBlockN>(params, linear);
+  Place2 work_place;  // ordered
+  const auto find_work = [&](uint32_t linear) {
+    if constexpr (Traits::kOrdered) {
+      return read_work<Traits>(tiles, work_place);
+    } else {
+      return KeyWork::at<kBlockM, kBlockN>(params, linear);
+    }
+  };
+
+  for (uint32_t linear = blockIdx.x; Traits::kOrdered || linear < params.tiles; linear += gridDim.x) {
+    const KeyWork work = find_work(linear);
+    if (Traits::kOrdered && work.step == 0) break;
     const int row = work.first_key + warp_row + lane / 4;
     const int total = (work.last_m - work.first_m) * params.members;
     float* dq = params.dq + (int64_t{work.row} * params.m_blocks + work.first_m) * kTile + warp * (16 * kDqCols);
     // From the end of what a head gets to the start of what the next one does.
     const int64_t dq_jump = int64_t{params.m_blocks - (work.last_m - work.first_m)} * kTile;
     typename Traits::Place place{static_cast<int>(done % kShape.stages), done / kShape.stages % 2};
-    done += total;
+    if constexpr (!Traits::kOrdered) done += total;
     float dk_acc[kHeadDim / 2], dv_acc[kHeadDim / 2], s_acc[kBlockM / 2];
 #pragma unroll
     for (int i = 0; i < kHeadDim / 2; ++i) dk_acc[i] = dv_acc[i] = 0.f;
     float ds_scale = 1.f, ds_unscale = 1.f;
 
-    int m = work.first_m;
+    int m = work.first_m;  // ordered: what the producer says
     // dQ of the tile of queries before, from its staging to global memory; after a fence.
     const auto add_dq = [&] {
-      if (elect_one()) {
-        bulk_add(dq, staging, Traits::kStagingBytes);
-        tma_store_commit();
+      if constexpr (Traits::kOrdered) {
+        if (lane == 0) barrier_arrive(tiles.dq_full(place.stage ^ 1));
+      } else {
+        if (elect_one()) {
+          bulk_add(dq, staging, Traits::kStagingBytes);
+          tma_store_commit();
+        }
+        dq += kTile;
+        if (m == work.first_m) dq += dq_jump;
       }
-      dq += kTile;
-      if (m == work.first_m) dq += dq_jump;
     };
     // One tile of queries, whose S^T is there. kLast: none follows, whose S^T would be computed.
     int left = total;
@@ -128,6 +135,7 @@ __device__ __forceinline__ void consume_backward(const BackwardParams& params, c
       float dp_acc[kBlockM / 2], dq_acc[kDqCols / 2];
       uint32_t p_frag[kBlockM / 4], ds_frag[kBlockM / 4];
       barrier_wait(d_out_ring.full(place.stage), place.phase);
+      if constexpr (Traits::kOrdered) m = load_shared_int(tiles.m_block(place.stage));
       wgmma_fence();
       issue_scores<T, kBlockN, kBlockM, kHeadDim>(dp_acc, v_desc, d_out_ring.tile(place.stage));
       if (params.band.is_boundary(m * kBlockM, kBlockM, work.first_key + consumer * 64, 64)) {
@@ -192,6 +200,7 @@ __device__ __forceinline__ void consume_backward(const BackwardParams& params, c
         wgmma_fence();
         issue_scores<T, kBlockN, kBlockM, kHeadDim>(s_acc, k_desc, q_ring.tile(place.stage));
       }
+      if constexpr (Traits::kOrdered) barrier_wait(tiles.dq_empty(), place.stage);
       if (elect_one()) tma_store_wait_read();
       __syncwarp();
       wgmma_wait<kLast ? 0 : 1>();
@@ -232,16 +241,25 @@ __device__ __forceinline__ void consume_backward(const BackwardParams& params, c
       fence_async_proxy();
       __syncwarp();
       add_dq();
+      if constexpr (Traits::kOrdered) {
+        barrier_wait(tiles.dq_empty(), place.stage ^ 1);
+        done = place.stage + place.phase * kShape.stages;
+      }
       phase ^= 1;
     }
     // NOTE: found anew, because keeping it through the loop costs registers.
-    const KeyWork end = KeyWork::at<kBlockM, kBlockN>(params, linear);
+    const KeyWork end = find_work(linear);
+    if constexpr (Traits::kOrdered) {
+      __syncwarp();
+      if (lane == 0) barrier_arrive(tiles.works().empty(work_place.stage()));
+      ++work_place.count;
+    }
     const int first_row = end.first_key + warp_row;
     store_gradient<Traits>(dv_acc, Traits::kScaled ? 1.f / 1024.f : 1.f, staging, params.dv,
                            end.box(params.dv.steps, end.head_k, first_row));
     store_gradient<Traits>(dk_acc, params.scale * ds_unscale, staging, params.dk,
                            end.box(params.dk.steps, end.head_k, first_row));
-    if constexpr (!Traits::kPersistent) break;
+    if constexpr (Traits::kWalk == Walk::kOne) break;
   }
   if (elect_one()) tma_store_wait_read();
 }
@@ -264,6 +282,14 @@ __global__ void __launch_bounds__(Traits::kShape.threads, 1)
     init(tiles.v(), 1);
     init(tiles.q(), kShape.stages);
     init(tiles.d_out(), kShape.stages);
+    if constexpr (Traits::kOrdered) {
+      for (int parity = 0; parity < 2; ++parity) barrier_init(tiles.dq_full(parity), Traits::kWarps);
+      barrier_init(tiles.dq_empty(), 1);
+      for (int stage = 0; stage < 2; ++stage) {
+        barrier_init(tiles.works().full(stage), 1);
+        barrier_init(tiles.works().empty(stage), Traits::kWarps + 3);  // the keys' producer, two adders
+      }
+    }
     fence_barrier_init();
     for (const TensorMap* map : {&params.q, &params.k, &params.v, &params.d_out, &params.dk, &params.dv}) {
       prefetch_map(&map->map);
@@ -274,7 +300,19 @@ __global__ void __launch_bounds__(Traits::kShape.threads, 1)
   const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);
   if (warpgroup == 0) {
     fewer_registers<kShape.producer_registers>();
-    if (threadIdx.x < 32 && elect_one()) produce_backward<Traits>(params, tiles);
+    if constexpr (Traits::kOrdered) {
+      if (threadIdx.x < 32) {
+        if (elect_one()) load_queries_in_order<Traits>(params, tiles);
+      } else if (threadIdx.x < 64) {
+        if (elect_one()) load_keys_in_order<Traits>(params, tiles);
+      } else if (threadIdx.x < 96) {
+        if (elect_one()) add_in_order<Traits, 0>(params, tiles);
+      } else {
+        if (elect_one()) add_in_order<Traits, 1>(params, tiles);
+      }
+    } else {
+      if (threadIdx.x < 32 && elect_one()) produce_backward<Traits>(params, tiles);
+    }
   } else {
     more_registers<kShape.consumer_registers>();
     consume_backward<Traits>(params, tiles, warpgroup - 1);

@@ -1,7 +1,7 @@
 // The tiles of backward, what each keeps in shared memory, and the order in which tiles run. Host and device read the
 // same functions, so that plan(), the launch and the kernel cannot disagree.
 //
-// Called by backend.cpp, bwd.cuh, bwd_rows.cuh and run_bwd.cuh. Invariant: as of config.h.
+// Called by backend.cpp, bwd.cuh, bwd_order.cuh, bwd_rows.cuh and run_bwd.cuh. Invariant: as of config.h.
 #pragma once
 
 #include <cstdint>
@@ -30,8 +30,54 @@ constexpr BackwardShape backward_shape(int head_dim) {
   return {64, 2, 2};
 }
 
+// How blocks find their tiles of keys.
+enum class Walk : uint8_t {
+  kOne,      // a block each
+  kEvery,    // every gridDim.x-th
+  kOrdered,  // the next of a counter; and dQ is added up in one order (bwd_order.cuh)
+};
+
+// Which tiles of queries and of keys meet: some pair of theirs may be in the band. lower < upper, because backend.cpp
+// refuses a band of one key, and both are far from the ends of int.
+template <int kBlockM, int kBlockN>
+struct Meetings {
+  int lower, upper, len_q, len_k;
+
+  struct Tiles {
+    int first, last;  // equal where there is none
+  };
+
+  // The tiles of queries that these keys meet.
+  FLASH_DEVICE Tiles of_keys(int first_key) const {
+    const int end_key = first_key + kBlockN < len_k ? first_key + kBlockN : len_k;
+    const int first_query = first_key > upper ? first_key - upper : 0;
+    const int end_query = end_key - lower < len_q ? end_key - lower : len_q;
+    const int first = first_query / kBlockM;
+    return {first, end_query > first_query ? (end_query + kBlockM - 1) / kBlockM : first};
+  }
+
+  // The first and the last tile of keys that a tile of queries meets, if it meets any; then it meets all between, too.
+  FLASH_DEVICE int first_keys_of(int m_block) const {
+    const int first_key = m_block * kBlockM + lower;
+    return first_key > 0 ? first_key / kBlockN : 0;
+  }
+  FLASH_DEVICE int last_keys_of(int m_block) const {
+    const int end_query = (m_block + 1) * kBlockM < len_q ? (m_block + 1) * kBlockM : len_q;
+    const int end_key = end_query + upper < len_k ? end_query + upper : len_k;
+    return (end_key - 1) / kBlockN;
+  }
+
+  FLASH_DEVICE bool meets_keys(int m_block) const {
+    const int first_key = first_keys_of(m_block) * kBlockN;
+    const Tiles tiles = of_keys(first_key);
+    return first_key < len_k && tiles.first <= m_block && m_block < tiles.last;
+  }
+};
+
+constexpr int kKeyWorkBytes = 32;  // of a tile of keys that one thread tells the others of, see bwd_parts.cuh
+
 struct BackwardSmem {
-  int k = 0, v = 0, q = 0, d_out = 0, ds = 0, dq = 0, stats = 0, maxima = 0, barriers = 0;  // offsets
+  int k = 0, v = 0, q = 0, d_out = 0, ds = 0, dq = 0, stats = 0, maxima = 0, barriers = 0, walk = 0;  // offsets
   int total = 0;  // and what it takes to align the first tile
 };
 
@@ -45,7 +91,8 @@ constexpr BackwardSmem backward_smem(BackwardShape shape, int head_dim) {
   smem.stats = smem.dq + shape.block_m * head_dim * 4;
   smem.maxima = smem.stats + 2 * shape.stages * shape.block_m * 4;
   smem.barriers = smem.maxima + shape.consumers * 4 * 4;
-  smem.total = smem.barriers + 8 * (4 + 4 * shape.stages + shape.ds_stages) + kTileAlign;
+  smem.walk = smem.barriers + 8 * (4 + 4 * shape.stages + shape.ds_stages);
+  smem.total = smem.walk + 8 * 8 + 2 * kKeyWorkBytes + kTileAlign;
   return smem;
 }
 
@@ -62,15 +109,35 @@ inline TileSchedule backward_schedule(const Problem& problem, int block_n) {
   return schedule;
 }
 
+// Queries that see a key.
+inline int64_t queries_of(const Problem& problem, int64_t key) {
+  return make_band(problem).queries({key, key + 1}, problem.len_q).size();
+}
+
+// For Walk::kOrdered: those with the fewest queries first; bwd_order.cuh says why.
+inline TileSchedule ordered_schedule(const Problem& problem, int block_n) {
+  TileSchedule schedule = backward_schedule(problem, block_n);
+  schedule.last_first = queries_of(problem, 0) > queries_of(problem, problem.len_k - 1);
+  return schedule;
+}
+
+// By the mean of what sees a key.
+inline bool has_few_queries(const Problem& problem) {
+  return (queries_of(problem, problem.len_k / 4) + queries_of(problem, problem.len_k * 3 / 4)) / 2 <= 1024;
+}
+
 // Whether blocks walk over tiles, so that Q and dO of the next one arrive under the end of this one. It pays where
 // tiles are short and differ (an H200, causal, 16k tokens, TFLOP/s at S = 512 / 1k / 2k / 4k: head dim 64
 // 202/300/386/462 against 173/265/373/461, head dim 128 223/337/435/494 against 211/311/413/495); elsewhere it cost up
 // to 10 %, and a third at S = 16k, causal, head dim 128.
-inline bool is_backward_persistent(const Problem& problem) {
-  const Band band = make_band(problem);
-  const auto seen = [&](int64_t key) { return band.queries({key, key + 1}, problem.len_q).size(); };
-  const int64_t queries = (seen(problem.len_k / 4) + seen(problem.len_k * 3 / 4)) / 2;
-  return queries <= 1024 && seen(0) != seen(problem.len_k - 1);
+inline bool is_even(const Problem& problem) { return queries_of(problem, 0) == queries_of(problem, problem.len_k - 1); }
+inline bool is_backward_persistent(const Problem& problem) { return has_few_queries(problem) && !is_even(problem); }
+
+// Whether dQ is added up in one order: where that is asked for, and where it is faster, because dQ is not filled with
+// zeros first (an H200, full, 16k tokens: S = 512 -6 to -8 %, 1k +1 to +2 %). Blocks then always walk: one tile of keys
+// a block took up to 15 % more, 3 % less at best.
+inline bool is_ordered(const Problem& problem) {
+  return problem.deterministic || (problem.len_q <= 512 && problem.len_k <= 512 && is_even(problem));
 }
 
 // Head dims above kNarrow: two kernels (bwd_wide_parts.cuh), both of tiles of 64 keys, the keys' of 64 queries, the

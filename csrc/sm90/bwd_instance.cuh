@@ -33,8 +33,10 @@ void run_backward(const BackwardArgs& args, int64_t grid, void* workspace) {
     launch_wide<WideTraits<T, kHeadDim>>(args, workspace);
   } else {
     static_assert(backward_smem(backward_shape(kHeadDim), kHeadDim).total <= kSharedMemoryLimit);
-    if (is_backward_persistent(args.fwd.problem)) {
-      launch_backward<BackwardTraits<T, kHeadDim, true>>(args, grid, workspace);
+    if (is_ordered(args.fwd.problem)) {
+      launch_backward<BackwardTraits<T, kHeadDim, Walk::kOrdered>>(args, grid, workspace);
+    } else if (is_backward_persistent(args.fwd.problem)) {
+      launch_backward<BackwardTraits<T, kHeadDim, Walk::kEvery>>(args, grid, workspace);
     } else {
       launch_backward<BackwardTraits<T, kHeadDim>>(args, grid, workspace);
     }

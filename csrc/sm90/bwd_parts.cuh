@@ -1,7 +1,8 @@
 // What the backward kernel is made of beside its two roles: parameters, shared memory, the tiles of the grid, products,
 // masks, stores, and the scale of dS in fp16.
 //
-// Called by bwd.cuh and bwd_rows.cuh. Invariant: fragments are [keys, queries], as wgmma.cuh says for 64 rows.
+// Called by bwd.cuh, bwd_order.cuh and bwd_rows.cuh. Invariant: fragments are [keys, queries], as wgmma.cuh says for 64
+// rows.
 #pragma once
 
 #include "attention/args.h"
@@ -26,12 +27,22 @@ struct BackwardParams {
   int inner_batch;
   int head_dim_v;
   float scale, to_log2;
+  // Walk::kOrdered
+  uint32_t* turns;  // [b, h_q, m_blocks]: tiles of keys that dq has; and one more: those that are handed out
+  int turn_count;   // without that one
+  bool walks;       // a block takes another when it is through
+
+  template <int kBlockM, int kBlockN>
+  __device__ __forceinline__ Meetings<kBlockM, kBlockN> meetings() const {
+    return {band.lower, band.upper, len_q, band.len_k};
+  }
 };
 
-template <class T_, int kHeadDim_, bool kPersistent_ = false>
+template <class T_, int kHeadDim_, Walk kWalk_ = Walk::kOne>
 struct BackwardTraits {
   using T = T_;
-  static constexpr bool kPersistent = kPersistent_;  // a block walks tiles blockIdx.x, blockIdx.x + gridDim.x, ...
+  static constexpr Walk kWalk = kWalk_;
+  static constexpr bool kOrdered = kWalk == Walk::kOrdered;
   static constexpr BackwardShape kShape = backward_shape(kHeadDim_);
   static constexpr int kHeadDim = kHeadDim_, kBlockM = kShape.block_m, kBlockN = kShape.block_n;
   static constexpr int kPanels = panels(kHeadDim);
@@ -73,15 +84,24 @@ struct BackwardTraits {
     __device__ __forceinline__ uint32_t ds_full(int stage) const {
       return base + kSmem.barriers + 32 + kShape.stages * 32 + stage * 8;
     }
+    // kOrdered: the staging of all warps as one, by parity of the tile of queries; which that is, of a stage of Q;
+    // tiles of keys that all are told of.
+    __device__ __forceinline__ uint32_t dq_full(int parity) const { return base + kSmem.walk + parity * 8; }
+    __device__ __forceinline__ uint32_t dq_empty() const { return base + kSmem.walk + 16; }
+    __device__ __forceinline__ uint32_t m_block(int stage) const { return base + kSmem.walk + 24 + stage * 4; }
+    __device__ __forceinline__ Ring<kKeyWorkBytes> works() const {
+      return {base + kSmem.walk + 64, base + kSmem.walk + 32};
+    }
   };
 };
 
 // One tile of the grid: block_n keys of one key head, and the tiles of queries that see them, of each query head.
-struct KeyWork {
+struct alignas(16) KeyWork {
   int head_k, b0, b1;
   int first_key;
   int first_m, last_m;  // of queries; equal where there is none
   int row;              // flat (batch, first query head)
+  int step = 0;         // Walk::kOrdered: from a tile of queries to the next, 1 or -1; 0: there is no tile of keys
 
   template <int kBlockM, int kBlockN>
   static __device__ __forceinline__ KeyWork at(const BackwardParams& params, uint32_t linear) {
@@ -92,19 +112,32 @@ struct KeyWork {
     work.b1 = b / params.inner_batch;
     work.b0 = b - work.b1 * params.inner_batch;
     work.first_key = static_cast<int>(tile.block) * kBlockN;
+    work.step = params.schedule.last_first ? 1 : -1;
     work.row = b * params.heads_q + work.head_k * params.members;
-    const int last_key = min(work.first_key + kBlockN, params.band.len_k) - 1;
-    const int first_query = max(work.first_key - params.band.upper, 0);
-    const int last_query = min(last_key - params.band.lower + 1, params.len_q);
-    work.first_m = first_query / kBlockM;
-    work.last_m = last_query > first_query ? (last_query + kBlockM - 1) / kBlockM : work.first_m;
+    const auto met = params.template meetings<kBlockM, kBlockN>().of_keys(work.first_key);
+    work.first_m = met.first;
+    work.last_m = met.last;
     return work;
   }
+
+  // The first of the tiles of queries in the order of Walk::kOrdered.
+  __device__ __forceinline__ int begin_m() const { return step > 0 ? first_m : last_m - 1; }
 
   __device__ __forceinline__ BoxStart box(const BoxSteps& steps, int head, int row_) const {
     return {0, row_, head * steps.head, b0 * steps.b0, b1 * steps.b1};
   }
 };
+
+static_assert(sizeof(KeyWork) == kKeyWorkBytes);
+
+template <int kRows, int kPanels>
+__device__ __forceinline__ void load_panels(uint32_t tile, uint32_t barrier, const TensorMap& map, BoxStart at) {
+#pragma unroll
+  for (int panel = 0; panel < kPanels; ++panel) {
+    tma_load(tile + panel * panel_size(kRows), &map.map, barrier, at);
+    at.col += kPanelCols;
+  }
+}
 
 // c = A B^T of 64 rows of a tile of kRowsA rows and a tile of kRowsB, both K-major: S^T or dP^T, not waited for.
 template <class T, int kRowsA, int kRowsB, int kHeadDim>

@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kRowThreads) prepare_kernel(const __grid_const
       d_out[i] = *reinterpret_cast<const uint4*>(d_out_rows + row * args.d_out.row_stride);
     }
   }
-  if constexpr (Traits::kAccumulates) {
+  if (Traits::kAccumulates && dq_accum != nullptr) {
     float4* const zeros =
         reinterpret_cast<float4*>(dq_accum + int64_t{blockIdx.x} * (Traits::kBlockM * Traits::kHeadDim));
 #pragma unroll

@@ -1,7 +1,8 @@
 // Thin wrappers of the PTX instructions this backend uses, but for wgmma (wgmma.cuh); each names its instruction.
 // Shared-memory addresses are 32-bit offsets of the shared window (shared_address).
 // Called by fwd.cuh and the tests of the wrappers; nothing else in the folder contains asm.
-// Invariant: every wait is on a barrier of this block; with FLASH_EXT_SM90_BOUNDED it traps instead of hanging.
+// Invariant: every wait is on a barrier of this block, but wait_count's; with FLASH_EXT_SM90_BOUNDED it traps instead
+// of hanging.
 #pragma once
 
 #include <cuda.h>
@@ -130,6 +131,12 @@ __device__ __forceinline__ void bulk_add(float* global, uint32_t shared, uint32_
                : "memory");
 }
 
+// cp.async.bulk, shared to global: as bulk_add, but replaces.
+__device__ __forceinline__ void bulk_store(void* global, uint32_t shared, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared), "r"(bytes)
+               : "memory");
+}
+
 // cp.async.bulk.prefetch.tensor.5d: global to L2.
 __device__ __forceinline__ void tma_prefetch(const CUtensorMap* map, BoxStart at) {
   asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global [%0, {%1, %2, %3, %4, %5}];" ::"l"(map), "r"(at.col),
@@ -140,6 +147,31 @@ __device__ __forceinline__ void tma_prefetch(const CUtensorMap* map, BoxStart at
 __device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // cp.async.bulk.wait_group.read 0: this thread's stores have read shared memory; they may not be visible yet.
 __device__ __forceinline__ void tma_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+// cp.async.bulk.wait_group 0: this thread's stores and additions are done, and visible to it.
+__device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+// ---- counts in global memory ----------------------------------------------------------------------------------------
+
+// ld.global.acquire.gpu until the count is `wanted`, then fence.proxy.async: this thread's bulk copies and additions
+// come after those whose thread counted them.
+__device__ __forceinline__ void wait_count(const uint32_t* count, uint32_t wanted) {
+  uint32_t seen;
+#ifdef FLASH_EXT_SM90_BOUNDED
+  int polls = 0;
+#endif
+  do {
+    asm volatile("ld.global.acquire.gpu.u32 %0, [%1];" : "=r"(seen) : "l"(count) : "memory");
+#ifdef FLASH_EXT_SM90_BOUNDED
+    if (++polls > 1 << 22) __trap();
+#endif
+  } while (seen != wanted);
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+// fence.proxy.async, red.release.gpu.global.add: counts one whose bulk copies or additions this thread has waited for.
+__device__ __forceinline__ void add_count(uint32_t* count) {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+  asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(count) : "memory");
+}
 
 // ---- registers ------------------------------------------------------------------------------------------------------
 
@@ -167,6 +199,13 @@ __device__ __forceinline__ uint4 load_shared4(uint32_t address) {
                : "=r"(result.x), "=r"(result.y), "=r"(result.z), "=r"(result.w)
                : "r"(address)
                : "memory");
+  return result;
+}
+
+// ld.shared.s32
+__device__ __forceinline__ int load_shared_int(uint32_t address) {
+  int result;
+  asm volatile("ld.shared.s32 %0, [%1];" : "=r"(result) : "r"(address) : "memory");
   return result;
 }
 

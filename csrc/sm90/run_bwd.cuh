@@ -14,32 +14,36 @@
 namespace flash_ext::sm90 {
 
 struct BackwardScratch {
-  float* stats = nullptr;   // [b, h_q, 2, padded queries]
-  float* dq = nullptr;      // [b, h_q, padded queries, head dim of the instance], in the order of the fragments
-  float* bounds = nullptr;  // [b, h_q, 2], fp16
+  float* stats = nullptr;     // [b, h_q, 2, padded queries]
+  float* dq = nullptr;        // [b, h_q, padded queries, head dim of the instance], in the order of the fragments
+  float* bounds = nullptr;    // [b, h_q, 2], fp16
+  uint32_t* turns = nullptr;  // [b, h_q, m_blocks] and one more, in one order
+  int64_t zeros = 0;          // from here on it must be zero before the kernels run
   int64_t bytes = 0;
 };
 
-// The same for a persistent grid and for one block a tile.
+// The same for every Walk.
 template <class Traits>
 BackwardScratch backward_scratch(const Problem& problem, void* workspace) {
   BackwardScratch scratch;
   const int64_t heads = problem.batch * problem.heads_q;
   const int64_t padded = block_count(problem.len_q, Traits::kBlockM) * Traits::kBlockM;
-  const auto take = [&](float*& pointer, int64_t count) {
-    pointer = reinterpret_cast<float*>(static_cast<char*>(workspace) + scratch.bytes);
+  const auto take = [&]<class T>(T*& pointer, int64_t count) {
+    pointer = reinterpret_cast<T*>(static_cast<char*>(workspace) + scratch.bytes);
     scratch.bytes += (count * 4 + 127) / 128 * 128;
   };
   take(scratch.stats, heads * 2 * padded);
   take(scratch.dq, heads * padded * Traits::kHeadDim);
+  scratch.zeros = scratch.bytes;
   if (Traits::kScaled) take(scratch.bounds, heads * 2);
+  if (is_ordered(problem)) take(scratch.turns, heads * padded / Traits::kBlockM + 1);
   return scratch;
 }
 
 // grid: blocks of the main kernel; those beyond one a tile are left out.
 template <class Traits>
 void launch_backward(const BackwardArgs& args, int64_t grid, void* workspace) {
-  using Rows = BackwardTraits<typename Traits::T, Traits::kHeadDim>;  // the same for both grids
+  using Rows = BackwardTraits<typename Traits::T, Traits::kHeadDim>;  // the same for every Walk
   constexpr int kFar = 1 << 30;                                       // backend.cpp refuses lengths beyond half of it
   const Problem& problem = args.fwd.problem;
   const BackwardScratch scratch = backward_scratch<Traits>(problem, workspace);
@@ -59,10 +63,12 @@ void launch_backward(const BackwardArgs& args, int64_t grid, void* workspace) {
   params.stats = scratch.stats;
   params.bounds = scratch.bounds;
   params.dq = scratch.dq;
-  params.schedule = backward_schedule(problem, kBlockN);
+  params.turns = scratch.turns;
+  params.schedule = Traits::kOrdered ? ordered_schedule(problem, kBlockN) : backward_schedule(problem, kBlockN);
   params.band = {clamp(band.lower), clamp(band.upper), static_cast<int>(problem.len_k)};
   const int64_t tiles = params.schedule.size();
-  const dim3 blocks = cuda::grid_of(Traits::kPersistent ? std::min(tiles, grid) : tiles);
+  const dim3 blocks = cuda::grid_of(Traits::kWalk == Walk::kOne ? tiles : std::min(tiles, grid));
+  params.walks = grid < tiles;
   params.tiles = static_cast<int>(tiles);
   params.len_q = static_cast<int>(problem.len_q);
   params.m_blocks = static_cast<int>(block_count(problem.len_q, kBlockM));
@@ -74,12 +80,18 @@ void launch_backward(const BackwardArgs& args, int64_t grid, void* workspace) {
   params.to_log2 = static_cast<float>(problem.scale * 1.4426950408889634);
 
   const int64_t heads = problem.batch * problem.heads_q;
-  if (Traits::kScaled) {
-    cuda::check(cudaMemsetAsync(scratch.bounds, 0, heads * 8, static_cast<cudaStream_t>(args.fwd.stream)), "memset");
+  params.turn_count = static_cast<int>(heads * params.m_blocks);
+  if (scratch.zeros < scratch.bytes) {
+    cuda::check(cudaMemsetAsync(static_cast<char*>(workspace) + scratch.zeros, 0, scratch.bytes - scratch.zeros,
+                                static_cast<cudaStream_t>(args.fwd.stream)),
+                "memset");
   }
+  // In order, the first tile of keys stores dQ; only tiles of queries that meet none need zeros.
+  const Meetings<kBlockM, kBlockN> meetings{params.band.lower, params.band.upper, params.len_q, params.band.len_k};
+  const bool is_stored = Traits::kOrdered && meetings.meets_keys(0) && meetings.meets_keys(params.m_blocks - 1);
   const dim3 query_tiles = cuda::grid_of(heads * params.m_blocks);
   cuda::launch(prepare_kernel<Rows>, query_tiles, kRowThreads, 0, args.fwd.stream, args, scratch.stats, scratch.bounds,
-               scratch.dq, params.m_blocks);
+               is_stored ? nullptr : scratch.dq, params.m_blocks);
   cuda::launch(backward_kernel<Traits>, blocks, Traits::kShape.threads, Traits::kSmem.total, args.fwd.stream, params);
   cuda::launch(finish_kernel<Rows>, query_tiles, kRowThreads, 0, args.fwd.stream, args, scratch.dq, params.m_blocks);
 }

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <iterator>
 #include <set>
+#include <vector>
 
 #include "sm90/bwd_config.h"
 #include "sm90/config.h"
@@ -207,6 +208,79 @@ TEST(BackwardShapes, BlocksAreTilesOfKeys) {
   EXPECT_EQ(schedule.at(0).block, 0);
   EXPECT_EQ(schedule.at(schedule.size() - 1).block, 7);
   EXPECT_EQ(backward_schedule(problem(16384, true), 128).section, 1);  // 16 MiB a head of 24
+}
+
+// What a tile of keys and a tile of queries say of each other, against the pairs that the band keeps: the deterministic
+// kernel waits for as many tiles as `before` says, so one too many would wait for ever.
+template <int kBlockM, int kBlockN>
+void check_meetings(const Meetings<kBlockM, kBlockN>& meetings) {
+  const int m_blocks = static_cast<int>(block_count(meetings.len_q, kBlockM));
+  const int n_blocks = static_cast<int>(block_count(meetings.len_k, kBlockN));
+  std::vector<std::vector<int>> keys_of(m_blocks);
+  for (int n = 0; n < n_blocks; ++n) {
+    const auto tiles = meetings.of_keys(n * kBlockN);
+    ASSERT_LE(tiles.first, tiles.last);
+    if (tiles.first < tiles.last) {
+      ASSERT_GE(tiles.first, 0);
+      ASSERT_LE(tiles.last, m_blocks);
+    }
+    for (int m = tiles.first; m < tiles.last; ++m) keys_of[m].push_back(n);
+    for (int m = 0; m < m_blocks; ++m) {
+      bool kept = false;
+      for (int i = m * kBlockM; i < std::min((m + 1) * kBlockM, meetings.len_q) && !kept; ++i) {
+        const int first = std::max(n * kBlockN, i + meetings.lower);
+        kept = first <= std::min(std::min((n + 1) * kBlockN, meetings.len_k) - 1, i + meetings.upper);
+      }
+      ASSERT_TRUE(!kept || (tiles.first <= m && m < tiles.last)) << m << " " << n;
+    }
+  }
+  for (int m = 0; m < m_blocks; ++m) {
+    const std::vector<int>& keys = keys_of[m];
+    ASSERT_EQ(meetings.meets_keys(m), !keys.empty()) << m;
+    if (keys.empty()) continue;
+    ASSERT_EQ(meetings.first_keys_of(m), keys.front()) << m;
+    ASSERT_EQ(meetings.last_keys_of(m), keys.back()) << m;
+    ASSERT_EQ(keys.back() - keys.front() + 1, static_cast<int>(keys.size())) << m;
+  }
+  // Tiles of queries that meet keys follow each other, so that the first and the last say whether all do.
+  int changes = 0;
+  for (int m = 1; m < m_blocks; ++m) changes += keys_of[m].empty() != keys_of[m - 1].empty();
+  ASSERT_LE(changes, 2);
+  ASSERT_TRUE(changes == 0 || !meetings.meets_keys(0) || !meetings.meets_keys(m_blocks - 1));
+}
+
+TEST(BackwardShapes, MeetingsCountTheSameFromBothSides) {
+  constexpr int kFar = 1 << 30;
+  for (const int len_q : {1, 63, 64, 65, 129, 300, 641, 1000}) {
+    for (const int len_k : {16, 127, 128, 129, 300, 641, 1000}) {
+      for (const int lower : {-kFar, -900, -200, -77, -1, 0, 1, 100, 300, 900}) {
+        for (const int upper : {-300, -76, 0, 1, 30, 101, 128, 500, 901, kFar}) {
+          if (upper <= lower) continue;
+          check_meetings(Meetings<64, 128>{lower, upper, len_q, len_k});
+          check_meetings(Meetings<128, 128>{lower, upper, len_q, len_k});
+          if (HasFatalFailure()) FAIL() << len_q << " x " << len_k << ", " << lower << " to " << upper;
+        }
+      }
+    }
+  }
+}
+
+// The tile of keys with the fewest queries comes first: the others of its head wait for it, not it for them.
+TEST(BackwardShapes, InOrderTheShortestComesFirst) {
+  EXPECT_TRUE(ordered_schedule(problem(1000, true), 128).last_first);
+  EXPECT_FALSE(ordered_schedule(problem(1000, false), 128).last_first);
+  Problem window = problem(1000, false);
+  window.window_left = 100;  // keys are seen from the same position on
+  EXPECT_FALSE(ordered_schedule(window, 128).last_first);
+}
+
+TEST(BackwardShapes, InOrderWhereAskedForOrShort) {
+  EXPECT_TRUE(is_ordered(problem(512, false)));
+  EXPECT_FALSE(is_ordered(problem(512, true)));
+  EXPECT_FALSE(is_ordered(problem(1024, false)));
+  Problem strict = problem(1024, true);
+  strict.deterministic = true;
+  EXPECT_TRUE(is_ordered(strict));
 }
 
 }  // namespace
