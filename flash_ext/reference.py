@@ -100,7 +100,7 @@ def attention(
     queries, keys = query.size(-2), key.size(-2)
     q, k, v = query.to(wide), key.to(wide), value.to(wide)
 
-    scale = 1.0 / math.sqrt(query.size(-1)) if scale is None else scale
+    scale = 1.0 / math.sqrt(max(query.size(-1), 1)) if scale is None else scale
     s = r(r(q @ k.transpose(-2, -1)) * scale)
     if softcap > 0:
         s = r(softcap * r(torch.tanh(r(s / softcap))))

@@ -1,10 +1,14 @@
-"""Promise: zero batch, heads, queries or keys give the right shapes, zeros and gradients of zeros."""
+"""Promise: zero batch, heads, queries or keys give the right shapes, zeros and gradients of zeros.
+
+A head dimension of zero is no error either: without elements in query and key every score is 0, so the result is the
+mean of value over the keys that are seen; without any in value there is nothing to return.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from helpers import DTYPES, evaluate, leaf, make_inputs, name_of
+from helpers import DTYPES, check, evaluate, leaf, make_inputs, name_of
 
 import flash_ext
 
@@ -78,3 +82,30 @@ def test_broadcast_input_of_an_empty_result(device: str, backend: str) -> None:
     inputs = make_inputs((1, 2, 5, 8), (0, 2, 6, 8), device=device)
     got = evaluate(flash_ext.scaled_dot_product_attention, inputs)
     assert got["grad of query"].shape == (1, 2, 5, 8) and (got["grad of query"] == 0).all()
+
+
+HEAD_DIMS = {"of_query": (0, 4), "of_value": (8, 0), "of_both": (0, 0)}
+
+
+@pytest.mark.parametrize("dims", HEAD_DIMS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_head_dimension_of_zero(dtype: torch.dtype, dims: str, device: str) -> None:
+    head_dim, head_dim_v = HEAD_DIMS[dims]
+    inputs = make_inputs((2, 4, 5, head_dim), (2, 2, 7, head_dim), (2, 2, 7, head_dim_v), dtype=dtype, device=device)
+    got = check(flash_ext.attention, inputs, {"return_lse": True})
+    assert got["out"].shape == (2, 4, 5, head_dim_v)
+    if head_dim == 0:  # seven scores of 0
+        torch.testing.assert_close(got["lse"], torch.full_like(got["lse"], 7.0).log())
+    check(flash_ext.attention, inputs, {"causal": True, "scale": 2.0})
+    for is_causal in (False, True):  # PyTorch's own agrees
+        options = {"is_causal": is_causal, "enable_gqa": True}
+        got = flash_ext.scaled_dot_product_attention(**inputs, **options)
+        expected = torch.nn.functional.scaled_dot_product_attention(**inputs, **options)
+        torch.testing.assert_close(got, expected)
+
+
+def test_head_dimension_of_zero_is_explained(device: str) -> None:
+    inputs = make_inputs((2, 5, 0), (2, 7, 0), (2, 7, 4), device=device)
+    plan = flash_ext.explain(**inputs, sdpa=True)
+    assert plan.forward.backend == plan.backward.backend == "chunked"
+    assert "head_dim is 0" in {refusal.reason for refusal in plan.refusals}

@@ -81,6 +81,16 @@ def test_rule_around_tile_edges(
     check(flash_ext.attention, inputs, {"causal": True, "align": align, "return_lse": True})
 
 
+@pytest.mark.parametrize("head_dim", [64, 100, 256])
+@pytest.mark.parametrize("queries", [1, 2, 5, 8, 12, 15])
+@pytest.mark.parametrize("causal", [False, True])
+def test_rule_for_few_queries(causal: bool, queries: int, head_dim: int) -> None:
+    """On the CPU, where torch's products of few rows lose less of a long sum than those of many do."""
+    for keys in (2, 33):
+        inputs = make_inputs((4, 2, queries, head_dim), (4, 2, keys, head_dim), mean=2.0)
+        check(flash_ext.attention, inputs, {"causal": causal, "align": "bottom_right"})
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 def test_large_scores_do_not_overflow(dtype: torch.dtype, device: str, backend: str) -> None:
     """Scores far beyond exp's range: the row maximum is subtracted in natural units first."""

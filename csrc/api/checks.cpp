@@ -197,9 +197,6 @@ Shape<Int> check_call(const Inputs& in, const Options& options) {
     fail("value", "of shape ", shape_text<Int>(in.value), " has length ", size_from_right<Int>(in.value, 2),
          ", but key has ", shape.len_k, "; they must be equal");
   }
-  if (shape.head_dim == Int(0) || shape.head_dim_v == Int(0)) {
-    fail(shape.head_dim == Int(0) ? "query" : "value", "has head dimension 0; it must be at least 1");
-  }
   for (int64_t from_right = shape.rank; from_right > 3; --from_right) {
     shape.batch.push_back(
         broadcast(broadcast(size_from_right<Int>(in.query, from_right), size_from_right<Int>(in.key, from_right), in),
@@ -212,12 +209,15 @@ Shape<Int> check_call(const Inputs& in, const Options& options) {
   return shape;
 }
 
-void check_drop_in(const Tensor& query, const OptionalTensor& attn_mask, bool is_causal, bool enable_gqa) {
+void check_drop_in(const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& attn_mask,
+                   bool is_causal, bool enable_gqa) {
   if (attn_mask.has_value() && attn_mask->defined() && is_causal) {
     fail("attn_mask", "is given together with is_causal=True; only one of the two may be set");
   }
-  if (enable_gqa && query.dim() < 3) {
-    fail("enable_gqa", "is True, but query has ", query.dim(), " dimensions; grouped heads need 3 or more");
+  for (const auto& [name, tensor] : {std::pair{"query", &query}, std::pair{"key", &key}, std::pair{"value", &value}}) {
+    if (enable_gqa && tensor->dim() < 3) {
+      fail("enable_gqa", "is True, but ", name, " has ", tensor->dim(), " dimensions; grouped heads need 3 or more");
+    }
   }
 }
 

@@ -62,7 +62,8 @@ template <class Int>
 Shape<Int> check_call(const Inputs& in, const Options& options);
 
 // The drop-in's own errors, which only it can make.
-void check_drop_in(const Tensor& query, const OptionalTensor& attn_mask, bool is_causal, bool enable_gqa);
+void check_drop_in(const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& attn_mask,
+                   bool is_causal, bool enable_gqa);
 
 // What backward is given beside the inputs of forward.
 template <class Int>

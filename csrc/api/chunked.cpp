@@ -57,7 +57,7 @@ class Composite {
     heads_q_ = to_int(shape_.heads_q);
     heads_k = to_int(shape_.heads_k);
     heads_v = to_int(shape_.heads_v);
-    scale = options.scale.value_or(1.0 / std::sqrt(static_cast<double>(to_int(shape_.head_dim))));
+    scale = scale_of(options, to_int(shape_.head_dim));
     Problem problem;
     problem.len_q = len_q;
     problem.len_k = len_k;

@@ -46,6 +46,9 @@ std::string reason_to_refuse(const Backend& backend, const Asked& asked, const D
   if (problem.batch_rank > kMaxBatchDims) {
     return "the leading dimensions do not merge into " + std::to_string(kMaxBatchDims);
   }
+  // Valid and rare: the scores are all 0, or there is no output. No tile has to think of it.
+  if (problem.head_dim == 0) return "head_dim is 0";
+  if (problem.head_dim_v == 0) return "head_dim_v is 0";
   std::string reason = backend.refuses(problem, pass, device);
   if (reason.empty() && backend.refuses_views != nullptr) {
     reason = backend.refuses_views(asked.forward, asked.backward);

@@ -391,7 +391,7 @@ Tensor call_dropout_mask(const Tensor& rng_state, double dropout_p, c10::SymInt 
 Tensor scaled_dot_product_attention(const Tensor& query, const Tensor& key, const Tensor& value,
                                     const OptionalTensor& attn_mask, double dropout_p, bool is_causal,
                                     std::optional<double> scale, bool enable_gqa) {
-  check_drop_in(query, attn_mask, is_causal, enable_gqa);
+  check_drop_in(query, key, value, attn_mask, is_causal, enable_gqa);
   Inputs in;
   in.query = query;
   in.key = key;

@@ -36,6 +36,11 @@ bool tf32_is_allowed(Precision (at::Context::*precision)(Backend, Operation) con
 
 }  // namespace
 
+double scale_of(const Options& options, int64_t head_dim) {
+  // Without elements every score is 0, which an infinite factor would make NaN.
+  return options.scale.value_or(head_dim > 0 ? 1.0 / std::sqrt(static_cast<double>(head_dim)) : 1.0);
+}
+
 at::ScalarType accumulate_type(at::ScalarType type) { return type == at::kDouble ? at::kDouble : at::kFloat; }
 
 ProblemBuilder::ProblemBuilder(const Inputs& in, const Options& options, const Shape<int64_t>& shape)
@@ -50,7 +55,7 @@ ProblemBuilder::ProblemBuilder(const Inputs& in, const Options& options, const S
   p.len_k = shape.len_k;
   p.head_dim = shape.head_dim;
   p.head_dim_v = shape.head_dim_v;
-  p.scale = options.scale.value_or(1.0 / std::sqrt(static_cast<double>(shape.head_dim)));
+  p.scale = scale_of(options, shape.head_dim);
   p.softcap = options.softcap;
   p.causal = options.causal;
   p.bottom_right = options.bottom_right;

@@ -40,6 +40,8 @@ class ProblemBuilder {
 
 DType dtype_of(at::ScalarType type);
 at::ScalarType accumulate_type(at::ScalarType type);  // double for double, else float
+// The factor of the scores: the caller's, else 1 / sqrt(head_dim).
+double scale_of(const Options& options, int64_t head_dim);
 
 // Which gradients backward is asked for.
 void set_wanted(Problem& problem, const GradMask& wanted);

@@ -255,6 +255,16 @@ class BackwardTileWorker {
     kernels_.transpose_acc(at_.rows_acc, at_.cols_v, panel.width, at_.cols_v, dst, panel.width);
   }
 
+  // Rows of K or V times a panel of Q^T or dO^T.
+  void product_with(int rows, int depth, const Left<Compute>& left, const Operand* right, const Panel& panel, Acc* to) {
+    right += int64_t{panel.index} * kPanel * depth;
+    if (sums_by_tree<Compute>(problem_)) {
+      product_.by_tree(rows, panel.width, depth, left.data, left.ld, right, panel.width, to, panel.width);
+    } else {
+      product_(rows, panel.width, depth, left.data, left.ld, right, panel.width, to, panel.width, /*add=*/false);
+    }
+  }
+
   // S^T of a tile in at_.scores, and all that turns it into probabilities.
   GradientTile<Compute> score_tile(const Panel& panel, Range keys, ScoreInputs<Acc>& inputs, TileBand& band) {
     const int valid = static_cast<int>(keys.size());
@@ -262,9 +272,7 @@ class BackwardTileWorker {
     const Left<Compute> k =
         left_rows<Compute>(kernels_, source_at(problem_, args_.fwd.k, type_, batch_, head_k_, keys.first, 0), valid,
                            rows, static_cast<int>(problem_.head_dim), at_.k_left);
-    product_(rows, panel.width, at_.depth, k.data, k.ld, at_.q_transposed + int64_t{panel.index} * kPanel * at_.depth,
-             panel.width, at_.scores, panel.width,
-             /*add=*/false);
+    product_with(rows, at_.depth, k, at_.q_transposed, panel, at_.scores);
     GradientTile<Compute> tile;
     tile.scores = at_.scores;
     tile.ld = tile.cols = panel.width;
@@ -288,9 +296,7 @@ class BackwardTileWorker {
     const Left<Compute> v =
         left_rows<Compute>(kernels_, source_at(problem_, args_.fwd.v, type_, batch_, head_v_, keys.first, 0),
                            static_cast<int>(keys.size()), tile.rows, static_cast<int>(problem_.head_dim_v), at_.v_left);
-    product_(tile.rows, panel.width, at_.depth_v, v.data, v.ld,
-             at_.d_out_transposed + int64_t{panel.index} * kPanel * at_.depth_v, panel.width, at_.d_probs, panel.width,
-             /*add=*/false);
+    product_with(tile.rows, at_.depth_v, v, at_.d_out_transposed, panel, at_.d_probs);
     tile.d_probs = at_.d_probs;
   }
 

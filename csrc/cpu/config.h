@@ -7,7 +7,9 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
+#include "attention/args.h"
 #include "cpu/vector_kernels.h"
 
 namespace flash_ext::cpu {
@@ -35,6 +37,13 @@ struct Tiles<ComputeF64> {
 // Up to this many queries, forward reads K and V in place instead of packing them. NOTE: at 1x8x1x4096x64 fp32, 1
 // query, packing took 3x the time of the products.
 constexpr int64_t kFewQueries = 4;
+// Up to this many queries, fp32 scores and dP are sums in a tree (Products::by_tree). NOTE: torch's matrix products
+// sum so where there are few rows, so eager attention is more exact there: inputs of mean 2, 5 queries, E = 128 or 256,
+// one long sum had 4 to 5x its error in out and every gradient. From 16 queries on, and up to E = 256, both sum alike.
+constexpr int64_t kTreeQueries = 15;
+// A leaf's inner dimension, and the largest product: a tile of backward, keys by the padding of the queries.
+constexpr int kTreeLeaf = 16;
+constexpr int kTreeTile = Tiles<ComputeF32>::kBackwardN * kPad;
 // A chunk of forward keeps O for all of its rows while it walks over the keys.
 constexpr int64_t kMaxChunkRows = 4096;
 // Below this many floating-point operations one thread is faster than waking the others (some 10 us).
@@ -43,6 +52,11 @@ constexpr double kSerialFlops = 1.5e6;
 constexpr int64_t kCacheBytes = 1 << 20;
 
 constexpr int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
+
+template <class Compute>
+bool sums_by_tree(const Problem& problem) {
+  return std::is_same_v<Compute, ComputeF32> && problem.dtype == DType::kFloat32 && problem.len_q <= kTreeQueries;
+}
 
 // Rows of a product: exact when few, else a multiple of 8, so that the library compiles a bounded number of kernels.
 constexpr int round_rows(int64_t rows) { return static_cast<int>(rows <= 8 ? rows : round_up(rows, 8)); }

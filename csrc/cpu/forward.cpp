@@ -145,8 +145,13 @@ class ForwardWorker {
       for (int c = 0; c < cols; c += kPanel) {  // S = Q K^T
         const int panel = first_col + c;
         const int packed = std::min<int>(kPanel, static_cast<int>(round_up(block.size(), kPad)) - panel);
-        product_(rows_padded, std::min(packed, cols - c), at_.depth, q.data, q.ld,
-                 at_.k_panels + int64_t{panel} * at_.depth, packed, at_.scores + c, at_.block_n, /*add=*/false);
+        const int width = std::min(packed, cols - c);
+        const Operand* k = at_.k_panels + int64_t{panel} * at_.depth;
+        if (sums_by_tree<Compute>(problem_)) {
+          product_.by_tree(rows_padded, width, at_.depth, q.data, q.ld, k, packed, at_.scores + c, at_.block_n);
+        } else {
+          product_(rows_padded, width, at_.depth, q.data, q.ld, k, packed, at_.scores + c, at_.block_n, /*add=*/false);
+        }
       }
     }
 

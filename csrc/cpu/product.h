@@ -10,7 +10,7 @@
 
 #include <type_traits>
 
-#include "cpu/vector_kernels.h"
+#include "cpu/config.h"
 
 namespace flash_ext::cpu {
 
@@ -43,6 +43,19 @@ class Products {
       }
       kernels_.product(m, n, k, a, static_cast<int>(ld_a), b, static_cast<int>(ld_b), c, static_cast<int>(ld_c), add);
     }
+  }
+
+  // C = A B, small (kTreeTile) and in fp32: halves of the inner dimension are multiplied apart and then added, which
+  // loses less of sums whose terms have one sign.
+  void by_tree(int m, int n, int k, const Operand* a, int64_t ld_a, const Operand* b, int64_t ld_b, Acc* c,
+               int64_t ld_c) const {
+    if (Compute::kPairs || k <= kTreeLeaf) return (*this)(m, n, k, a, ld_a, b, ld_b, c, ld_c, /*add=*/false);
+    const int half = static_cast<int>(round_up(k / 2, kTreeLeaf));
+    Acc other[kTreeTile];
+    by_tree(m, n, half, a, ld_a, b, ld_b, c, ld_c);
+    by_tree(m, n, k - half, a + half, ld_a, b + half * ld_b, ld_b, other, n);
+    if (ld_c == n) return kernels_.add(c, other, int64_t{m} * n);
+    for (int row = 0; row < m; ++row) kernels_.add(c + row * ld_c, other + int64_t{row} * n, n);
   }
 
   void release() const {
