@@ -7,10 +7,11 @@ import gc
 
 import pytest
 import torch
-from helpers import DTYPES, HALF, make_inputs, name_of, rand
+from helpers import DTYPES, HALF, leaf, make_inputs, name_of, rand
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flash_ext
+from flash_ext.explain import Plan
 
 OPS = torch.ops.flash_ext
 Q, K = (2, 4, 30, 64), (2, 2, 40, 64)
@@ -111,6 +112,28 @@ def test_plans_for_a_card_that_is_not_there(head_dim: int, dtype: torch.dtype) -
         reason = "head_dim 257 is more than 256"
         wider = {(r.backend, r.pass_name) for r in plan.refusals if r.reason == reason} - {("sm90", "forward")}
         assert wider == {("sm80", "forward"), ("sm80", "backward")}
+
+
+@pytest.mark.skipif(not HAS_CUDA, reason="needs a build with CUDA")
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_windows_have_a_kernel_of_their_own(dtype: torch.dtype) -> None:
+    """Backward of sm80 up to 64 queries, keys and head dim, in 16 bits; its only scratch is a bias's gradient's."""
+
+    def backward(queries: int, keys: int, head_dim: int, grad: bool = False, **options: float) -> Plan:
+        bias = torch.empty(1, 3, queries, keys, device="meta", dtype=dtype, requires_grad=grad)
+        shapes = ((640, 3, queries, head_dim), (640, 3, keys, head_dim))
+        inputs = {name: leaf(tensor.to("meta")) for name, tensor in make_inputs(*shapes, dtype=dtype).items()}
+        return flash_ext.explain(**inputs, bias=bias, device="cuda", **options).backward
+
+    half = dtype in HALF
+    for queries, keys, head_dim in ((49, 49, 32), (64, 64, 64), (1, 64, 8)):
+        plain, summed = backward(queries, keys, head_dim), backward(queries, keys, head_dim, grad=True)
+        assert (plain.kernel == summed.kernel == "sm80.backward.one_tile") == half
+        if half:
+            assert plain.scratch_bytes == 0 < summed.scratch_bytes
+            assert summed.on_chip_bytes <= 99 * 1024 and 0 < summed.grid <= 640 * 3
+    for other in (backward(65, 49, 32), backward(49, 65, 32), backward(49, 49, 65), backward(49, 49, 32, softcap=5.0)):
+        assert other.kernel != "sm80.backward.one_tile"
 
 
 @pytest.mark.skipif(not HAS_CUDA, reason="needs a build with CUDA")
