@@ -131,7 +131,7 @@ class BackwardWorker : BackwardTileWorker<Compute> {
         store_keys<Compute>(problem_, args_.dk, args_.dk_in_accum, this->batch_, summed_k_, dk_, tiles_.cols,
                             problem_.head_dim, problem_.scale);
       }
-      if (problem_.wants_dk && head_k >= 0) std::fill_n(dk_, at_.keys * tiles_.cols, Acc(0));
+      if (problem_.wants_dk && head_k >= 0) fresh_k_ = start_sums(dk_, tiles_.cols);
       if (problem_.wants_dq && head_k >= 0) pack_keys(head_k);
       summed_k_ = head_k;
     }
@@ -140,9 +140,19 @@ class BackwardWorker : BackwardTileWorker<Compute> {
         store_keys<Compute>(problem_, args_.dv, args_.dv_in_accum, this->batch_, summed_v_, dv_, tiles_.cols_v,
                             problem_.head_dim_v, 1.0);
       }
-      if (problem_.wants_dv && head_v >= 0) std::fill_n(dv_, at_.keys * tiles_.cols_v, Acc(0));
+      if (problem_.wants_dv && head_v >= 0) fresh_v_ = start_sums(dv_, tiles_.cols_v);
       summed_v_ = head_v;
     }
+  }
+
+  // Zeros; or true where the first panel of queries sees all keys, so that its products may store instead of adding.
+  bool start_sums(Acc* sums, int cols) const {
+    const Range first = band_.keys({0, 1}, problem_.len_k),
+                last = band_.keys({problem_.len_q - 1, problem_.len_q}, problem_.len_k);
+    const bool all = first.size() == problem_.len_k && last.size() == problem_.len_k;
+    if (all && at_.cut.chunks == 1) return true;
+    std::fill_n(sums, at_.keys * cols, Acc(0));
+    return false;
   }
 
   // K^T as the left operand of dQ^T += K^T dS^T.
@@ -191,6 +201,7 @@ class BackwardWorker : BackwardTileWorker<Compute> {
         }
       }
     }
+    fresh_k_ = fresh_v_ = false;
     for (int i = 0; problem_.wants_dq && i < count; ++i) store_queries(panels[i]);
     if (problem_.wants_dalibi) {
       double sum = 0.0;
@@ -211,11 +222,11 @@ class BackwardWorker : BackwardTileWorker<Compute> {
     const int64_t row = int64_t{panel.index} * kPanel;
     if (problem_.wants_dv) {
       product_(rows, tiles_.cols_v, width, tiles_.probs, width, tiles_.d_out_rows + row * tiles_.cols_v, tiles_.cols_v,
-               dv_ + keys.first * tiles_.cols_v, tiles_.cols_v, /*add=*/true);
+               dv_ + keys.first * tiles_.cols_v, tiles_.cols_v, /*add=*/!(fresh_v_ && panel.index == 0));
     }
     if (problem_.wants_dk) {
       product_(rows, tiles_.cols, width, tiles_.d_scores, width, tiles_.q_rows + row * tiles_.cols, tiles_.cols,
-               dk_ + keys.first * tiles_.cols, tiles_.cols, /*add=*/true);
+               dk_ + keys.first * tiles_.cols, tiles_.cols, /*add=*/!(fresh_k_ && panel.index == 0));
     }
     if (problem_.wants_dq) {
       const int64_t in_block = keys.first % tiles_.block_n;
@@ -277,6 +288,8 @@ class BackwardWorker : BackwardTileWorker<Compute> {
   Acc* dv_ = nullptr;
   int64_t summed_k_ = -1;
   int64_t summed_v_ = -1;
+  bool fresh_k_ = false;  // nothing is in dk_ yet, not even zeros
+  bool fresh_v_ = false;
 };
 
 // Adds the slots of one unit, in order, and writes them. chunks > 1 means that a unit is one key head.

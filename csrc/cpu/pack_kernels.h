@@ -128,6 +128,7 @@ void transpose(const T* src, int ld_src, int rows, int cols, T* dst, int ld_dst,
 #pragma GCC unroll 16
         for (int i = 0; i < kLanes; ++i) block[i] = V::load(src + int64_t{r0 + i} * ld_src + c0);
       } else {
+#pragma GCC unroll 16  // or the block lies in memory
         for (int i = 0; i < kLanes; ++i) {
           block[i] = r0 + i < rows ? V::load(src + int64_t{r0 + i} * ld_src + c0) : V(T(0));
         }
@@ -137,7 +138,10 @@ void transpose(const T* src, int ld_src, int rows, int cols, T* dst, int ld_dst,
 #pragma GCC unroll 16
         for (int i = 0; i < kLanes; ++i) block[i].store(dst + int64_t{c0 + i} * ld_dst + r0);
       } else {
-        for (int i = 0; c0 + i < cols; ++i) block[i].store(dst + int64_t{c0 + i} * ld_dst + r0);
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes; ++i) {
+          if (c0 + i < cols) block[i].store(dst + int64_t{c0 + i} * ld_dst + r0);
+        }
       }
     }
   }
