@@ -6,8 +6,8 @@
 //
 // FlashAttention-3 (arXiv:2407.08608), section 3.1 and appendix B.1: scores are computed transposed, so that P^T and
 // dS^T are register operands of dV and dK. dS also goes through shared memory, because dQ sums over the keys of both
-// warpgroups; it leaves by vector reductions to a float array in the order of the fragments (bwd_rows.cuh), in whatever
-// order blocks come, or in one order (bwd_order.cuh).
+// warpgroups, which leaves by bulk reductions to a float array in the order of the fragments (bwd_rows.cuh), in
+// whatever order blocks come, or in one order (bwd_order.cuh).
 // Called by run_bwd.cuh. Invariant: a ring's barriers as in pipeline.cuh; a stage of dS is written again only after
 // both warpgroups have passed the barrier of the next one, before which each waited for its own dQ of this one; a
 // warp's staging is its own, for dQ and, after it, for dV and dK. Walk::kOrdered: the staging of all warps is full when
