@@ -39,6 +39,8 @@ class Plan:
     resident_blocks: int  # on a multiprocessor at a time
     occupancy: float  # their threads over those that a multiprocessor can have
     l2_section: int
+    splits: int  # parts of the keys of a tile of queries, each a block's work; 1 where they are one block's
+    split_keys: int  # a part
 
     @property
     def on_chip_bytes(self) -> int:
@@ -109,6 +111,7 @@ _ROWS = (
     ("registers", _registers),
     ("occupancy", _occupancy),
     ("grid", lambda p: f"{p.grid:,} in {p.waves:.2f} waves" if p.grid else "-"),
+    ("split", lambda p: f"{p.splits} parts of {p.split_keys:,} keys" if p.splits > 1 else "-"),
     ("L2 section", lambda p: f"{p.l2_section:,} key heads" if p.l2_section else "-"),
 )
 

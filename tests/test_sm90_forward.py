@@ -44,9 +44,18 @@ def poisoned_call(**arguments: Any) -> Any:
     return flash_ext.attention(**arguments)
 
 
-def check_inside_nan(inputs: Inputs, options: dict[str, Any]) -> None:
+def crowded_call(**arguments: Any) -> Any:
+    """The same, 140 times at once, so that keys are not split over blocks."""
+    crowd = {name: x.expand(140, -1, -1, -1) if isinstance(x, Tensor) else x for name, x in arguments.items()}
+    assert flash_ext.explain(**{name: x for name, x in crowd.items() if name != "return_lse"}).forward.splits <= 1
+    out, lse = poisoned_call(**crowd)
+    assert_same_bits((out[:1], lse[:1]), (out[-1:], lse[-1:]), "the last of the crowd")
+    return out[:1].clone(), lse[:1].clone()
+
+
+def check_inside_nan(inputs: Inputs, options: dict[str, Any], call: Callable[..., Any] = poisoned_call) -> None:
     views = {name: inside_nan(tensor) for name, tensor in inputs.items()}
-    got = check(poisoned_call, views, options | {"return_lse": True}, backward=False)
+    got = check(call, views, options | {"return_lse": True}, backward=False)
     for name, tensor in got.items():
         assert not tensor.isnan().any(), name
 
@@ -62,16 +71,71 @@ def test_every_edge_of_queries_and_keys(head_dim: int, band: str, device: str) -
         keys, dtype = EDGES[(7 * i + 3) % len(EDGES)], HALF[i % 2]
         inputs = make_inputs((1, 2, queries, head_dim), (1, 1, keys, head_dim), dtype=dtype, device=device)
         check_inside_nan(inputs, BANDS[band])
+        check_inside_nan(inputs, BANDS[band], crowded_call)
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_every_edge_of_many_keys(head_dim: int, device: str) -> None:
-    """Up to head dim 128 other tiles than those of few keys."""
+    """In tiles of many queries, in tiles of few, and with the keys of a tile split over blocks."""
+    kernels = set()
     for i, keys in enumerate(LONG):
         queries, dtype = EDGES[(7 * i + 3) % len(EDGES)], HALF[i % 2]
         inputs = make_inputs((1, 2, queries, head_dim), (1, 2, keys, head_dim), dtype=dtype, device=device)
-        assert flash_ext.explain(**inputs).forward.block_m == (192 if head_dim <= 128 else 128)
-        check_inside_nan(inputs, {})
+        for call, heads in ((poisoned_call, 1), (crowded_call, 140)):
+            crowd = {name: tensor.expand(heads, -1, -1, -1) for name, tensor in inputs.items()}
+            plan = flash_ext.explain(**crowd).forward
+            kernels.add((plan.kernel, plan.block_m))
+            check_inside_nan(inputs, {}, call)
+    many = {("sm90.forward", 192)} if head_dim <= 128 else set()
+    assert kernels == {("sm90.forward", 128), ("sm90.forward.split", 128)} | many
+
+
+def decoding(batch: int, heads: int, groups: int, keys: int, head_dim: int, dtype: torch.dtype, device: str) -> Inputs:
+    return make_inputs(
+        (batch, heads, 1, head_dim), (batch, heads // groups, keys, head_dim), dtype=dtype, device=device
+    )
+
+
+@pytest.mark.parametrize("band", BANDS)
+@pytest.mark.parametrize("head_dim", [72, *HEAD_DIMS])
+def test_one_query(head_dim: int, band: str, device: str) -> None:
+    """Heads of a group are queries of one head, keys are split over blocks or not."""
+    splits = set()
+    for i, keys in enumerate((1, 17, 127, 128, 129, 700, 2048, 5001)):
+        for batch, heads, groups in ((1, 8, 1), (3, 8, 8), (2, 32, 4), (70, 4, 2)):
+            inputs = decoding(batch, heads, groups, keys, head_dim, HALF[i % 2], device)
+            if batch < 70:
+                inputs = {name: inside_nan(tensor) for name, tensor in inputs.items()}
+            splits.add(flash_ext.explain(**inputs, **BANDS[band]).forward.splits)
+            check(poisoned_call, inputs, BANDS[band] | {"return_lse": True}, backward=False)
+    assert len(splits) > 2 or band in ("causal", "sliding", "window")
+
+
+def test_one_query_in_every_run_and_graph(device: str) -> None:
+    """The same bits: parts are joined in one order."""
+    inputs = decoding(2, 32, 4, 9000, 128, torch.bfloat16, device)
+    assert flash_ext.explain(**inputs).forward.splits > 4
+    first = forward(inputs)
+    for run in range(19):
+        assert_same_bits(forward(inputs), first, run)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = forward(inputs)
+    for name, tensor in decoding(2, 32, 4, 9000, 128, torch.bfloat16, device).items():
+        inputs[name].copy_(tensor)
+    graph.replay()
+    assert_same_bits(captured, forward(inputs), "replay")
+    assert not torch.equal(captured[0], first[0])
+
+
+def test_parts_without_keys(device: str) -> None:
+    """A causal head alone: tiles of few keys have fewer parts than those of many; rows without keys have none."""
+    for head_dim in HEAD_DIMS:
+        for length, keys in ((4096, 4096), (3000, 2000)):
+            inputs = make_inputs((1, 1, length, head_dim), (1, 1, keys, head_dim), dtype=torch.bfloat16, device=device)
+            options = {"causal": True, "align": "bottom_right"}
+            assert flash_ext.explain(**inputs, **options).forward.splits > 1
+            check(poisoned_call, inputs, options | {"return_lse": True}, backward=False)
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=name_of)
@@ -116,8 +180,9 @@ def test_more_tiles_than_multiprocessors(length: int, band: str, device: str) ->
                 inputs["query"][b : b + 1, h : h + 1],
                 *(inputs[name][b : b + 1, h // 4 : h // 4 + 1] for name in ("key", "value")),
             )
-            alone = forward({"query": q, "key": k, "value": v}, **BANDS[band])
-            assert_same_bits((whole[0][b, h], whole[1][b, h]), (alone[0][0, 0], alone[1][0, 0]), (head_dim, b, h))
+            crowd = {"query": q.expand(140, -1, -1, -1), "key": k, "value": v}
+            alone = forward(crowd, **BANDS[band])
+            assert_same_bits((whole[0][b, h], whole[1][b, h]), (alone[0][9, 0], alone[1][9, 0]), (head_dim, b, h))
 
 
 @pytest.mark.fuzz
@@ -223,7 +288,8 @@ def test_nan_and_infinities_are_not_hidden(device: str) -> None:
 
 
 def test_allocates_nothing_but_its_results(device: str) -> None:
-    q = rand(2, 4, 1024, 128, dtype=torch.bfloat16, device=device)
+    q = rand(4, 16, 1024, 128, dtype=torch.bfloat16, device=device)
+    assert flash_ext.explain(q, q, q).forward.scratch_bytes == 0
     flash_ext.attention(q, q, q)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

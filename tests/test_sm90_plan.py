@@ -79,7 +79,9 @@ def test_plan(length: int, causal: bool, head_dim: int, dtype: torch.dtype) -> N
     assert forward.on_chip_bytes <= forward.on_chip_limit == 227 * 1024
     warpgroups = forward.block_m // 64
     assert 128 * (forward.producer_registers + warpgroups * forward.registers) <= 65536
-    tiles = 2 * 16 * -(-length // forward.block_m)
+    assert forward.splits == 1
+    # One query of a group's heads are queries of one head.
+    tiles = 2 * (4 if length == 1 else 16) * -(-length // forward.block_m)
     assert forward.waves == pytest.approx(tiles / MULTIPROCESSORS, abs=1e-6)
     assert forward.grid == min(tiles, MULTIPROCESSORS)
     assert 1 <= forward.l2_section <= 8
@@ -176,7 +178,7 @@ def test_tiles_that_differ_are_counted() -> None:
 
 def test_few_keys_have_smaller_tiles() -> None:
     def tile(length: int, head_dim: int, **options: Any) -> tuple[int, int]:
-        q = half(1, 16, length, head_dim)
+        q = half(8, 16, length, head_dim)
         forward = explain(q, q, **options).forward
         return forward.block_m, forward.block_n
 
@@ -184,6 +186,30 @@ def test_few_keys_have_smaller_tiles() -> None:
     assert tile(2048, 128) == tile(4096, 128, causal=True) == (192, 80)
     assert tile(512, 64) == tile(1024, 64, causal=True) == (256, 64) and tile(1024, 64) == (192, 128)
     assert tile(1024, 256) == tile(16384, 256)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_keys_are_split_where_tiles_are_few(head_dim: int) -> None:
+    def plan(batch: int, heads: int, queries: int, keys: int, **options: Any) -> tuple[int, int]:
+        q, k = half(batch, heads, queries, head_dim), half(batch, heads // 4 or 1, keys, head_dim)
+        whole = explain(q, k, **options)
+        forward = whole.forward
+        split = forward.splits > 1
+        assert forward.kernel == ("sm90.forward.split" if split else "sm90.forward")
+        assert (f"{forward.splits} parts of {forward.split_keys:,} keys" in str(whole)) == split
+        if split:
+            assert forward.scratch_bytes == 4 * forward.splits * batch * heads * queries * (head_dim + 1)
+            assert (forward.splits - 1) * forward.split_keys < keys <= forward.splits * forward.split_keys
+        return forward.splits, forward.grid
+
+    splits, grid = plan(1, 32, 1, 16384)
+    assert splits * 8 == grid and 100 < grid <= 132  # a tile is the four heads of a group
+    assert plan(16, 32, 1, 16384) == (1, 128) and plan(64, 32, 1, 16384) == (1, 132)
+    assert plan(1, 1, 8192, 8192, causal=True)[0] > 1
+    assert plan(4, 16, 4096, 4096)[0] == 1
+    assert plan(1, 32, 1, 64)[0] == 1
+    # The last keys that one query sees, of many.
+    assert plan(1, 32, 1, 65536, window=(100, 0), align="bottom_right")[0] == 1
 
 
 def test_scattered_columns_are_no_obstacle() -> None:

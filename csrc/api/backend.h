@@ -37,7 +37,9 @@ struct Plan {
   int64_t block_m = 0, block_n = 0;  // queries, keys
   int stages = 0;                    // 0 where the notion does not exist
   bool small_tiles = false;          // of a backend that has two tiles for a pass, the smaller
-  Use on_chip[9];                    // shared memory (CPU: cache) by what it holds; ends at the first null name
+  int splits = 0;       // parts of a tile's keys, each the work of a block; 0 where the notion does not exist
+  int split_tiles = 0;  // tiles of keys a part
+  Use on_chip[9];       // shared memory (CPU: cache) by what it holds; ends at the first null name
   int64_t on_chip_limit = 0;
   int64_t scratch_bytes = 0;  // memory beside inputs and outputs
   int64_t grid = 0;           // work items

@@ -10,6 +10,7 @@
 #include "api/dispatch.h"
 #include "api/problem.h"
 #include "api/signatures.h"
+#include "attention/fold_heads.h"
 
 namespace flash_ext {
 namespace {
@@ -43,7 +44,9 @@ std::string json(const std::string& backend, const Plan& plan) {
          field("grid", plan.grid) + field("waves", plan.waves) + field("registers", plan.registers) +
          field("producer_registers", plan.producer_registers) + field("local_bytes", plan.local_bytes) +
          field("static_bytes", plan.static_bytes) + field("resident_blocks", plan.resident_blocks) +
-         field("occupancy", plan.occupancy) + field("l2_section", plan.l2_section) + "}";
+         field("occupancy", plan.occupancy) + field("l2_section", plan.l2_section) +
+         field("splits", std::max(plan.splits, 1)) +
+         field("split_keys", plan.splits > 1 ? plan.split_tiles * plan.block_n : 0) + "}";
 }
 
 c10::Device planned_device(const Tensor& query, std::string_view device) {
@@ -124,6 +127,7 @@ std::string explain(const Inputs& in, const Options& options, std::string_view d
   ProblemBuilder builder(in, options, shape);
   add_inputs(builder, forward, handed_over, shape);
   builder.finish(forward.problem);
+  fold_heads(forward);
   const BackwardArgs backward = planned_backward(in, handed_over, options, shape, wanted);
 
   std::string plans, refused, copies;

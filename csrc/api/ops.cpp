@@ -17,12 +17,11 @@
 #include "api/problem.h"
 #include "api/schemas.h"
 #include "api/signatures.h"
+#include "attention/fold_heads.h"
 #include "flash_ext_build_info.h"
 
 namespace flash_ext {
 namespace {
-
-using std::nullopt;
 
 // ---- allocation -----------------------------------------------------------------------------------------------------
 
@@ -123,6 +122,7 @@ ForwardResult forward_with_rng_state(c10::DispatchKeySet, const Inputs& in, cons
   add_inputs(builder, args, gathered.has_value() ? *gathered : in, shape);
   builder.add(args.out, result.out, shape.heads_q, shape.len_q, shape.head_dim_v);
   builder.finish(args.problem);
+  fold_heads(args);
   const DeviceInfo device = device_info(in.query.device());
   const auto name = options.backend.has_value() ? options.backend : requested_backend();
   if (const Backend* backend = select_backend(args, device, name)) {

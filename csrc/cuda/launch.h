@@ -64,6 +64,26 @@ void launch(void (*kernel)(Params...), dim3 grid, int threads, int64_t shared_by
   check(cudaGetLastError(), "kernel launch");
 }
 
+// The same as a dependent of the kernel launched before it on this stream (compute capability 9.0): it may begin before
+// that one has ended and waits for its results itself, by cudaGridDependencySynchronize(). What was launched earlier
+// has ended, because that one was launched by launch() or has waited in its turn.
+template <class... Params, class... Args>
+void launch_dependent(void (*kernel)(Params...), dim3 grid, int threads, int64_t shared_bytes, void* stream,
+                      const Args&... args) {
+  allow_shared(reinterpret_cast<const void*>(kernel), shared_bytes);
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  check(cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...), "kernel launch");
+}
+
 // A one-dimensional grid of `items` blocks; beyond 2^31 - 1 a kernel would have to loop.
 inline dim3 grid_of(int64_t items) {
   if (items > INT32_MAX) throw std::runtime_error("flash_ext: more than 2^31 - 1 tiles in one call");

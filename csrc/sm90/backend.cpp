@@ -124,12 +124,18 @@ const char* schedule_name(Schedule schedule, bool counted) {
 
 Plan plan_forward(const Problem& problem, const DeviceInfo& device) {
   const int head_dim = instance_of(problem, Pass::kForward).head_dim;
-  const ForwardShape shape = forward_shape(head_dim, has_few_keys(problem, head_dim));
+  const auto [tiles, splits] = choose_tiles(problem, head_dim, device.multiprocessors);
+  const ForwardShape shape = forward_shape(head_dim, tiles);
   const ForwardSmem smem = forward_smem(shape, head_dim);
-  const ForwardOrder order = forward_order(problem, shape.block_m(), device.multiprocessors);
+  const ForwardOrder order = tiles == Tiles::kSplit
+                                 ? split_order(problem, shape.block_m(), splits, device.multiprocessors)
+                                 : forward_order(problem, shape.block_m(), device.multiprocessors);
   Plan plan;
-  plan.kernel = "sm90.forward";
+  plan.kernel = splits.count > 1 ? "sm90.forward.split" : "sm90.forward";
   plan.schedule = schedule_name(shape.schedule, order.counted);
+  plan.small_tiles = tiles == Tiles::kFew;
+  plan.splits = splits.count;
+  plan.split_tiles = splits.tiles;
   plan.block_m = shape.block_m();
   plan.block_n = shape.block_n;
   plan.stages = shape.stages;
@@ -139,12 +145,13 @@ Plan plan_forward(const Problem& problem, const DeviceInfo& device) {
   plan.on_chip[3] = {"barriers", smem.total - kTileAlign - smem.works};
   plan.on_chip[4] = {"alignment", kTileAlign};
   plan.on_chip_limit = device.shared_memory_per_block;
-  plan.scratch_bytes = order.counted ? kCounterBytes : 0;
+  plan.scratch_bytes = order.counted ? kCounterBytes : split_scratch_bytes(problem, splits);
   plan.registers = shape.consumer_registers();
   plan.producer_registers = shape.producer_registers();
   plan.occupancy = shape.threads() / 2048.0;  // one block a multiprocessor
   plan.grid = order.grid;
-  if (device.multiprocessors > 0) plan.waves = static_cast<double>(order.schedule.size()) / device.multiprocessors;
+  const auto items = static_cast<double>(order.schedule.size() * std::max(splits.count, 1));
+  if (device.multiprocessors > 0) plan.waves = items / device.multiprocessors;
   plan.l2_section = std::min(order.schedule.section, order.schedule.kv_heads);
   return plan;
 }
@@ -219,8 +226,12 @@ Plan plan(const Problem& problem, Pass pass, const DeviceInfo& device) {
 }
 
 void forward(const ForwardArgs& args, const Plan& plan, void* workspace) {
-  const int grid = static_cast<int>(std::min<int64_t>(plan.grid, INT32_MAX));
-  instance_of(args.problem, Pass::kForward).run_forward(args, grid, workspace);
+  const ForwardLaunch how = {.tiles = plan.splits > 0    ? Tiles::kSplit
+                                      : plan.small_tiles ? Tiles::kFew
+                                                         : Tiles::kMany,
+                             .splits = {plan.splits, plan.split_tiles},
+                             .grid = static_cast<int>(std::min<int64_t>(plan.grid, INT32_MAX))};
+  instance_of(args.problem, Pass::kForward).run_forward(args, how, workspace);
 }
 
 void backward(const BackwardArgs& args, const Plan& plan, void* workspace) {

@@ -295,6 +295,8 @@ __global__ void __launch_bounds__(Traits::kShape.threads, 1)
       prefetch_map(&map->map);
     }
   }
+  cudaTriggerProgrammaticLaunchCompletion();
+  cudaGridDependencySynchronize();  // prepare's numbers
   __syncthreads();
   // The same in all lanes, and the compiler knows.
   const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);

@@ -40,6 +40,7 @@ struct QueryTile {
 template <class Traits>
 __global__ void __launch_bounds__(kRowThreads) prepare_kernel(const __grid_constant__ BackwardArgs args, float* stats,
                                                               float* bounds, float* dq_accum, int m_blocks) {
+  cudaTriggerProgrammaticLaunchCompletion();
   using T = typename Traits::T;
   constexpr int kLanes = Traits::kHeadDim / 8, kRows = kRowThreads / kLanes, kSteps = Traits::kBlockM / kRows;
   const Problem& problem = args.fwd.problem;
@@ -103,6 +104,7 @@ __global__ void __launch_bounds__(kRowThreads) prepare_kernel(const __grid_const
 template <class Traits>
 __global__ void __launch_bounds__(kRowThreads)
     finish_kernel(const __grid_constant__ BackwardArgs args, const float* dq_accum, int m_blocks) {
+  cudaGridDependencySynchronize();
   using T = typename Traits::T;
   constexpr int kWarps = kRowThreads / 32, kChunk = 16 * kPanelCols;  // numbers
   static_assert(Traits::kDqCols == kPanelCols && Traits::kBlockM * Traits::kHeadDim == kWarps * kChunk);

@@ -170,6 +170,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) keys_kernel(const __grid_
     }
     fence_barrier_init();
   }
+  cudaTriggerProgrammaticLaunchCompletion();
+  cudaGridDependencySynchronize();  // prepare's numbers
   __syncthreads();
   const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);
   if (warpgroup == 0) {
@@ -322,6 +324,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) queries_kernel(const __gr
     init(tiles.v(), 1);
     fence_barrier_init();
   }
+  cudaTriggerProgrammaticLaunchCompletion();
+  cudaGridDependencySynchronize();  // prepare's numbers
   __syncthreads();
   const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);
   if (warpgroup == 0) {

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
 
 #include "attention/band.h"
 #include "attention/portable.h"
@@ -27,6 +28,7 @@ struct ForwardShape {
   int q_stages;   // 2: the next tile's Q arrives during this one, and out leaves through Q's stage
   Schedule schedule;
   int split;  // columns of S whose maximum is taken before the first exponential; the others' is taken meanwhile
+  bool shares_keys = false;  // the keys of a tile of queries may be several blocks', see splits.h
 
   constexpr int block_m() const { return consumers * 64; }
   constexpr int threads() const { return (consumers + 1) * 128; }
@@ -38,12 +40,25 @@ struct ForwardShape {
   constexpr bool operator==(const ForwardShape&) const = default;
 };
 
-// Many keys: tiles of 192 queries read K and V least often. Few keys: smaller tiles waste less on the diagonal, at the
-// ends of rows and on the last round of the grid. See docs/hopper-forward.md for what else was measured.
-constexpr ForwardShape forward_shape(int head_dim, bool few_keys) {
-  if (head_dim <= 64 && few_keys) return {4, 64, 4, 2, Schedule::kOverlap, 64};
+// Which tiles a call gets.
+enum class Tiles : uint8_t {
+  kMany,   // keys: tiles of 192 queries read K and V least often
+  kFew,    // keys: smaller tiles waste less on the diagonal, at the ends of rows and on the last round of the grid
+  kSplit,  // few queries: small tiles and deep rings, because loads of K and V take the time, and one more axis: keys
+};
+
+// See docs/hopper-forward.md for what else was measured.
+constexpr ForwardShape forward_shape(int head_dim, Tiles tiles) {
+  if (tiles == Tiles::kSplit) {
+    if (head_dim <= 64) return {3, 128, 6, 1, Schedule::kPingPong, 128, true};
+    if (head_dim <= 128) return {2, 128, 3, 1, Schedule::kOverlap, 32, true};
+    if (head_dim <= 192) return {2, 64, 3, 1, Schedule::kPingPong, 32, true};
+    return {2, 64, 2, 1, Schedule::kPingPong, 32, true};
+  }
+  const bool few = tiles == Tiles::kFew;
+  if (head_dim <= 64 && few) return {4, 64, 4, 2, Schedule::kOverlap, 64};
   if (head_dim <= 64) return {3, 128, 3, 2, Schedule::kPingPong, 128};
-  if (head_dim <= 128 && few_keys) return {2, 128, 2, 2, Schedule::kOverlap, 32};
+  if (head_dim <= 128 && few) return {2, 128, 2, 2, Schedule::kOverlap, 32};
   if (head_dim <= 96) return {3, 96, 2, 2, Schedule::kPingPong, 96};
   if (head_dim <= 128) return {3, 80, 2, 2, Schedule::kOverlap, 80};
   if (head_dim <= 192) return {2, 96, 2, 1, Schedule::kPingPong, 48};
@@ -106,8 +121,10 @@ constexpr ForwardSmem forward_smem(ForwardShape shape, int head_dim) {
 
 constexpr int kSharedMemoryLimit = 227 * 1024;  // of one block on 9.0
 constexpr bool fits(int head_dim) {
-  return forward_smem(forward_shape(head_dim, false), head_dim).total <= kSharedMemoryLimit &&
-         forward_smem(forward_shape(head_dim, true), head_dim).total <= kSharedMemoryLimit;
+  for (const Tiles tiles : {Tiles::kMany, Tiles::kFew, Tiles::kSplit}) {
+    if (forward_smem(forward_shape(head_dim, tiles), head_dim).total > kSharedMemoryLimit) return false;
+  }
+  return true;
 }
 static_assert(fits(64) && fits(96) && fits(128) && fits(192) && fits(256));
 

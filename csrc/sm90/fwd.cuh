@@ -63,7 +63,7 @@ __device__ __forceinline__ void load_tile(const Ring<kBytes>& ring, int i, const
 // the same way from one tile of queries to the next.
 template <class Traits>
 __device__ __forceinline__ void produce(const ForwardParams& params, const typename Traits::Rings& rings) {
-  constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kConsumers = Traits::kConsumers;
+  constexpr int kBlockN = Traits::kBlockN, kConsumers = Traits::kConsumers;
   typename Traits::QPlace q;
   typename Traits::KvPlace k, v;
   typename Traits::WorkPlace w;
@@ -103,7 +103,7 @@ __device__ __forceinline__ void produce(const ForwardParams& params, const typen
   // A tile, told to the consumers.
   const auto tell = [&](uint32_t linear) {
     Work work = {};
-    if (linear < params.tiles) work = Work::at<kBlockM, kBlockN>(params, linear);
+    if (linear < params.tiles) work = Work::at<Traits>(params, linear);
     barrier_wait(rings.works.empty(w.stage), w.phase ^ 1);
     store_shared(rings.works.tile(w.stage), work);
     barrier_arrive(rings.works.full(w.stage));
@@ -114,6 +114,7 @@ __device__ __forceinline__ void produce(const ForwardParams& params, const typen
   Work work = tell(linear), next = {};
   load_k(work, work.last_n - 1);
   load_q(work);
+  if (params.counter != nullptr) cudaGridDependencySynchronize();  // it is zero from here on
   while (work.any()) {
     // Late, so that a counter finds who is free, and early enough for Q to be in L2 when its stage is empty.
     const int ask_n = min(work.first_n + 2, work.last_n - 1);
@@ -238,16 +239,17 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const typen
     __syncwarp();
     if (lane == 0) barrier_arrive(rings.works.empty(w.stage));
     const int row = done.first_query + consumer * 64 + warp_row;
-    const int64_t lse_row = static_cast<int64_t>(done.b1 * params.inner_batch + done.b0) * params.heads_q + done.head;
+    const bool is_part = Traits::kShape.shares_keys && params.parts.splits.count > 1;
+    float* const lse_rows =
+        (is_part ? params.parts.lse + done.part * params.parts.rows : params.lse) + done.row(params, 0);
     float inverse[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float sum = softmax.total(half);
       const int query = row + lane / 4 + 8 * half;
       inverse[half] = sum == 0.f ? 0.f : 1.f / sum;
-      if (params.lse != nullptr && lane % 4 == 0 && query < params.len_q) {
-        const float lse = sum == 0.f ? kMinusInf : softmax.row_max[half] * params.scale + logf(sum);
-        params.lse[lse_row * params.len_q + query] = lse;
+      if ((is_part || params.lse != nullptr) && lane % 4 == 0 && query < params.len_q) {
+        lse_rows[query] = sum == 0.f ? kMinusInf : softmax.row_max[half] * params.scale + logf(sum);
       }
     }
     scale_rows<kHeadDim>(o_acc, inverse);
@@ -256,6 +258,10 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const typen
       // All four warps have finished with Q; its stage belongs to out now.
       named_barrier_sync(kTurnBarrier + kConsumers + consumer, 128);
       stage_out<T, kHeadDim>(o_acc, rings.q.tile(index), warp_row, params.out.map, at);
+    } else if (is_part) {
+      const Parts& parts = params.parts;
+      float* const rows = parts.out + (done.part * parts.rows + done.row(params, 0)) * parts.cols;
+      write_part<kHeadDim>(o_acc, rows, parts.cols, row, params.len_q);
     } else {
       write_out<T, kHeadDim>(o_acc, params.out_view, done.head, done.b0, done.b1, row, params.len_q);
     }
@@ -387,10 +393,26 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const typen
   hand_back(done_index);
 }
 
+// True where this block's part of a tile has no key: says so to combine.
+template <class Traits>
+__device__ __forceinline__ bool skip_part(const ForwardParams& params) {
+  const Work work = Work::at<Traits>(params, blockIdx.x);
+  if (work.any()) return false;
+  const int query = work.first_query + static_cast<int>(threadIdx.x);
+  if (threadIdx.x < Traits::kBlockM && query < params.len_q) {
+    params.parts.lse[work.part * params.parts.rows + work.row(params, query)] = kMinusInf;
+  }
+  return true;
+}
+
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kShape.threads(), 1)
     forward_kernel(const __grid_constant__ ForwardParams params) {
   constexpr ForwardShape kShape = Traits::kShape;
+  if constexpr (kShape.shares_keys) {
+    cudaTriggerProgrammaticLaunchCompletion();  // combine may take its place; it waits for the end of this grid
+    if (skip_part<Traits>(params)) return;
+  }
   extern __shared__ char smem[];
   const uint32_t base = (shared_address(smem) + kTileAlign - 1) & ~(kTileAlign - 1);
   const typename Traits::Rings rings = Traits::rings(base);

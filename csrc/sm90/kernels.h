@@ -5,12 +5,20 @@
 #pragma once
 
 #include "attention/args.h"
+#include "sm90/splits.h"
 
 namespace flash_ext::sm90 {
 
-// grid: of forward_order (config.h). counter: device memory where that order is counted.
+// What a forward's plan says of its launch. grid: of forward_order (config.h) or split_order (splits.h).
+struct ForwardLaunch {
+  Tiles tiles;
+  Splits splits;  // of Tiles::kSplit
+  int grid;
+};
+
+// workspace: of plan().scratch_bytes.
 template <DType kDType, int kHeadDim>
-void run_forward(const ForwardArgs& args, int grid, void* counter);
+void run_forward(const ForwardArgs& args, const ForwardLaunch& how, void* workspace);
 
 template <DType kDType, int kHeadDim>
 int64_t backward_scratch_bytes(const Problem& problem);
@@ -21,7 +29,7 @@ void run_backward(const BackwardArgs& args, int64_t grid, void* workspace);
 struct Instance {
   DType dtype;
   int head_dim;  // serves smaller ones, too: columns beyond the tensor's read as zeros
-  void (*run_forward)(const ForwardArgs& args, int grid, void* counter);
+  void (*run_forward)(const ForwardArgs& args, const ForwardLaunch& how, void* workspace);
   int64_t (*backward_scratch_bytes)(const Problem& problem) = nullptr;  // null, as the next: it has no backward
   void (*run_backward)(const BackwardArgs& args, int64_t grid, void* workspace) = nullptr;
 };

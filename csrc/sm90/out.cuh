@@ -1,8 +1,8 @@
-// How out leaves a warp: 16 rows of an accumulator, already divided by the row sums, as 16-bit numbers to global
-// memory.
+// How out leaves a warp: 16 rows of an accumulator, already divided by the row sums, to global memory.
 //
-//   stage_out   through 16 rows of a tile in shared memory and by TMA, which leaves out what is outside of the tensor
-//   write_out   from registers, 64 bytes of a row an instruction, where shared memory has no room
+//   stage_out   as 16-bit numbers, through 16 rows of a tile in shared memory and by TMA, which leaves out what is
+//   outside of the tensor write_out   the same from registers, 64 bytes of a row an instruction, where shared memory
+//   has no room write_part  as floats, for combine to join with those of other keys
 //
 // Called by fwd.cuh. Invariant: all lanes of the warp call; stage_out returns before its tile has been read.
 #pragma once
@@ -64,6 +64,24 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&x)[4]) {
       const uint32_t other = __shfl_xor_sync(~0u, high ? x[i] : x[i + bit], bit);
       x[i] = high ? other : x[i];
       x[i + bit] = high ? x[i + bit] : other;
+    }
+  }
+}
+
+// rows: of the sequence's first query, cols floats each. row: of the warp's first row.
+template <int kHeadDim>
+__device__ __forceinline__ void write_part(const float (&o_acc)[kHeadDim / 2], float* rows, int cols, int row,
+                                           int len_q) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int query = row + lane / 4 + 8 * half;
+    float* const to = rows + static_cast<int64_t>(query) * cols + 2 * (lane % 4);
+#pragma unroll
+    for (int n = 0; n < kHeadDim / 8; ++n) {
+      if (query < len_q && 8 * n < cols) {
+        *reinterpret_cast<float2*>(to + 8 * n) = make_float2(o_acc[4 * n + 2 * half], o_acc[4 * n + 2 * half + 1]);
+      }
     }
   }
 }

@@ -51,7 +51,7 @@ void launch_backward(const BackwardArgs& args, int64_t grid, void* workspace) {
   const auto clamp = [](int64_t x) { return static_cast<int>(std::clamp<int64_t>(x, -kFar, kFar)); };
   BackwardParams params;
   const auto map = [&](const TensorView& view, int64_t heads, int64_t rows, int64_t cols, int box_rows) {
-    return make_tensor_map(problem, view, heads, rows, cols, box_rows);
+    return make_tensor_map(problem, view, heads, rows, cols, box_rows, Promotion::k256);
   };
   constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN;
   params.q = map(args.fwd.q, problem.heads_q, problem.len_q, problem.head_dim, kBlockM);
@@ -92,8 +92,10 @@ void launch_backward(const BackwardArgs& args, int64_t grid, void* workspace) {
   const dim3 query_tiles = cuda::grid_of(heads * params.m_blocks);
   cuda::launch(prepare_kernel<Rows>, query_tiles, kRowThreads, 0, args.fwd.stream, args, scratch.stats, scratch.bounds,
                is_stored ? nullptr : scratch.dq, params.m_blocks);
-  cuda::launch(backward_kernel<Traits>, blocks, Traits::kShape.threads, Traits::kSmem.total, args.fwd.stream, params);
-  cuda::launch(finish_kernel<Rows>, query_tiles, kRowThreads, 0, args.fwd.stream, args, scratch.dq, params.m_blocks);
+  cuda::launch_dependent(backward_kernel<Traits>, blocks, Traits::kShape.threads, Traits::kSmem.total, args.fwd.stream,
+                         params);
+  cuda::launch_dependent(finish_kernel<Rows>, query_tiles, kRowThreads, 0, args.fwd.stream, args, scratch.dq,
+                         params.m_blocks);
 }
 
 }  // namespace flash_ext::sm90

@@ -62,7 +62,7 @@ void launch_wide(const BackwardArgs& args, void* workspace) {
   const auto clamp = [](int64_t x) { return static_cast<int>(std::clamp<int64_t>(x, -kFar, kFar)); };
   WideParams params;
   const auto map = [&](const TensorView& view, int64_t heads, int64_t rows, int64_t cols, int box_rows) {
-    return make_tensor_map(problem, view, heads, rows, cols, box_rows);
+    return make_tensor_map(problem, view, heads, rows, cols, box_rows, Promotion::k256);
   };
   params.q = map(args.fwd.q, problem.heads_q, problem.len_q, problem.head_dim, kBlock);
   params.d_out = map(args.d_out, problem.heads_q, problem.len_q, problem.head_dim_v, kBlock);
@@ -101,10 +101,10 @@ void launch_wide(const BackwardArgs& args, void* workspace) {
   }
   cuda::launch(prepare_kernel<Rows>, cuda::grid_of(heads * m_blocks), kRowThreads, 0, args.fwd.stream, args, stats,
                bounds, static_cast<float*>(nullptr), m_blocks);
-  cuda::launch(keys_kernel<Traits>, cuda::grid_of(params.keys.size()), Traits::kThreads, Traits::kKeys.total,
-               args.fwd.stream, params);
-  cuda::launch(queries_kernel<Traits>, cuda::grid_of(params.queries.size()), Traits::kThreads, Traits::kQueries.total,
-               args.fwd.stream, params);
+  cuda::launch_dependent(keys_kernel<Traits>, cuda::grid_of(params.keys.size()), Traits::kThreads, Traits::kKeys.total,
+                         args.fwd.stream, params);
+  cuda::launch_dependent(queries_kernel<Traits>, cuda::grid_of(params.queries.size()), Traits::kThreads,
+                         Traits::kQueries.total, args.fwd.stream, params);
 }
 
 }  // namespace flash_ext::sm90

@@ -1,5 +1,5 @@
-// From the types of kernels.h to those of the kernels: parameters, tensor maps, which of the two shapes of a head
-// dimension is launched.
+// From the types of kernels.h to those of the kernels: parameters, tensor maps, which of the shapes of a head
+// dimension is launched, and combine behind it.
 // Called by backend.cpp through kernels.h; instantiated by generated units (fwd.cu.in).
 #pragma once
 
@@ -7,29 +7,40 @@
 #include <type_traits>
 
 #include "attention/args.h"
+#include "cuda/combine.h"
 #include "cuda/launch.h"
 #include "sm90/fwd.cuh"
 #include "sm90/kernels.h"
 
 namespace flash_ext::sm90 {
 
-// grid: forward_order's, blocks of which all run at once. counter: kCounterBytes where the order is counted.
+// NOTE: a memset is a kernel of its own, whose end the next one waits for; behind this one it begins at once.
+static __global__ void clear_kernel(uint32_t* counter) {
+  cudaTriggerProgrammaticLaunchCompletion();
+  *counter = 0;
+}
+
+// workspace: the counter where the order is counted, the parts where keys are split.
 template <class Traits>
-void launch_forward(const ForwardArgs& args, int grid, void* counter) {
+void launch_forward(const ForwardArgs& args, const ForwardLaunch& how, void* workspace) {
   constexpr int kFar = 1 << 30;  // lengths from here on are refused
   const Problem& problem = args.problem;
   const Band band = make_band(problem);
   const auto clamp = [](int64_t x) { return static_cast<int>(std::clamp<int64_t>(x, -kFar, kFar)); };
-  const ForwardOrder order = forward_order(problem, Traits::kBlockM, grid);
+  const ForwardOrder order = how.tiles == Tiles::kSplit ? split_order(problem, Traits::kBlockM, how.splits, how.grid)
+                                                        : forward_order(problem, Traits::kBlockM, how.grid);
   ForwardParams params;
-  params.q = make_tensor_map(problem, args.q, problem.heads_q, problem.len_q, problem.head_dim, 64);
-  params.k = make_tensor_map(problem, args.k, problem.heads_k, problem.len_k, problem.head_dim, Traits::kBlockN);
-  params.v = make_tensor_map(problem, args.v, problem.heads_v, problem.len_k, problem.head_dim_v, Traits::kBlockN);
-  params.out = make_tensor_map(problem, args.out, problem.heads_q, problem.len_q, problem.head_dim_v, 16);
+  const auto map = [&](const TensorView& view, int64_t heads, int64_t rows, int64_t cols, int box_rows) {
+    return make_tensor_map(problem, view, heads, rows, cols, box_rows, Promotion::k128);
+  };
+  params.q = map(args.q, problem.heads_q, problem.len_q, problem.head_dim, 64);
+  params.k = map(args.k, problem.heads_k, problem.len_k, problem.head_dim, Traits::kBlockN);
+  params.v = map(args.v, problem.heads_v, problem.len_k, problem.head_dim_v, Traits::kBlockN);
+  params.out = map(args.out, problem.heads_q, problem.len_q, problem.head_dim_v, 16);
   params.out_view = make_out_view(problem, args.out);
   params.schedule = order.schedule;
   params.band = {clamp(band.lower), clamp(band.upper), static_cast<int>(problem.len_k)};
-  params.tiles = cuda::grid_of(order.schedule.size()).x;
+  params.tiles = cuda::grid_of(order.schedule.size() * std::max(how.splits.count, 1)).x;
   params.len_q = static_cast<int>(problem.len_q);
   params.group_k = static_cast<int>(problem.heads_q / problem.heads_k);
   params.group_v = static_cast<int>(problem.heads_q / problem.heads_v);
@@ -38,23 +49,41 @@ void launch_forward(const ForwardArgs& args, int grid, void* counter) {
   params.scale = static_cast<float>(problem.scale);
   params.to_log2 = static_cast<float>(problem.scale * 1.4426950408889634);
   params.lse = static_cast<float*>(args.lse);
-  params.counter = order.counted ? static_cast<uint32_t*>(counter) : nullptr;
-  if (order.counted) {
-    cuda::check(cudaMemsetAsync(counter, 0, sizeof(uint32_t), static_cast<cudaStream_t>(args.stream)), "memset");
+  params.counter = order.counted ? static_cast<uint32_t*>(workspace) : nullptr;
+  params.parts = {};
+  params.parts.splits = how.splits;
+  if (how.splits.count > 1) {
+    params.parts.rows = problem.batch * problem.heads_q * problem.len_q;
+    params.parts.cols = static_cast<int>(problem.head_dim_v);
+    params.parts.out = static_cast<float*>(workspace);
+    params.parts.lse = params.parts.out + how.splits.count * part_elements(problem);
   }
-  cuda::launch(forward_kernel<Traits>, cuda::grid_of(order.grid), Traits::kShape.threads(), Traits::kSmem.total,
-               args.stream, params);
+  const auto launch = [&](const auto& how_to) {
+    how_to(forward_kernel<Traits>, cuda::grid_of(order.grid), Traits::kShape.threads(), Traits::kSmem.total,
+           args.stream, params);
+  };
+  if (!order.counted) return launch([](const auto&... x) { cuda::launch(x...); });
+  cuda::launch(clear_kernel, dim3(1), 1, 0, args.stream, params.counter);
+  launch([](const auto&... x) { cuda::launch_dependent(x...); });
 }
 
 template <DType kDType, int kHeadDim>
-void run_forward(const ForwardArgs& args, int grid, void* counter) {
+void run_forward(const ForwardArgs& args, const ForwardLaunch& how, void* workspace) {
   using T = std::conditional_t<kDType == DType::kFloat16, __half, __nv_bfloat16>;
-  constexpr ForwardShape kFew = forward_shape(kHeadDim, true), kMany = forward_shape(kHeadDim, false);
-  if constexpr (kFew != kMany) {
-    if (has_few_keys(args.problem, kHeadDim))
-      return launch_forward<ForwardTraits<T, kHeadDim, kFew>>(args, grid, counter);
+  constexpr ForwardShape kFew = forward_shape(kHeadDim, Tiles::kFew), kMany = forward_shape(kHeadDim, Tiles::kMany),
+                         kSplit = forward_shape(kHeadDim, Tiles::kSplit);
+  if (how.tiles == Tiles::kSplit) {
+    launch_forward<ForwardTraits<T, kHeadDim, kSplit>>(args, how, workspace);
+    if (how.splits.count > 1) {
+      const auto* const out = static_cast<const float*>(workspace);
+      cuda::combine(args, out, out + how.splits.count * part_elements(args.problem), how.splits.count);
+    }
+    return;
   }
-  launch_forward<ForwardTraits<T, kHeadDim, kMany>>(args, grid, counter);
+  if constexpr (kFew != kMany) {
+    if (how.tiles == Tiles::kFew) return launch_forward<ForwardTraits<T, kHeadDim, kFew>>(args, how, workspace);
+  }
+  launch_forward<ForwardTraits<T, kHeadDim, kMany>>(args, how, workspace);
 }
 
 }  // namespace flash_ext::sm90

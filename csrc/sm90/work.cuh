@@ -7,9 +7,20 @@
 #include "sm90/config.h"
 #include "sm90/out.cuh"
 #include "sm90/softmax.cuh"
+#include "sm90/splits.h"
 #include "sm90/tensor_map.h"
 
 namespace flash_ext::sm90 {
+
+// The keys of one tile of queries as the work of several blocks, each of which leaves a result of its own for combine
+// (cuda/combine.h).
+struct Parts {
+  Splits splits;  // a count of 1: the results are the call's
+  float* out;     // [count, rows of the call, cols]
+  float* lse;     // [count, rows of the call]; -inf: no key, and nothing in out
+  int64_t rows;
+  int cols;
+};
 
 struct ForwardParams {
   TensorMap q, k, v, out;
@@ -24,21 +35,26 @@ struct ForwardParams {
   float scale, to_log2;
   float* lse;         // null: not wanted
   uint32_t* counter;  // of the tiles handed out beyond the first of each block; null: every grid-th is a block's
+  Parts parts;        // of a shape that shares keys
 };
 
 // One tile of the grid: 64 * consumers queries of one head, and the tiles of keys they see. Where they see none it is
 // one tile behind the last key, which reads as zeros and is masked. The producer hands it over in shared memory.
 struct alignas(16) Work {
   int first_query;
-  int first_n, last_n;  // of keys; equal in what stands for the end of a block's work
+  int first_n, last_n;  // of keys; equal in what stands for the end of a block's work, and in a part without keys
   int head, b0, b1;
-  int unused[2];
+  int part;
+  int unused;
 
   __device__ __forceinline__ bool any() const { return first_n != last_n; }
 
-  template <int kBlockM, int kBlockN>
+  template <class Traits>
   static __device__ __forceinline__ Work at(const ForwardParams& params, uint32_t linear) {
-    const Tile tile = params.schedule.at<uint32_t>(linear);
+    constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN;
+    constexpr bool kSharesKeys = Traits::kShape.shares_keys;
+    const uint32_t parts = kSharesKeys ? params.parts.splits.count : 1;
+    const Tile tile = params.schedule.at<uint32_t>(linear / parts);
     const int b = static_cast<int>(tile.b);
     Work work;
     work.head = static_cast<int>(tile.head);
@@ -51,6 +67,11 @@ struct alignas(16) Work {
     const bool any = last_key > first_key;
     work.first_n = (any ? first_key : params.band.len_k + kBlockN - 1) / kBlockN;
     work.last_n = any ? (last_key + kBlockN - 1) / kBlockN : work.first_n + 1;
+    work.part = 0;
+    if constexpr (kSharesKeys) {
+      work.part = static_cast<int>(linear % parts);
+      take_part(work.first_n, work.last_n, work.part, params.parts.splits);
+    }
     return work;
   }
 
@@ -61,6 +82,11 @@ struct alignas(16) Work {
     const int last_query = min(row + 64, params.len_q) - 1;
     const int last_key = row < params.len_q ? min(last_query + params.band.upper + 1, params.band.len_k) : 0;
     return min(max((last_key + kBlockN - 1) / kBlockN, first_n + 1), last_n);
+  }
+
+  // Of the query in lse and in a part's results.
+  __device__ __forceinline__ int64_t row(const ForwardParams& params, int query) const {
+    return (static_cast<int64_t>(b1 * params.inner_batch + b0) * params.heads_q + head) * params.len_q + query;
   }
 
   __device__ __forceinline__ BoxStart box(const BoxSteps& steps, int box_head, int row) const {

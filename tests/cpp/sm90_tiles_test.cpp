@@ -94,7 +94,7 @@ TEST(Descriptor, StepsBeginAtTheirFirstElement) {
 // A step never carries into the other fields, wherever in the 227 KiB the tile lies.
 TEST(Descriptor, StepsStayInTheAddressField) {
   for (const int head_dim : {64, 96, 128, 192, 256}) {
-    const ForwardShape shape = forward_shape(head_dim, false);
+    const ForwardShape shape = forward_shape(head_dim, Tiles::kMany);
     const uint32_t last = kSharedMemoryLimit / kTileAlign * kTileAlign;
     const uint64_t k = k_major(last - tile_bytes(shape.block_n, head_dim));
     EXPECT_EQ((k + k_major_step(shape.block_n, head_dim / 16 - 1)) >> 14, k >> 14);
@@ -103,8 +103,8 @@ TEST(Descriptor, StepsStayInTheAddressField) {
 
 TEST(Shapes, FitTheMultiprocessor) {
   for (const int head_dim : {64, 96, 128, 192, 256}) {
-    for (const bool few_keys : {false, true}) {
-      const ForwardShape shape = forward_shape(head_dim, few_keys);
+    for (const Tiles tiles : {Tiles::kMany, Tiles::kFew, Tiles::kSplit}) {
+      const ForwardShape shape = forward_shape(head_dim, tiles);
       const ForwardSmem smem = forward_smem(shape, head_dim);
       EXPECT_EQ(shape.block_n % 16, 0);
       EXPECT_EQ(shape.split % 16, 0);

@@ -338,7 +338,8 @@ template <int kRows>
 void test_load(int cols, int row, bool broadcast_head) {
   Strided tensor(cols, broadcast_head);
   for (size_t i = 0; i < tensor.memory.count; ++i) tensor.memory[i] = __half(random_number());
-  const TensorMap map = make_tensor_map(tensor.problem, tensor.view, Strided::kHeads, Strided::kRows, cols, kRows);
+  const TensorMap map =
+      make_tensor_map(tensor.problem, tensor.view, Strided::kHeads, Strided::kRows, cols, kRows, Promotion::k128);
   const int b1 = 1, b0 = 2, head = 3;
   Managed<char> image(tile_bytes(kRows, 128), '\x7f');
   allow_shared(load_kernel<kRows>, tile_bytes(kRows, 128) + kTileAlign);
@@ -358,7 +359,8 @@ void test_load(int cols, int row, bool broadcast_head) {
 
 void test_store(int cols, int row) {
   Strided tensor(cols, false);
-  const TensorMap map = make_tensor_map(tensor.problem, tensor.view, Strided::kHeads, Strided::kRows, cols, 16);
+  const TensorMap map =
+      make_tensor_map(tensor.problem, tensor.view, Strided::kHeads, Strided::kRows, cols, 16, Promotion::k256);
   const int b1 = 1, b0 = 2, head = 3;
   store_kernel<<<1, 32, tile_bytes(16, 128) + kTileAlign>>>(map, {0, row, head, b0, b1});
   must(cudaDeviceSynchronize(), "store");
