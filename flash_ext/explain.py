@@ -52,6 +52,7 @@ class Refusal:
     backend: str
     pass_name: str
     reason: str
+    yields: bool = False  # it accepts, and would serve the pass if it were asked for by name; another one is faster
 
 
 @dataclass(frozen=True)
@@ -76,9 +77,13 @@ class Explanation:
             rows.append((label, value(self.forward), value(self.backward)))
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        lines += [f"{r.backend} refuses ({r.pass_name}): {r.reason}" for r in self.refusals]
+        lines += [f"{r.backend} {_verb(r)} ({r.pass_name}): {r.reason}" for r in self.refusals]
         lines += [f"copies {c.argument}: {c.bytes:,} bytes, {c.reason}" for c in self.copies]
         return "\n".join(lines)
+
+
+def _verb(refusal: Refusal) -> str:
+    return "yields" if refusal.yields else "refuses"
 
 
 def _uses(plan: Plan) -> str:

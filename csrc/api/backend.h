@@ -70,6 +70,9 @@ struct Backend {
   // has accepted, with all views set. `backward` is null in forward, and otherwise what backward will be given, `args`
   // in it. Addresses of explain count from the storage. Null: reads any strides.
   std::string (*refuses_views)(const ForwardArgs& args, const BackwardArgs* backward) = nullptr;
+  // Empty, or a clause about which backend behind it in the list is faster at a pass that this one accepts, too. Asked
+  // only where no backend is named, and heeded where another one accepts. Null: it is the fastest at all it accepts.
+  std::string (*yields)(const Problem& problem, Pass pass) = nullptr;
 };
 
 extern const Backend cpu_backend;

@@ -36,9 +36,10 @@ struct Asked {
   const BackwardArgs* backward = nullptr;
 };
 
+Pass pass_of(const Asked& asked) { return asked.backward == nullptr ? Pass::kForward : Pass::kBackward; }
+
 std::string reason_to_refuse(const Backend& backend, const Asked& asked, const DeviceInfo& device) {
   const Problem& problem = asked.forward.problem;
-  const Pass pass = asked.backward == nullptr ? Pass::kForward : Pass::kBackward;
   if (backend.device != device.type) {
     return backend.device == DeviceType::kCpu ? "the tensors are not on the CPU"
                                               : "the tensors are not on a CUDA device";
@@ -49,11 +50,15 @@ std::string reason_to_refuse(const Backend& backend, const Asked& asked, const D
   // Valid and rare: the scores are all 0, or there is no output. No tile has to think of it.
   if (problem.head_dim == 0) return "head_dim is 0";
   if (problem.head_dim_v == 0) return "head_dim_v is 0";
-  std::string reason = backend.refuses(problem, pass, device);
+  std::string reason = backend.refuses(problem, pass_of(asked), device);
   if (reason.empty() && backend.refuses_views != nullptr) {
     reason = backend.refuses_views(asked.forward, asked.backward);
   }
   return reason;
+}
+
+std::string reason_to_yield(const Backend& backend, const Asked& asked) {
+  return backend.yields == nullptr ? "" : backend.yields(asked.forward.problem, pass_of(asked));
 }
 
 const Backend* select(const Asked& asked, const DeviceInfo& device, std::optional<std::string_view> name) {
@@ -65,17 +70,23 @@ const Backend* select(const Asked& asked, const DeviceInfo& device, std::optiona
     if (!reason.empty()) throw AttentionError(named->name, "refuses: " + reason);
     return named;
   }
+  const Backend* yielding = nullptr;
   for (const Backend* backend : kBackends) {
-    if (reason_to_refuse(*backend, asked, device).empty()) return backend;
+    if (!reason_to_refuse(*backend, asked, device).empty()) continue;
+    if (reason_to_yield(*backend, asked).empty()) return backend;
+    if (yielding == nullptr) yielding = backend;
   }
-  return nullptr;
+  return yielding;
 }
 
-std::vector<Refusal> all_refusals(const Asked& asked, const DeviceInfo& device) {
+std::vector<Refusal> all_refusals(const Asked& asked, const DeviceInfo& device, std::optional<std::string_view> name) {
   std::vector<Refusal> result;
+  const Backend* const selected = name.has_value() ? nullptr : select(asked, device, name);
   for (const Backend* backend : kBackends) {
     std::string reason = reason_to_refuse(*backend, asked, device);
-    if (!reason.empty()) result.push_back({backend->name, std::move(reason)});
+    const bool yields = reason.empty() && selected != nullptr && selected != backend;
+    if (yields) reason = reason_to_yield(*backend, asked);
+    if (!reason.empty()) result.push_back({backend->name, std::move(reason), yields});
   }
   return result;
 }
@@ -138,12 +149,13 @@ const Backend* select_backend(const BackwardArgs& args, const DeviceInfo& device
   return select({args.fwd, &args}, device, name);
 }
 
-std::vector<Refusal> refusals(const ForwardArgs& args, const DeviceInfo& device) {
-  return all_refusals({args}, device);
+std::vector<Refusal> refusals(const ForwardArgs& args, const DeviceInfo& device, std::optional<std::string_view> name) {
+  return all_refusals({args}, device, name);
 }
 
-std::vector<Refusal> refusals(const BackwardArgs& args, const DeviceInfo& device) {
-  return all_refusals({args.fwd, &args}, device);
+std::vector<Refusal> refusals(const BackwardArgs& args, const DeviceInfo& device,
+                              std::optional<std::string_view> name) {
+  return all_refusals({args.fwd, &args}, device, name);
 }
 
 }  // namespace flash_ext

@@ -1,5 +1,6 @@
-// Which backend runs a call: the first in the list that accepts, or the one that is named, which must accept. Forward
-// and backward are chosen independently. `chunked` (chunked.h) stands behind the list and refuses nothing.
+// Which backend runs a call: the first in the list that accepts and does not yield to one behind it, or the one that is
+// named, which must accept. Forward and backward are chosen independently. `chunked` (chunked.h) stands behind the list
+// and refuses nothing.
 #pragma once
 
 #include <optional>
@@ -34,9 +35,10 @@ const Backend* select_backend(const BackwardArgs& args, const DeviceInfo& device
 
 struct Refusal {
   std::string backend, reason;
+  bool yields;  // it accepts, and was passed over for a faster one
 };
-// Every backend's refusal of a pass, for explain.
-std::vector<Refusal> refusals(const ForwardArgs& args, const DeviceInfo& device);
-std::vector<Refusal> refusals(const BackwardArgs& args, const DeviceInfo& device);
+// Every backend's refusal of a pass, for explain; and who was passed over, which a named backend never is.
+std::vector<Refusal> refusals(const ForwardArgs& args, const DeviceInfo& device, std::optional<std::string_view> name);
+std::vector<Refusal> refusals(const BackwardArgs& args, const DeviceInfo& device, std::optional<std::string_view> name);
 
 }  // namespace flash_ext

@@ -133,10 +133,10 @@ std::string explain(const Inputs& in, const Options& options, std::string_view d
   std::string plans, refused, copies;
   bool composite = false, kernels = false;
   const auto add_pass = [&](Pass pass, const char* pass_name, const auto& args, const Problem& problem) {
-    const std::vector<Refusal> reasons = refusals(args, device);
+    const std::vector<Refusal> reasons = refusals(args, device, name);
     for (const Refusal& refusal : reasons) {
       append(refused, "[" + json_string(refusal.backend) + ", " + json_string(pass_name) + ", " +
-                          json_string(refusal.reason) + "]");
+                          json_string(refusal.reason) + ", " + (refusal.yields ? "true" : "false") + "]");
     }
     const auto add_plan = [&](std::string_view backend, const Plan& plan) {
       plans += json_string(pass_name) + ": " + json(std::string(backend), plan) + ", ";

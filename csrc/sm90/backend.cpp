@@ -93,6 +93,14 @@ std::string refuses(const Problem& problem, Pass pass, const DeviceInfo& device)
   return pass == Pass::kForward ? "" : refuses_backward(problem);
 }
 
+// Where sm80's backward is its kernel of one tile (sm80/shared_memory.h, is_one_tile).
+std::string yields(const Problem& problem, Pass pass) {
+  constexpr int64_t kTile = 64;
+  const int64_t most = std::max({problem.len_q, problem.len_k, problem.head_dim, problem.head_dim_v});
+  if (pass == Pass::kForward || most > kTile || problem.heads_q != problem.heads_k) return "";
+  return "up to 64 queries, keys and columns sm80's kernel of one tile is faster";
+}
+
 // NOTE: what a pass writes needs no question: api/ makes it dense, last dimension innermost, at an address of the
 // allocator. Backward's out, which a caller of the operator may have made, does.
 std::string refuses_views(const ForwardArgs& args, const BackwardArgs* backward) {
@@ -249,6 +257,7 @@ extern const Backend sm90_backend = {.name = "sm90",
                                      .plan = sm90::plan,
                                      .forward = sm90::forward,
                                      .backward = sm90::backward,
-                                     .refuses_views = sm90::refuses_views};
+                                     .refuses_views = sm90::refuses_views,
+                                     .yields = sm90::yields};
 
 }  // namespace flash_ext
