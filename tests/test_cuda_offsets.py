@@ -142,6 +142,14 @@ def test_more_tiles_than_65535(dtype: torch.dtype, lengths: tuple[int, int], dev
     check(flash_ext.attention, inputs)
 
 
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+def test_sums_over_very_many_queries(softcap: float, device: str, backend: str) -> None:
+    """dk and dv of four query heads of a key head, whose value heads differ in size: fp16 scales dS anew for each."""
+    inputs = make_inputs((1, 4, 300_001, 40), (1, 1, 7, 40), (1, 2, 7, 40), dtype=torch.float16, device=device)
+    inputs["value"][:, 1] *= 64
+    check(flash_ext.attention, inputs, {"softcap": softcap})
+
+
 def test_groups_of_many_heads(device: str, backend: str) -> None:
     """70,000 query heads over 7 key heads: the sums of dk and dv over a group."""
     inputs = make_inputs((1, 70_000, 3, 16), (1, 7, 4, 16), dtype=torch.bfloat16, device=device)

@@ -31,7 +31,7 @@ struct Row {
 };
 
 template <class T>
-__global__ void delta_kernel(const __grid_constant__ BackwardArgs args, float* delta, float* bounds) {
+__global__ void delta_kernel(const __grid_constant__ BackwardArgs args, float* delta, float* bounds, bool dlse_apart) {
   const Problem& problem = args.fwd.problem;
   const int64_t index = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
   const int64_t bh = index / problem.len_q, query = index % problem.len_q;
@@ -64,12 +64,13 @@ __global__ void delta_kernel(const __grid_constant__ BackwardArgs args, float* d
   sum = warp_sum(sum);
   if (bounds != nullptr) squares = warp_sum(squares);
   if (lane != 0) return;
-  if (args.d_lse != nullptr) sum -= static_cast<const float*>(args.d_lse)[index];
-  if (static_cast<const float*>(args.fwd.lse)[index] == -INFINITY) sum = 0.f;
-  delta[index] = sum;
+  float d_lse = args.d_lse != nullptr ? static_cast<const float*>(args.d_lse)[index] : 0.f;
+  if (static_cast<const float*>(args.fwd.lse)[index] == -INFINITY) sum = d_lse = 0.f;
+  delta[index] = dlse_apart ? sum : sum - d_lse;
   if (bounds != nullptr) {  // non-negative floats order like their bits
     atomicMax(reinterpret_cast<int*>(bounds) + 2 * bh, __float_as_int(sqrtf(squares)));
-    atomicMax(reinterpret_cast<int*>(bounds) + 2 * bh + 1, __float_as_int(fabsf(sum)));
+    atomicMax(reinterpret_cast<int*>(bounds) + 2 * bh + 1,
+              __float_as_int(dlse_apart ? fabsf(sum) + fabsf(d_lse) : fabsf(sum - d_lse)));
   }
 }
 
@@ -129,11 +130,11 @@ void with_type(DType dtype, const Function& function) {
 
 }  // namespace
 
-void delta(const BackwardArgs& args, float* delta, float* bounds) {
+void delta(const BackwardArgs& args, float* delta, float* bounds, bool dlse_apart) {
   const Problem& problem = args.fwd.problem;
   with_type(problem.dtype, [&]<class T>(T) {
     launch(delta_kernel<T>, grid_of_rows(problem.batch * problem.heads_q * problem.len_q), 32 * kWarps, 0,
-           args.fwd.stream, args, delta, bounds);
+           args.fwd.stream, args, delta, bounds, dlse_apart);
   });
 }
 

@@ -7,8 +7,8 @@
 namespace flash_ext::cuda {
 
 // delta = rowsum(dO o out) - dlse, [b, h_q, s_q]; 0 where lse is -inf. With `bounds` [b, h_q, 2], zeros before: the
-// largest |dO row| and |delta| of the head.
-void delta(const BackwardArgs& args, float* delta, float* bounds);
+// largest |dO row| and |delta| of the head. With `dlse_apart` the caller subtracts dlse, and only `bounds` has it.
+void delta(const BackwardArgs& args, float* delta, float* bounds, bool dlse_apart = false);
 
 // dq = scale * dq_accum [b, h_q, s_q, d], in dq's own dtype and strides.
 void convert_dq(const BackwardArgs& args, const float* dq_accum);

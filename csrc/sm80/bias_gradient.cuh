@@ -19,8 +19,8 @@ namespace flash_ext::sm80 {
 
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
-    bias_gradient_kernel(const __grid_constant__ BackwardArgs args, const float* delta, const float* inverse,
-                         const __grid_constant__ BiasGradientPlan plan) {
+    bias_gradient_kernel(const __grid_constant__ BackwardArgs args, const float* delta, const float* d_lse,
+                         const float* inverse, const __grid_constant__ BiasGradientPlan plan) {
   using Frag = typename Traits::Frag;
   using T = typename Traits::T;
   using Tile = typename Traits::Tile;
@@ -36,7 +36,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
   const int bias_bytes = problem.bias_dtype == DType::kFloat32 ? 4 : 2;
   const BiasGradientSmem layout = bias_gradient_smem(kTile, kHeadDim, sizeof(T), bias_bytes, problem.has_mask);
   const Tile k_smem{base}, q_smem{base + layout.q}, v_smem{base + layout.v}, d_out_smem{base + layout.d_out};
-  float* const row_smem = reinterpret_cast<float*>(smem + layout.rows);  // [item % 2][lse, delta, inverse][kBlockM]
+  float* const row_smem =
+      reinterpret_cast<float*>(smem + layout.rows);  // [item % 2][lse, delta, inverse, dlse][kBlockM]
   BiasGradientEntry* const ring = reinterpret_cast<BiasGradientEntry*>(smem + layout.items);
 
   __shared__ BiasGradientProgress progress;
@@ -110,26 +111,30 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
           by_row ? item.first_query : 0, item.first_key, by_row ? kBlockM : 1);
     }
   };
-  // lse, delta and 1 / sum of P pass through registers, because lse is changed on the way.
+  // lse, delta, 1 / sum of P and dlse pass through registers, because lse is changed on the way.
   const auto read_row = [&](const BiasGradientEntry& item) {
     const int query = item.first_query + static_cast<int>(threadIdx.x);
-    float3 row = make_float3(kMinusInf, 0.f, 1.f);
+    float4 row = make_float4(kMinusInf, 0.f, 1.f, 0.f);
     if (threadIdx.x < kBlockM && query < problem.len_q) {
       const int64_t at = int64_t{item.bh} * problem.len_q + query;
-      row = make_float3(static_cast<const float*>(args.fwd.lse)[at], delta[at], inverse != nullptr ? inverse[at] : 1.f);
+      row.x = static_cast<const float*>(args.fwd.lse)[at];
+      row.y = delta[at];
+      if (inverse != nullptr) row.z = inverse[at];
+      if (d_lse != nullptr && row.x != kMinusInf) row.w = d_lse[at];
     }
     return row;
   };
-  const auto write_row = [&](float3 row, int at) {
+  const auto write_row = [&](float4 row, int at) {
     if (threadIdx.x >= kBlockM) return;
-    float* const to = row_smem + at % 2 * 3 * kBlockM + threadIdx.x;
+    float* const to = row_smem + at % 2 * 4 * kBlockM + threadIdx.x;
     to[0] = row.x == kMinusInf ? -kMinusInf : row.x;
     to[kBlockM] = row.y;
     to[2 * kBlockM] = row.z;
+    to[3 * kBlockM] = row.w;
     if (row.z != 1.f) measured[at % 2] = at;
   };
 
-  float3 row = make_float3(kMinusInf, 0.f, 1.f);  // of this thread's query in the next item
+  float4 row = make_float4(kMinusInf, 0.f, 1.f, 0.f);  // of this thread's query in the next item
   if (ring[0].visible) {
     load_for_s(ring[0], ring[kBiasItems - 1]);
     load_aux(ring[0], ring[kBiasItems - 1]);
@@ -154,7 +159,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
         float(&part)[1][kN][4] = reinterpret_cast<float(&)[1][kN][4]>(c[m]);
-        for_each_column(part, row_smem + (opaque(at) % 2 * 3 + which) * kBlockM + warp_query(), fn);
+        for_each_column(part, row_smem + (opaque(at) % 2 * 4 + which) * kBlockM + warp_query(), fn);
       }
     };
     cp_async_wait<1>();
@@ -166,7 +171,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
 
     __syncthreads();  // nobody reads K and Q any more; the next item is found
     const auto loads = [&] { return goes_on(at) && next().visible; };
-    row = make_float3(kMinusInf, 0.f, 1.f);
+    row = make_float4(kMinusInf, 0.f, 1.f, 0.f);
     if (loads()) {
       load_for_s(next(), item());
       row = read_row(next());
@@ -212,6 +217,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
         }
       }
       with_query(dp_acc, 1, [](float& x, float of_query) { x -= of_query; });
+      if (d_lse != nullptr) with_query(dp_acc, 3, [](float& x, float of_query) { x += of_query; });
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
 #pragma unroll
@@ -260,7 +266,7 @@ void run_bias_gradient(const BackwardArgs& args, const BackwardScratch& scratch,
         make_bias_gradient_plan(problem, args.dbias, kTile, int64_t{multiprocessors} * Traits::kBlocksPerSm);
     if (plan.parts > 1) plan.partial = scratch.bias_partial;
     cuda::launch(bias_gradient_kernel<Traits>, cuda::grid_of(plan.blocks()), Traits::kThreads, bytes(traits),
-                 args.fwd.stream, args, scratch.delta, scratch.inverse, plan);
+                 args.fwd.stream, args, scratch.delta, scratch.d_lse, scratch.inverse, plan);
     if (plan.parts > 1) {
       cuda::sum_parts(static_cast<float*>(args.dbias.data), scratch.bias_partial, plan.part_elements, plan.parts,
                       args.fwd.stream);

@@ -147,6 +147,14 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   float acc[kM][kHeadDim / 8][4];  // dV or dK
   clear(acc);
   float ds_scale = 1.f, ds_unscale = 1.f;  // of dS in fp16, and of dK; powers of two
+  // fn(accumulator, its sum), see kSumTiles
+  const auto visit_sums = [&](const auto& fn) {
+    float* sum = scratch.sums + int64_t{block.tile} * (kThreads * Traits::kAccumulators) + threadIdx.x;
+    for_each_score<true>(acc, 0, 0, [&](float& x, int, int) {
+      fn(x, *sum);
+      sum += kThreads;
+    });
+  };
 
   const auto ds_tile = [&](int stage) {
     return ScoreTile{base + layout.ds + (Traits::kDeferred ? stage * ScoreTile::bytes(kBlockN) : 0)};
@@ -191,12 +199,36 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
   };
 
+  // dP^T - delta of rows that have keys, by their dlse.
+  const auto add_dlse = [&](float(&dp_acc)[kM][kBlockM / 8][4], int query, int stage) {
+    const int column = lane_column() * 2;
+    const float* const d_lse = scratch.d_lse + int64_t{block.bh} * opaque(problem.len_q) + query + column;
+    const int left = opaque(static_cast<int>(problem.len_q) - query - column);
+    const float* const lse_row = row_smem + stage * 3 * kBlockM + column;
+#pragma unroll
+    for (int n = 0; n < kBlockM / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const bool has_keys = n * 8 + i < left && lse_row[n * 8 + i] != kMinusInf;
+        const float x = has_keys ? d_lse[n * 8 + i] : 0.f;
+#pragma unroll
+        for (int m = 0; m < kM; ++m) {
+          dp_acc[m][n][i] += x;
+          dp_acc[m][n][i + 2] += x;
+        }
+      }
+    }
+  };
+
   // dP^T becomes dS^T. NOTE: P is what the products see, rounded to T, because P in float beside dP would spill (eager
   // attention rounds P and dP).
   float slope_sum = 0.f;
   const auto dp_to_ds = [&](float(&dp_acc)[kM][kBlockM / 8][4], int query, int stage) {
     if (drops) with_p<Frag>(dp_acc, p_buffer(), [&](float& x, float p) { x = p > 0.f ? x * dropout_scale : 0.f; });
     for_each_column(dp_acc, row_smem + (stage * 3 + 1) * kBlockM, [](float& x, float delta) { x -= delta; });
+    if constexpr (!Traits::kPlain) {
+      if (scratch.d_lse != nullptr) add_dlse(dp_acc, query, stage);
+    }
     with_p<Frag>(dp_acc, p_buffer(), [&](float& x, float p) { x *= Traits::kPlain ? p : fabsf(p); });
     if (kScaled) for_each_score<true>(dp_acc, 0, 0, [](float& x, int, int) { x *= 1.f / 1024.f; });
     if constexpr (!Traits::kPlain) {
@@ -323,6 +355,13 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         }
         add_dq(query, 0);
       }
+      if (kScaled && scratch.sums != nullptr && query / kBlockM % kSumTiles == kSumTiles - 1) {
+        const float factor = holds_dv() ? 1.f : ds_unscale;
+        visit_sums([&](float& x, float& sum) {
+          sum = fmaf(x, factor, sum);
+          x = 0.f;
+        });
+      }
     }
     cp_async_wait<0>();
     if (Traits::kDeferred && block.first_query < block.last_query) {
@@ -358,6 +397,13 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
   }
 
+  if (kScaled && scratch.sums != nullptr) {
+    const float factor = holds_dv() ? 1.f : ds_scale;
+    visit_sums([&](float& x, float& sum) {
+      x = fmaf(sum, factor, x);
+      sum = 0.f;  // for the launch that computes dV, where there is one
+    });
+  }
   // K and V become the stages of their gradients.
   const auto store = [&](const GlobalRows<T>& to, bool in_accum, Tile stage_tile, float factor) {
     for_each_score<true>(acc, 0, 0, [&](float& x, int, int) { x *= factor; });

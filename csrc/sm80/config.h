@@ -166,7 +166,7 @@ FLASH_DEVICE constexpr BiasGradientSmem bias_gradient_smem(TileShape tile, int h
   smem.v = smem.q + tile.block_m * row;
   smem.d_out = smem.v + tile.block_n * row;
   smem.rows = smem.d_out + tile.block_m * row;
-  smem.items = smem.rows + 2 * 3 * tile.block_m * 4;
+  smem.items = smem.rows + 2 * 4 * tile.block_m * 4;
   smem.bias = smem.items + kBiasItems * kBiasItemBytes;
   smem.mask = smem.bias + tile.block_m * aux_pitch(tile.block_n, bias_bytes);
   smem.total = smem.mask + (has_mask ? tile.block_m * aux_pitch(tile.block_n, 1) : 0);

@@ -1,7 +1,7 @@
 // Before backward, for rows whose lse is not good enough: what their probabilities sum up to, and delta from the same
 // probabilities.
 //
-//   Z = sum_j e^(s_j - lse)     inverse = 1 / Z     delta = (sum_j e^(s_j - lse) dP_j) / Z - dlse
+//   Z = sum_j e^(s_j - lse)     inverse = 1 / Z     delta = (sum_j e^(s_j - lse) dP_j) / Z - dlse (unless apart)
 //
 // lse is a float: beyond |lse| = 2^15 (a row of finfo.min) it has lost log of the number of keys, and in float32, where
 // gradients are held to 1e-7, its rounding is felt from |lse| = 16 on; with few keys dP - delta cancels, which takes
@@ -176,7 +176,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     y += sums[w][1][i];
     z += sums[w][2][i];
   }
-  const float d_lse = args.d_lse == nullptr ? 0.f : static_cast<const float*>(args.d_lse)[row + i];
+  const bool joined = args.d_lse != nullptr && scratch.d_lse == nullptr;
+  const float d_lse = joined ? static_cast<const float*>(args.d_lse)[row + i] : 0.f;
   scratch.inverse[row + i] = 1.f / x;
   // With the remainder of the division (y + z) / x is rounded once, and of one key it is its dP, bit for bit.
   const float quotient = y / x;

@@ -68,6 +68,12 @@ BackwardScratch backward_scratch(const Problem& problem, void* workspace) {
   if (problem.deterministic && problem.wants_dq) take(scratch.turns, heads * scratch.m_blocks * Traits::kWarps + 1);
   if (problem.dtype == DType::kFloat16) take(scratch.bounds, heads * 2);
   if (problem.wants_dq) take(scratch.dq_accum, heads * problem.len_q * problem.head_dim);
+  // Few keys: it takes a hundredth or so of what dQ does.
+  if (problem.dtype == DType::kFloat16 && problem.len_q > 2 * kSumTiles * Traits::kBlockM &&
+      problem.len_q >= 256 * problem.len_k) {
+    const int64_t tiles = block_count(problem.len_k, Traits::kBlockN) * std::max(problem.heads_k, problem.heads_v);
+    take(scratch.sums, problem.batch * tiles * Traits::kThreads * Traits::kAccumulators);
+  }
   scratch.zeroed_bytes = scratch.bytes - before;
   return scratch;
 }
@@ -138,7 +144,8 @@ void run_backward(const BackwardArgs& args, const Plan& plan, void* workspace) {
       cuda::check(cudaMemsetAsync(first, 0, scratch.zeroed_bytes, static_cast<cudaStream_t>(args.fwd.stream)),
                   "memset");
     }
-    cuda::delta(args, scratch.delta, scratch.bounds);
+    if (is_dlse_apart(problem)) scratch.d_lse = static_cast<const float*>(args.d_lse);
+    cuda::delta(args, scratch.delta, scratch.bounds, scratch.d_lse != nullptr);
     if (may_be_inexact(problem)) run_measure<Element, kHeadDim>(args, scratch);
     if (problem.wants_dbias && bias_is_whole(problem, args.dbias)) {
       scratch.direct_dbias = true;  // tiles outside the band are not visited

@@ -44,6 +44,11 @@ inline bool may_be_inexact(const Problem& problem) {
          problem.len_k < few_keys(false);
 }
 
+// Whether dS is P o ((dP - delta) + dlse), with delta from measure.cuh, and not P o (dP - (delta - dlse)). With one key
+// dP - delta is 0 and dS is dlse, bit for bit; the gradients of a bias and of slopes add that up. The others are
+// products, which round as much themselves.
+inline bool is_dlse_apart(const Problem& problem) { return problem.wants_dalibi || problem.wants_dbias; }
+
 inline bool is_plain_backward(const Problem& problem) {
   return is_plain(problem) && !problem.wants_dbias && !problem.wants_dalibi;
 }
