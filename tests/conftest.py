@@ -34,8 +34,9 @@ REFUSALS = {
     "sm80": r"head_dim(_v)? \d+ (is more than 256|in .* needs [\d,]+ bytes of shared memory)",
     "sm90": r"compute capability \d+\.\d is not 9\.0|only fp16 and bf16 are supported"
     r"|head_dim(_v)? \d+ is (more than 256|not a multiple of 8)"
-    r"|(a mask|a bias|a softcap|dropout) is not supported|alibi_slopes are not supported|scale is not between"
-    r"|a band of one key is not supported in backward"
+    r"|(a softcap|dropout) is not supported|alibi_slopes are not supported|scale is not between"
+    r"|a mask or bias of at most 64 queries by 64 keys is not supported|bias has rows that do not start at"
+    r"|(a mask|a bias|a band of one key) is not supported in backward"
     r"|(other heads of value than of key|fewer than 16 keys) are not supported in backward"
     r"|a backward without (grad_out|the gradient of (query|key|value)) is not supported"
     r"|the gradient of a broadcast (query|key|value) is not supported"

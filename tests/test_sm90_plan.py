@@ -212,6 +212,32 @@ def test_keys_are_split_where_tiles_are_few(head_dim: int) -> None:
     assert plan(1, 32, 1, 65536, window=(100, 0), align="bottom_right")[0] == 1
 
 
+@pytest.mark.parametrize("dtype", HALF, ids=name_of)
+@pytest.mark.parametrize("head_dim", [8, 40, 64, 80, 96, 128, 160, 192, 256])
+@pytest.mark.parametrize("length", [72, 504, 4096])
+def test_plan_with_scores(length: int, head_dim: int, dtype: torch.dtype) -> None:
+    """One tile for each head dimension, which leaves room for those of a bias and a mask."""
+    q, k = half(2, 16, length, head_dim, dtype=dtype), half(2, 4, length, head_dim, dtype=dtype)
+    scores = {
+        "mask": {"mask": half(2, 1, 1, length).bool()},
+        "bias": {"bias": half(16, length, length, dtype=dtype)},
+        "both": {"mask": half(2, 1, 1, length).bool(), "bias": half(16, length, length, dtype=torch.float32)},
+    }
+    plans = [explain(q, k, **options) for options in scores.values()]
+    assert plans[0].forward == plans[1].forward == plans[2].forward
+    forward = plans[0].forward
+    assert (forward.backend, forward.kernel) == ("sm90", "sm90.forward.scored")
+    assert dict(forward.on_chip).keys() == {"q", "k", "v", "bias and mask", "barriers", "alignment"}
+    assert forward.on_chip_bytes <= forward.on_chip_limit == 227 * 1024
+    assert forward.block_m == (192 if head_dim <= 128 else 128)
+    assert 128 * (forward.producer_registers + forward.block_m // 64 * forward.registers) <= 65536
+    assert dict(forward.on_chip)["bias and mask"] >= forward.block_m * forward.block_n * 5
+    assert forward.grid == min(2 * 16 * -(-length // forward.block_m), MULTIPROCESSORS)
+    assert [plan.backward.backend for plan in plans] == ["sm80"] * 3
+    with flash_ext.use_backend("sm90"):
+        assert explain(q, k, **scores["both"]).forward == forward
+
+
 def test_scattered_columns_are_no_obstacle() -> None:
     """They are gathered before the kernels see them."""
     q = half(2, 4, 64, 256).transpose(-1, -2)
@@ -233,8 +259,6 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "dropout": ({"dropout_p": 0.1}, "dropout is not supported"),
     "zero": ({"scale": 0.0}, "scale is not between 1e-30 and 1e30"),
     "negative": ({"scale": -1.0}, "scale is not between 1e-30 and 1e30"),
-    "mask": ({"mask": torch.empty(256, 256, dtype=torch.bool, device="meta")}, "a mask is not supported"),
-    "bias": ({"bias": torch.empty(256, 256, device="meta")}, "a bias is not supported"),
     "slopes": ({"alibi_slopes": torch.empty(4, device="meta")}, "alibi_slopes are not supported"),
 }
 
@@ -247,11 +271,41 @@ def test_refused_options(name: str) -> None:
     assert refusal(q, q, **options) == reason
 
 
+def test_small_scores_are_refused() -> None:
+    """sm80 is faster there; one query more, or eight keys, and it is not."""
+
+    def call(queries: int, keys: int) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+        q, k = half(2, 4, queries, 64), half(2, 4, keys, 64)
+        return q, k, k, {"bias": half(4, queries, keys)}
+
+    *tensors, options = call(64, 64)
+    assert refusal(*tensors, **options) == "a mask or bias of at most 64 queries by 64 keys is not supported"
+    for lengths in ((65, 64), (64, 72), (1, 4096)):
+        *tensors, options = call(*lengths)
+        assert explain(*tensors, **options).forward.backend == "sm90"
+
+
+def test_a_bias_of_unaligned_rows() -> None:
+    """Up to head dim 128 sm80 is faster; one row for all queries is no obstacle."""
+    for head_dim, backend in ((64, "sm80"), (128, "sm80"), (192, "sm90"), (256, "sm90")):
+        q, k = half(1, 2, 300, head_dim), half(1, 2, 301, head_dim)
+        assert explain(q, k, bias=half(300, 301)).forward.backend == backend
+        assert explain(q, k, bias=half(300, 302).T.contiguous().T[:, :301]).forward.backend == backend
+        assert explain(q, k, bias=half(300, 304)[:, :301]).forward.backend == "sm90"
+        assert explain(q, k, bias=half(301)).forward.backend == "sm90"
+        assert explain(q, k, mask=half(300, 301).bool()).forward.backend == "sm90"
+    q = half(1, 2, 300, 64)
+    reason = "bias has rows that do not start at multiples of 16 bytes or are not contiguous"
+    assert refusal(q, q, bias=half(300, 300)) == reason
+
+
 def wanting(*names: str) -> dict[str, Tensor]:
     return {name: half(2, 4, 256, 64).requires_grad_(name in names) for name in ("query", "key", "value")}
 
 
 BACKWARD: dict[str, tuple[dict[str, Tensor], dict[str, Any], str]] = {
+    "mask": (wanting(), {"mask": half(256, 256).bool()}, "a mask is not supported in backward"),
+    "bias": (wanting(), {"bias": half(256, 256)}, "a bias is not supported in backward"),
     "one key": (wanting(), {"window": (0, 0)}, "a band of one key is not supported in backward"),
     "own key": (wanting(), {"window": (0, None), "causal": True}, "a band of one key is not supported in backward"),
     "few keys": (

@@ -1,6 +1,7 @@
 // The sm90 backend's entry, host code only: refuses, plans, and picks the kernel's instance.
 //
-//   fp16 and bf16 by TMA and wgmma (fwd.cuh, bwd.cuh): bands, grouped heads, lse; no score modification, no dropout
+//   fp16 and bf16 by TMA and wgmma (fwd.cuh, bwd.cuh): bands, grouped heads, lse; in forward bias and mask; no other
+//   score modification, no dropout
 //
 // Serves compute capability 9.0 exactly, because wgmma is of that one architecture; backward serves less than forward.
 // Called by api/dispatch.cpp. Invariant: what refuses() and refuses_views() let pass has an instance, and its tensor
@@ -23,6 +24,9 @@ constexpr double kMaxScale = 1e30;                // and its inverse: far from t
 // Rows with fewer, and those of a band of one, have a dS that is nearly or exactly 0 in eager attention, and the
 // rounding of P and out is all that is left of it: sm80/shared_memory.h, may_be_inexact.
 constexpr int64_t kFewKeys = 16;
+// A tile with a mask or bias takes 4 us however little of it there is; up to here sm80 took a third to two thirds of
+// the time (windows of 49 tokens, 64 by 64).
+constexpr int64_t kSmallScores = 64;
 
 bool serves(const Instance& instance, DType dtype, Pass pass) {
   return instance.dtype == dtype && (pass == Pass::kForward || instance.run_backward != nullptr);
@@ -52,6 +56,8 @@ std::string refuses_head_dim(const Problem& problem, Pass pass, const char* name
 // What forward serves and backward does not.
 std::string refuses_backward(const Problem& problem) {
   const Band band = make_band(problem);
+  if (problem.has_mask) return "a mask is not supported in backward";
+  if (problem.has_bias) return "a bias is not supported in backward";
   if (problem.heads_k != problem.heads_v) return "other heads of value than of key are not supported in backward";
   if (band.upper <= band.lower) return "a band of one key is not supported in backward";
   if (problem.len_k < kFewKeys) return "fewer than 16 keys are not supported in backward";
@@ -78,8 +84,9 @@ std::string refuses(const Problem& problem, Pass pass, const DeviceInfo& device)
   std::string reason = refuses_head_dim(problem, pass, "head_dim", problem.head_dim);
   if (reason.empty()) reason = refuses_head_dim(problem, pass, "head_dim_v", problem.head_dim_v);
   if (!reason.empty()) return reason;
-  if (problem.has_mask) return "a mask is not supported";
-  if (problem.has_bias) return "a bias is not supported";
+  if (pass == Pass::kForward && is_scored(problem) && std::max(problem.len_q, problem.len_k) <= kSmallScores) {
+    return "a mask or bias of at most 64 queries by 64 keys is not supported";
+  }
   if (problem.has_alibi) return "alibi_slopes are not supported";
   if (problem.softcap != 0.0) return "a softcap is not supported";
   if (problem.dropout_p != 0.0) return "dropout is not supported";
@@ -101,6 +108,17 @@ std::string yields(const Problem& problem, Pass pass) {
   return "up to 64 queries, keys and columns sm80's kernel of one tile is faster";
 }
 
+// NOTE: up to head dim 128 the warps that load a bias of other rows are slower than all the rest: 4.6 ms at 4x16x4095
+// where sm80 takes 4.0 (a mask: 2.6 and 3.4).
+std::string refuses_bias(const ForwardArgs& args) {
+  const Problem& problem = args.problem;
+  if (!problem.has_bias || std::max(problem.head_dim, problem.head_dim_v) > 128) return "";
+  const bool is_one_row = problem.len_q == 1 || args.bias.row_stride == 0;
+  const int element = problem.bias_dtype == DType::kFloat32 ? 4 : 2;
+  if (is_one_row || reads_chunks(problem, args.bias, element)) return "";
+  return "bias has rows that do not start at multiples of 16 bytes or are not contiguous";
+}
+
 // NOTE: what a pass writes needs no question: api/ makes it dense, last dimension innermost, at an address of the
 // allocator. Backward's out, which a caller of the operator may have made, does.
 std::string refuses_views(const ForwardArgs& args, const BackwardArgs* backward) {
@@ -113,6 +131,7 @@ std::string refuses_views(const ForwardArgs& args, const BackwardArgs* backward)
   ask("query", args.q, problem.heads_q, problem.len_q);
   ask("key", args.k, problem.heads_k, problem.len_k);
   ask("value", args.v, problem.heads_v, problem.len_k);
+  if (reason.empty() && backward == nullptr) reason = refuses_bias(args);
   if (backward == nullptr || !reason.empty()) return reason;
   for (const auto& [name, in_accum] :
        {std::pair{"query", backward->dq_in_accum}, std::pair{"key", backward->dk_in_accum},
@@ -133,13 +152,14 @@ const char* schedule_name(Schedule schedule, bool counted) {
 Plan plan_forward(const Problem& problem, const DeviceInfo& device) {
   const int head_dim = instance_of(problem, Pass::kForward).head_dim;
   const auto [tiles, splits] = choose_tiles(problem, head_dim, device.multiprocessors);
+  const bool scored = tiles == Tiles::kScored;
   const ForwardShape shape = forward_shape(head_dim, tiles);
   const ForwardSmem smem = forward_smem(shape, head_dim);
   const ForwardOrder order = tiles == Tiles::kSplit
                                  ? split_order(problem, shape.block_m(), splits, device.multiprocessors)
                                  : forward_order(problem, shape.block_m(), device.multiprocessors);
   Plan plan;
-  plan.kernel = splits.count > 1 ? "sm90.forward.split" : "sm90.forward";
+  plan.kernel = scored ? "sm90.forward.scored" : splits.count > 1 ? "sm90.forward.split" : "sm90.forward";
   plan.schedule = schedule_name(shape.schedule, order.counted);
   plan.small_tiles = tiles == Tiles::kFew;
   plan.splits = splits.count;
@@ -149,9 +169,11 @@ Plan plan_forward(const Problem& problem, const DeviceInfo& device) {
   plan.stages = shape.stages;
   plan.on_chip[0] = {"q", smem.k};
   plan.on_chip[1] = {"k", smem.v - smem.k};
-  plan.on_chip[2] = {"v", smem.works - smem.v};
-  plan.on_chip[3] = {"barriers", smem.total - kTileAlign - smem.works};
-  plan.on_chip[4] = {"alignment", kTileAlign};
+  plan.on_chip[2] = {"v", smem.scores - smem.v};
+  int next = 3;
+  if (scored) plan.on_chip[next++] = {"bias and mask", smem.works - smem.scores};
+  plan.on_chip[next++] = {"barriers", smem.total - kTileAlign - smem.works};
+  plan.on_chip[next] = {"alignment", kTileAlign};
   plan.on_chip_limit = device.shared_memory_per_block;
   plan.scratch_bytes = order.counted ? kCounterBytes : split_scratch_bytes(problem, splits);
   plan.registers = shape.consumer_registers();

@@ -29,22 +29,28 @@ struct ForwardShape {
   Schedule schedule;
   int split;  // columns of S whose maximum is taken before the first exponential; the others' is taken meanwhile
   bool shares_keys = false;  // the keys of a tile of queries may be several blocks', see splits.h
+  bool scored = false;       // with a bias or a mask, which the producer's other three warps bring (scores.cuh)
 
   constexpr int block_m() const { return consumers * 64; }
   constexpr int threads() const { return (consumers + 1) * 128; }
   // What setmaxnreg gives. A launch gives every thread the same number, a multiple of 8: 168, 128 and 96 of 65,536, and
-  // 128 * (24 + 2 * 240), 128 * (32 + 3 * 160) and 128 * (32 + 4 * 112) are what that makes.
-  constexpr int producer_registers() const { return consumers == 2 ? 24 : 32; }
-  constexpr int consumer_registers() const { return consumers == 2 ? 240 : consumers == 3 ? 160 : 112; }
+  // 128 * (24 + 2 * 240), 128 * (32 + 3 * 160) and 128 * (32 + 4 * 112) are what that makes; with loaders of scores
+  // 128 * (72 + 2 * 216) and 128 * (56 + 3 * 152).
+  constexpr int producer_registers() const { return scored ? (consumers == 2 ? 72 : 56) : (consumers == 2 ? 24 : 32); }
+  constexpr int consumer_registers() const {
+    if (scored) return consumers == 2 ? 216 : 152;
+    return consumers == 2 ? 240 : consumers == 3 ? 160 : 112;
+  }
 
   constexpr bool operator==(const ForwardShape&) const = default;
 };
 
 // Which tiles a call gets.
 enum class Tiles : uint8_t {
-  kMany,   // keys: tiles of 192 queries read K and V least often
-  kFew,    // keys: smaller tiles waste less on the diagonal, at the ends of rows and on the last round of the grid
-  kSplit,  // few queries: small tiles and deep rings, because loads of K and V take the time, and one more axis: keys
+  kMany,    // keys: tiles of 192 queries read K and V least often
+  kFew,     // keys: smaller tiles waste less on the diagonal, at the ends of rows and on the last round of the grid
+  kSplit,   // few queries: small tiles and deep rings, because loads of K and V take the time, and one more axis: keys
+  kScored,  // with a bias or a mask: what hides the longer softmax best is a third consumer, where registers allow it
 };
 
 // See docs/hopper-forward.md for what else was measured.
@@ -55,6 +61,12 @@ constexpr ForwardShape forward_shape(int head_dim, Tiles tiles) {
     if (head_dim <= 192) return {2, 64, 3, 1, Schedule::kPingPong, 32, true};
     return {2, 64, 2, 1, Schedule::kPingPong, 32, true};
   }
+  if (tiles == Tiles::kScored) {
+    if (head_dim <= 64) return {3, 96, 2, 2, Schedule::kOverlap, 96, false, true};
+    if (head_dim <= 128) return {3, 80, 2, 1, Schedule::kOverlap, 80, false, true};
+    if (head_dim <= 192) return {2, 80, 2, 1, Schedule::kOverlap, 80, false, true};
+    return {2, 48, 2, 1, Schedule::kOverlap, 48, false, true};
+  }
   const bool few = tiles == Tiles::kFew;
   if (head_dim <= 64 && few) return {4, 64, 4, 2, Schedule::kOverlap, 64};
   if (head_dim <= 64) return {3, 128, 3, 2, Schedule::kPingPong, 128};
@@ -63,6 +75,19 @@ constexpr ForwardShape forward_shape(int head_dim, Tiles tiles) {
   if (head_dim <= 128) return {3, 80, 2, 2, Schedule::kOverlap, 80};
   if (head_dim <= 192) return {2, 96, 2, 1, Schedule::kPingPong, 48};
   return {2, 64, 2, 1, Schedule::kPingPong, 32};
+}
+
+inline bool is_scored(const Problem& problem) { return problem.has_mask || problem.has_bias; }
+
+// Whether a bias or mask can be read in chunks of 16 bytes. element: bytes. A dimension of one index has no stride.
+inline bool reads_chunks(const Problem& problem, const TensorView& view, int element) {
+  const auto is_aligned = [&](int64_t size, int64_t stride) { return size <= 1 || stride * element % 16 == 0; };
+  bool aligned = view.col_stride == 1 && reinterpret_cast<uint64_t>(view.data) % 16 == 0 &&
+                 is_aligned(problem.len_q, view.row_stride) && is_aligned(problem.heads_q, view.head_stride);
+  for (int i = 0; i < problem.batch_rank; ++i) {
+    aligned = aligned && is_aligned(problem.batch_size[i], view.batch_stride[i]);
+  }
+  return aligned;
 }
 
 // Keys that a query sees.
@@ -102,29 +127,40 @@ inline ForwardOrder forward_order(const Problem& problem, int block_m, int multi
 }
 
 struct ForwardSmem {
-  int q = 0, k = 0, v = 0, works = 0, barriers = 0;  // offsets
-  int total = 0;                                     // and what it takes to align the first tile
+  int q = 0, k = 0, v = 0, scores = 0, works = 0, barriers = 0;  // offsets
+  int total = 0;                                                 // and what it takes to align the first tile
 };
 
-constexpr int kWorks = 2;       // of the tiles that the producer has told the consumers of
-constexpr int kWorkBytes = 32;  // of each, see work.cuh
+constexpr int kSharedMemoryLimit = 227 * 1024;  // of one block on 9.0
+constexpr int kWorks = 2;                       // of the tiles that the producer has told the consumers of
+constexpr int kWorkBytes = 32;                  // of each, see work.cuh
+constexpr int kScoreStages = 4;                 // of bias and mask, at most; how many fit depends on what there is
 
 constexpr ForwardSmem forward_smem(ForwardShape shape, int head_dim) {
+  const int rings = kWorks + shape.q_stages * shape.consumers + 2 * shape.stages + (shape.scored ? kScoreStages : 0);
+  const int small = kWorks * kWorkBytes + 16 * rings;
   ForwardSmem smem;
   smem.k = shape.q_stages * tile_bytes(shape.block_m(), head_dim);
   smem.v = smem.k + shape.stages * tile_bytes(shape.block_n, head_dim);
-  smem.works = smem.v + shape.stages * tile_bytes(shape.block_n, head_dim);
+  smem.scores = smem.v + shape.stages * tile_bytes(shape.block_n, head_dim);
+  const int left = kSharedMemoryLimit - kTileAlign - smem.scores - small;
+  smem.works = smem.scores + (shape.scored ? left / 16 * 16 : 0);
   smem.barriers = smem.works + kWorks * kWorkBytes;
-  smem.total = smem.barriers + 16 * (kWorks + shape.q_stages * shape.consumers + 2 * shape.stages) + kTileAlign;
+  smem.total = smem.works + small + kTileAlign;
   return smem;
 }
 
-constexpr int kSharedMemoryLimit = 227 * 1024;  // of one block on 9.0
+// A row of a tile of bias or mask: an odd number of 16-byte chunks, so that eight rows lie in different banks.
+constexpr int score_pitch(int block_n, int element_bytes) { return (block_n * element_bytes / 16 | 1) * 16; }
+
 constexpr bool fits(int head_dim) {
+  const ForwardShape scored = forward_shape(head_dim, Tiles::kScored);
+  const ForwardSmem smem = forward_smem(scored, head_dim);
+  const int largest = scored.block_m() * (score_pitch(scored.block_n, 4) + score_pitch(scored.block_n, 1));
   for (const Tiles tiles : {Tiles::kMany, Tiles::kFew, Tiles::kSplit}) {
     if (forward_smem(forward_shape(head_dim, tiles), head_dim).total > kSharedMemoryLimit) return false;
   }
-  return true;
+  return smem.works - smem.scores >= largest;
 }
 static_assert(fits(64) && fits(96) && fits(128) && fits(192) && fits(256));
 

@@ -7,14 +7,17 @@
 // softmax of the next tile of keys runs under O += P V of this one, and so it does from one tile of queries to the
 // next: the first S of the next is issued together with the last P V of this one. Keys are walked from the last tile to
 // the first, so that the diagonal and the tail, which are masked, come first. The producer finds a block's next tile
-// and tells the consumers (work.cuh). Called by run_fwd.cuh. Invariant: a ring's full barrier is completed by TMA (that
-// of the works by the producer), its empty barrier by one arrival of each warp that reads it, after the wait that
-// proves its wgmma finished. Where Q has two stages out goes through the rows of Q that its warp alone owns, and Q's
-// stage is handed back when that store has read it; where it has one, out goes from registers and Q's stage is handed
-// back after the tile's last S.
+// and tells the consumers (work.cuh). With a bias or mask three more warps load those (scores.cuh). Called by
+// run_fwd.cuh. Invariant: a ring's full barrier is completed by TMA (that of the works by the producer), its empty
+// barrier by one arrival of each warp that reads it, after the wait that proves its wgmma finished. Where Q has two
+// stages out goes through the rows of Q that its warp alone owns, and Q's stage is handed back when that store has read
+// it; where it has one, out goes from registers and Q's stage is handed back after the tile's last S.
 #pragma once
 
+#include <type_traits>
+
 #include "sm90/pipeline.cuh"
+#include "sm90/scores.cuh"
 #include "sm90/wgmma.cuh"
 #include "sm90/work.cuh"
 
@@ -30,6 +33,8 @@ struct ForwardTraits {
   static constexpr int kQBytes = tile_bytes(64, kHeadDim), kKvBytes = tile_bytes(kBlockN, kHeadDim);
   static constexpr int kQTiles = kShape.q_stages * kConsumers;
   static constexpr bool kStaged = kShape.q_stages > 1;  // out goes through Q's stage
+  static constexpr bool kScored = kShape.scored;
+  using Params = std::conditional_t<kScored, ScoredParams, ForwardParams>;
   using QPlace = RingPlace<kShape.q_stages>;
   using KvPlace = RingPlace<kShape.stages>;
   using WorkPlace = RingPlace<kWorks>;
@@ -39,25 +44,20 @@ struct ForwardTraits {
     Ring<kQBytes> q;
     Ring<kKvBytes> k, v;
     Ring<sizeof(Work)> works;
+    Ring<0> scores;  // its stages' size is a parameter
   };
   static __device__ __forceinline__ Rings rings(uint32_t base) {
     const uint32_t q = base + kSmem.barriers, k = q + kQTiles * 16, v = k + kShape.stages * 16;
-    return {{base, q}, {base + kSmem.k, k}, {base + kSmem.v, v}, {base + kSmem.works, v + kShape.stages * 16}};
+    const uint32_t works = v + kShape.stages * 16;
+    return {{base, q},
+            {base + kSmem.k, k},
+            {base + kSmem.v, v},
+            {base + kSmem.works, works},
+            {base + kSmem.scores, works + kWorks * 16}};
   }
 };
 
 // ---- producer -------------------------------------------------------------------------------------------------------
-
-// One tile of `rows` rows into a stage, panel by panel.
-template <int kRows, int kPanels, int kBytes>
-__device__ __forceinline__ void load_tile(const Ring<kBytes>& ring, int i, const TensorMap& map, BoxStart at) {
-  barrier_expect(ring.full(i), kBytes);
-#pragma unroll
-  for (int panel = 0; panel < kPanels; ++panel) {
-    tma_load(ring.tile(i) + panel * panel_size(kRows), &map.map, ring.full(i), at);
-    at.col += kPanelCols;
-  }
-}
 
 // Order: K of the last tile, Q, then K of the next tile before V of this one, as the consumers ask for them, and on in
 // the same way from one tile of queries to the next.
@@ -178,7 +178,7 @@ __device__ __forceinline__ void issue_o(float (&o_acc)[Traits::kHeadDim / 2],
 }
 
 template <class Traits>
-__device__ __forceinline__ void consume(const ForwardParams& params, const typename Traits::Rings& rings,
+__device__ __forceinline__ void consume(const typename Traits::Params& params, const typename Traits::Rings& rings,
                                         int consumer) {
   using T = typename Traits::T;
   constexpr int kBlockN = Traits::kBlockN, kHeadDim = Traits::kHeadDim, kConsumers = Traits::kConsumers;
@@ -187,9 +187,10 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const typen
   typename Traits::QPlace q;
   typename Traits::KvPlace k, v;
   typename Traits::WorkPlace w;
+  [[maybe_unused]] ScorePlace c(params);
   float o_acc[kHeadDim / 2], s_acc[kBlockN / 2];
   uint32_t p_frag[kBlockN / 4];
-  RowSoftmax softmax(params.to_log2);
+  RowSoftmax<Traits::kScored> softmax(params.to_log2);
   Work work;
   int top_n = 0;  // this warpgroup sees no key of tiles from here on
 
@@ -215,6 +216,9 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const typen
   // S of the tile n is there.
   const auto after_s = [&](int n) {
     release(rings.k, k);
+    if constexpr (Traits::kScored) {
+      take_scores<T, kBlockN>(s_acc, params.scores, rings.scores, c, consumer * 64 + warp_row);
+    }
     if (!Traits::kStaged && n == work.first_n && lane == 0) barrier_arrive(rings.q.empty(q_index()));
     const int first_query = work.first_query + consumer * 64;
     if (params.band.is_boundary(first_query, 64, n * kBlockN, kBlockN)) {
@@ -280,6 +284,7 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const typen
     for (int i = 0; i < skipped; ++i) {
       barrier_wait(rings.k.full(k.stage), k.phase);
       release(rings.k, k);
+      if constexpr (Traits::kScored) skip_scores(rings.scores, c);
       take_turn<Traits>(consumer);
       pass_turn<Traits>(consumer);
       barrier_wait(rings.v.full(v.stage), v.phase);
@@ -393,21 +398,9 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const typen
   hand_back(done_index);
 }
 
-// True where this block's part of a tile has no key: says so to combine.
-template <class Traits>
-__device__ __forceinline__ bool skip_part(const ForwardParams& params) {
-  const Work work = Work::at<Traits>(params, blockIdx.x);
-  if (work.any()) return false;
-  const int query = work.first_query + static_cast<int>(threadIdx.x);
-  if (threadIdx.x < Traits::kBlockM && query < params.len_q) {
-    params.parts.lse[work.part * params.parts.rows + work.row(params, query)] = kMinusInf;
-  }
-  return true;
-}
-
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kShape.threads(), 1)
-    forward_kernel(const __grid_constant__ ForwardParams params) {
+    forward_kernel(const __grid_constant__ typename Traits::Params params) {
   constexpr ForwardShape kShape = Traits::kShape;
   if constexpr (kShape.shares_keys) {
     cudaTriggerProgrammaticLaunchCompletion();  // combine may take its place; it waits for the end of this grid
@@ -418,16 +411,17 @@ __global__ void __launch_bounds__(Traits::kShape.threads(), 1)
   const typename Traits::Rings rings = Traits::rings(base);
   if (threadIdx.x == 0) {
     for (const TensorMap* map : {&params.q, &params.k, &params.v, &params.out}) prefetch_map(&map->map);
-    const auto init = [](const auto& ring, int tiles, int readers) {
+    const auto init = [](const auto& ring, int tiles, int readers, int writers = 1) {
       for (int i = 0; i < tiles; ++i) {
-        barrier_init(ring.full(i), 1);
+        barrier_init(ring.full(i), writers);
         barrier_init(ring.empty(i), readers);
       }
     };
-    init(rings.works, kWorks, 4 * Traits::kConsumers);
+    init(rings.works, kWorks, 4 * Traits::kConsumers + (Traits::kScored ? kScoreLoaders / 32 : 0));
     init(rings.q, Traits::kQTiles, 4);
     init(rings.k, kShape.stages, 4 * Traits::kConsumers);
     init(rings.v, kShape.stages, 4 * Traits::kConsumers);
+    if constexpr (Traits::kScored) init(rings.scores, kScoreStages, 4 * Traits::kConsumers, 2 * kScoreLoaders);
     fence_barrier_init();
   }
   __syncthreads();
@@ -436,6 +430,9 @@ __global__ void __launch_bounds__(Traits::kShape.threads(), 1)
   if (warpgroup == 0) {
     fewer_registers<kShape.producer_registers()>();
     if (threadIdx.x < 32 && elect_one()) produce<Traits>(params, rings);
+    if constexpr (Traits::kScored) {
+      if (threadIdx.x >= 32) load_scores<Traits>(params, rings);
+    }
   } else {
     more_registers<kShape.consumer_registers()>();
     consume<Traits>(params, rings, warpgroup - 1);

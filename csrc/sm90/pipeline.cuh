@@ -33,4 +33,15 @@ struct Ring {
   __device__ __forceinline__ uint32_t empty(int stage) const { return barriers + stage * 16 + 8; }
 };
 
+// One tile of `rows` rows into a stage, panel by panel.
+template <int kRows, int kPanels, int kBytes>
+__device__ __forceinline__ void load_tile(const Ring<kBytes>& ring, int i, const TensorMap& map, BoxStart at) {
+  barrier_expect(ring.full(i), kBytes);
+#pragma unroll
+  for (int panel = 0; panel < kPanels; ++panel) {
+    tma_load(ring.tile(i) + panel * panel_size(kRows), &map.map, ring.full(i), at);
+    at.col += kPanelCols;
+  }
+}
+
 }  // namespace flash_ext::sm90

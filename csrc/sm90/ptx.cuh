@@ -90,6 +90,11 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
 #endif
 }
 
+// cp.async.mbarrier.arrive.noinc: arrives when this thread's cp.async are done.
+__device__ __forceinline__ void barrier_arrive_copied(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 // ---- TMA ------------------------------------------------------------------------------------------------------------
 
 // Where a box starts, innermost dimension first: column, row, head, batch, outer batch.
@@ -150,6 +155,15 @@ __device__ __forceinline__ void tma_store_wait_read() { asm volatile("cp.async.b
 // cp.async.bulk.wait_group 0: this thread's stores and additions are done, and visible to it.
 __device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
+// ---- ordinary copies ------------------------------------------------------------------------------------------------
+
+// cp.async.cg.shared.global, 16 bytes of which the first `bytes` are read and the others become zeros.
+__device__ __forceinline__ void cp_async_16(uint32_t shared, const void* global, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
+}
+// cp.async.wait_all
+__device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // ---- counts in global memory ----------------------------------------------------------------------------------------
 
 // ld.global.acquire.gpu until the count is `wanted`, then fence.proxy.async: this thread's bulk copies and additions
@@ -180,6 +194,21 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t address, uint32_t r0, uint3
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r0), "r"(r1),
                "r"(r2), "r"(r3)
                : "memory");
+}
+
+// ldmatrix.sync.aligned.m8n8.x4: lanes 8i..8i+7 give the row addresses of matrix i.
+__device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+}
+
+// ld.shared.u16
+__device__ __forceinline__ uint32_t load_shared_short(uint32_t address) {
+  uint16_t result;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(result) : "r"(address) : "memory");
+  return result;
 }
 
 // st.shared.v4.f32

@@ -2,9 +2,9 @@
 //
 //   m' = max(m, max_j s_j)     l' = l e^(m - m') + sum_j e^(s_j - m')     O' = O e^(m - m')
 //
-// in units of q k^T, with scale * log2(e) folded into the multiply-add before ex2. Sums are of the thread's own columns
-// until the end. Called by fwd.cuh, between the wait for S and the wait for O. Invariant: step() touches S only; O, on
-// which wgmma may still work, is rescaled by the caller after its wait.
+// in units of q k^T, with scale * log2(e) folded into the multiply-add before ex2, or, with a bias, in natural units.
+// Sums are of the thread's own columns until the end. Called by fwd.cuh, between the wait for S and the wait for O.
+// Invariant: step() touches S only; O, on which wgmma may still work, is rescaled by the caller after its wait.
 #pragma once
 
 #include "attention/band.h"
@@ -47,10 +47,14 @@ __device__ __forceinline__ void mask_band(float (&s)[kCount], const TileBand& ba
 
 // Maxima are brought up to date when one of the warp's rows grew by more than 2^kLimit, which P stays below; sums are
 // float, so nothing is lost, and most tiles skip a pass over O.
+// kBiased: scores may be as low as finfo.min, whose product with log2(e) is infinite. Where a maximum of the warp's
+// rows is far from 0 it is subtracted before the multiplication.
+template <bool kBiased>
 struct RowSoftmax {
   static constexpr int kLimit = 8;
   float row_max[2] = {kMinusInf, kMinusInf};
   float row_sum[2] = {0.f, 0.f};
+  bool far = false;
   float to_log2;  // what one unit of score is in log2
 
   __device__ __forceinline__ explicit RowSoftmax(float to_log2_) : to_log2(to_log2_) {}
@@ -93,21 +97,35 @@ struct RowSoftmax {
       factor[half] = before == kMinusInf ? 0.f : exp2_fast((before - row_max[half]) * to_log2);
       row_sum[half] *= factor[half];
     }
+    if constexpr (kBiased) {
+      constexpr float kFar = 32768;
+      const auto is_far = [](float x) { return fabsf(x) > kFar && x != kMinusInf; };
+      far = __any_sync(~0u, is_far(row_max[0]) || is_far(row_max[1]));
+    }
   }
 
   // S becomes P in columns [kFirst, kLast).
   template <int kFirst, int kLast, int kCount>
   __device__ __forceinline__ void exponentiate(float (&s)[kCount]) {
+    if (kBiased && far) {
+      exponentiate_as<true, kFirst, kLast>(s);
+    } else {
+      exponentiate_as<false, kFirst, kLast>(s);
+    }
+  }
+
+  template <bool kShiftFirst, int kFirst, int kLast, int kCount>
+  __device__ __forceinline__ void exponentiate_as(float (&s)[kCount]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float minus = row_max[half] == kMinusInf ? 0.f : -row_max[half] * to_log2;
+      const float minus = row_max[half] == kMinusInf ? 0.f : -row_max[half] * (kShiftFirst ? 1.f : to_log2);
       float sum = 0.f;
 #pragma unroll
       for (int n = kFirst / 8; n < kLast / 8; ++n) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           float& x = s[4 * n + 2 * half + i];
-          x = exp2_fast(fmaf(x, to_log2, minus));
+          x = exp2_fast(kShiftFirst ? (x + minus) * to_log2 : fmaf(x, to_log2, minus));
           sum += x;
         }
       }

@@ -96,6 +96,18 @@ struct alignas(16) Work {
 
 static_assert(sizeof(Work) == kWorkBytes);
 
+// True where this block's part of a tile has no key: says so to combine.
+template <class Traits>
+__device__ __forceinline__ bool skip_part(const ForwardParams& params) {
+  const Work work = Work::at<Traits>(params, blockIdx.x);
+  if (work.any()) return false;
+  const int query = work.first_query + static_cast<int>(threadIdx.x);
+  if (threadIdx.x < Traits::kBlockM && query < params.len_q) {
+    params.parts.lse[work.part * params.parts.rows + work.row(params, query)] = kMinusInf;
+  }
+  return true;
+}
+
 // The tile after `linear` in this block; params.tiles or more: none.
 __device__ __forceinline__ uint32_t next_tile(const ForwardParams& params, uint32_t linear) {
   return params.counter != nullptr ? gridDim.x + atomicAdd(params.counter, 1) : linear + gridDim.x;

@@ -103,20 +103,36 @@ TEST(Descriptor, StepsStayInTheAddressField) {
 
 TEST(Shapes, FitTheMultiprocessor) {
   for (const int head_dim : {64, 96, 128, 192, 256}) {
-    for (const Tiles tiles : {Tiles::kMany, Tiles::kFew, Tiles::kSplit}) {
+    for (const Tiles tiles : {Tiles::kMany, Tiles::kFew, Tiles::kSplit, Tiles::kScored}) {
       const ForwardShape shape = forward_shape(head_dim, tiles);
       const ForwardSmem smem = forward_smem(shape, head_dim);
       EXPECT_EQ(shape.block_n % 16, 0);
       EXPECT_EQ(shape.split % 16, 0);
       EXPECT_LE(shape.split, shape.block_n);
-      for (const int offset : {smem.k, smem.v, smem.works}) EXPECT_EQ(offset % kTileAlign, 0);
+      for (const int offset : {smem.k, smem.v, smem.scores}) EXPECT_EQ(offset % kTileAlign, 0);
+      EXPECT_EQ(smem.works % 16, 0);
       EXPECT_EQ(smem.barriers % 16, 0);
+      const int scores = shape.block_m() * (score_pitch(shape.block_n, 4) + score_pitch(shape.block_n, 1));
+      EXPECT_EQ(smem.works - smem.scores >= scores, shape.scored);
       EXPECT_LE(smem.total, kSharedMemoryLimit);
       // What a launch gives every thread is what setmaxnreg can hand from one warpgroup to the others.
       const int launch = 65536 / shape.threads() / 8 * 8;
       EXPECT_LE(shape.producer_registers() + shape.consumers * shape.consumer_registers(),
                 launch * (shape.consumers + 1));
       EXPECT_LE(1 + 2 * shape.consumers, 16);  // named barriers, with __syncthreads
+    }
+  }
+}
+
+// Eight rows of a tile of bias or mask, at the same column, lie in eight different chunks of 16 bytes of the banks.
+TEST(Scores, RowsLieInDifferentBanks) {
+  for (const int head_dim : {64, 96, 128, 192, 256}) {
+    for (const int element : {1, 2, 4}) {
+      const int block_n = forward_shape(head_dim, Tiles::kScored).block_n, pitch = score_pitch(block_n, element);
+      EXPECT_GE(pitch, block_n * element);
+      unsigned seen = 0;
+      for (int row = 0; row < 8; ++row) seen |= 1U << row * pitch / 16 % 8;
+      EXPECT_EQ(seen, 0xFFU);
     }
   }
 }

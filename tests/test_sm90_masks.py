@@ -1,0 +1,272 @@
+"""Promise: the Hopper forward reads bool masks and float biases of every broadcast, layout, dtype and length, alone and
+together, obeys the error rule with them, and treats what is infinite, huge or not a number as eager attention does."""
+
+from __future__ import annotations
+
+import random
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from helpers import HALF, MEANS, Inputs, check, make_inputs, name_of, rand
+from sm90_helpers import BANDS, assert_same_bits, poison_free_memory, random_layout, skip_without_sm90
+from torch import Tensor
+
+import flash_ext
+
+pytestmark = pytest.mark.gpu
+
+HEAD_DIMS = (64, 96, 128, 192, 256)
+BLOCKS = (48, 80, 96, 128, 192)  # of queries or keys, in one tile or another
+EDGES = sorted({n * block + i for block in BLOCKS for n in (1, 2) for i in (-1, 0, 1)} | {1, 2, 15, 33, 1000})
+KINDS = ("bool", "bias", "float32", "both", "both float32")
+B, H, L, S = 2, 4, 150, 203
+
+
+@pytest.fixture(autouse=True)
+def _has_sm90(device: str) -> None:
+    skip_without_sm90()
+
+
+def aligned(bias: Tensor) -> Tensor:
+    """Its values in rows that start at multiples of 16 bytes, as sm90 wants them up to head dim 128."""
+    cols = bias.shape[-1]
+    return torch.nn.functional.pad(bias, (0, -cols % 8), value=torch.nan)[..., :cols]
+
+
+def scores_of(kind: str, shape: tuple[int, ...], dtype: torch.dtype, device: str, mean: float = 0.0) -> Inputs:
+    """`mask` and `bias` of that shape, whose rows all keep a key."""
+    found: Inputs = {}
+    if kind == "bool" or kind.startswith("both"):
+        found["mask"] = torch.rand(shape) > 0.3
+        found["mask"][..., 0] = True
+    if kind != "bool":
+        found["bias"] = rand(*shape, dtype=torch.float32 if "float32" in kind else dtype, mean=mean)
+    return {name: tensor.to(device) for name, tensor in found.items()}
+
+
+def poisoned_call(**arguments: Any) -> Any:
+    poison_free_memory("cuda")
+    with flash_ext.use_backend("sm90"):
+        return flash_ext.attention(**arguments)
+
+
+def check_forward(inputs: Inputs, options: dict[str, Any] | None = None) -> dict[str, Tensor]:
+    got = check(poisoned_call, inputs, (options or {}) | {"return_lse": True}, backward=False)
+    for name, tensor in got.items():
+        assert not tensor.isnan().any(), name
+    return got
+
+
+def forward(inputs: Inputs, **options: Any) -> tuple[Tensor, Tensor]:
+    with flash_ext.use_backend("sm90"):
+        return flash_ext.attention(**inputs, return_lse=True, **options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_every_broadcast(head_dim: int, kind: str, device: str) -> None:
+    for i, shape in enumerate(product((1, B), (1, H), (1, L), (1, S))):
+        dtype, band = HALF[i % 2], list(BANDS.values())[i % len(BANDS)]
+        inputs = make_inputs((B, H, L, head_dim), (B, 2, S, head_dim), dtype=dtype, device=device)
+        scores = scores_of(kind, shape, dtype, device)
+        if head_dim <= 128 and "bias" in scores and shape[3] > 1:
+            scores["bias"] = aligned(scores["bias"])
+        if head_dim > 128 or shape[2] == 1 or shape[3] > 1 or kind == "bool":  # else sm80's: columns repeat
+            check_forward(inputs | scores, band)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_every_edge_of_queries_and_keys(head_dim: int, kind: str, device: str) -> None:
+    """Rows of odd lengths begin at every address."""
+    for i, queries in enumerate(EDGES):
+        keys, dtype = EDGES[(7 * i + 3) % len(EDGES)], HALF[i % 2]
+        if max(queries, keys) <= 64:  # sm80's
+            queries += 64
+        inputs = make_inputs((1, 2, queries, head_dim), (1, 2, keys, head_dim), dtype=dtype, device=device)
+        for length in (queries, 1):
+            scores = scores_of(kind, (1, 2, length, keys), dtype, device)
+            if head_dim <= 128 and "bias" in scores and length > 1:
+                scores["bias"] = aligned(scores["bias"])
+            check_forward(inputs | scores)
+
+
+def laid_out(tensor: Tensor, layout: str) -> Tensor:
+    """The same values elsewhere; what lies around them is NaN, or False."""
+    b, h, rows, cols = tensor.shape
+    nothing = torch.nan if tensor.is_floating_point() else False
+    if layout == "transposed":
+        return tensor.mT.contiguous().mT
+    if layout == "every second column":
+        return tensor.new_full((b, h, rows, 2 * cols), nothing)[..., ::2].copy_(tensor)
+    if layout == "heads last":
+        return tensor.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+    shift, pad = {"off by one": (1, 0), "wide rows": (0, 48), "inside": (3, 29)}[layout]
+    buffer = tensor.new_full((b, h + 2, rows + 2, cols + shift + pad), nothing)
+    return buffer[:, 1:-1, 1:-1, shift : shift + cols].copy_(tensor)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "layout", ["transposed", "every second column", "heads last", "off by one", "wide rows", "inside"]
+)
+def test_layouts_give_the_same_bits(layout: str, kind: str, device: str) -> None:
+    for head_dim, keys, dtype in product((64, 128) if kind == "bool" else (192, 256), (304, 301), HALF):
+        inputs = make_inputs((2, 6, 201, head_dim), (2, 3, keys, head_dim), dtype=dtype, device=device)
+        scores = scores_of(kind, (2, 6, 201, keys), dtype, device)
+        expected = forward(inputs | scores, causal=True, align="bottom_right")
+        views = {name: laid_out(tensor, layout) for name, tensor in scores.items()}
+        got = forward(inputs | views, causal=True, align="bottom_right")
+        assert_same_bits(got, expected, (head_dim, keys))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_many_tiles(head_dim: int, kind: str, device: str) -> None:
+    """More tiles than multiprocessors, in turn and by a counter, and every head as in a call of its own."""
+    for length, options in ((768, {}), (777, {}), (777, {"causal": True})):
+        inputs = make_inputs((4, 20, length, head_dim), (4, 10, length, head_dim), dtype=HALF[0], device=device)
+        inputs |= scores_of(kind, (1, 20, length, length), HALF[0], device)
+        if "bias" in inputs:
+            inputs["bias"] = aligned(inputs["bias"])
+        assert flash_ext.explain(**inputs, **options).forward.kernel == "sm90.forward.scored"
+        whole = forward(inputs, **options)
+        for b, h in ((0, 0), (1, 13), (3, 19)):
+            alone = {name: inputs[name][b : b + 1, h // 2 : h // 2 + 1] for name in ("key", "value")}
+            alone["query"] = inputs["query"][b : b + 1, h : h + 1]
+            alone |= {name: inputs[name][:, h : h + 1] for name in ("mask", "bias") if name in inputs}
+            got = forward(alone, **options)
+            assert_same_bits((whole[0][b, h], whole[1][b, h]), (got[0][0, 0], got[1][0, 0]), (length, b, h))
+
+
+@pytest.mark.parametrize("mean", MEANS)
+@pytest.mark.parametrize("dtype", HALF, ids=name_of)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_means(head_dim: int, dtype: torch.dtype, mean: float, device: str) -> None:
+    inputs = make_inputs((1, 2, 300, head_dim), (1, 2, 500, head_dim), dtype=dtype, device=device, mean=mean)
+    for kind in ("bias", "both float32"):
+        scores = scores_of(kind, (1, 2, 300, 500), dtype, device, mean)
+        check_forward(inputs | scores | {"bias": aligned(scores["bias"])})
+
+
+@pytest.mark.parametrize("kind", ["bool", "bias", "float32"])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_rows_without_keys(head_dim: int, kind: str, device: str) -> None:
+    """By False or by -inf, with and without a band that leaves some rows nothing: 0 and -inf."""
+    keep = torch.rand(2, 1, 300, 500, device=device) > 0.5
+    keep[0, :, [0, 70, 299]] = False
+    keep[1, :, 64:192] = False
+    keep[:, :, 200, :490] = False
+    for dtype in HALF:
+        inputs = make_inputs((2, 3, 300, head_dim), (2, 3, 500, head_dim), dtype=dtype, device=device)
+        if kind == "bool":
+            inputs["mask"] = keep
+        else:
+            zeros = torch.zeros(keep.shape, dtype=torch.float32 if kind == "float32" else dtype, device=device)
+            inputs["bias"] = aligned(zeros.masked_fill(~keep, -torch.inf))
+        for options in ({}, {"window": (40, 10)}):
+            got = check_forward(inputs, options)
+            assert (got["out"][0, :, 70] == 0).all() and (got["lse"][1, :, 64:192] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=name_of)
+@pytest.mark.parametrize("bias_dtype", ["same", "float32"])
+def test_finfo_min_is_an_ordinary_number(dtype: torch.dtype, bias_dtype: str, device: str) -> None:
+    """A row full of it is the mean of value, on every tile; one that has another number ignores it."""
+    wide = torch.float32 if bias_dtype == "float32" else dtype
+    lowest = torch.finfo(wide).min
+    for head_dim in HEAD_DIMS:
+        inputs = make_inputs((1, 2, 200, head_dim), (1, 2, 400, head_dim), dtype=dtype, device=device)
+        bias = torch.zeros(200, 400, dtype=wide)
+        bias[0] = lowest
+        bias[1, :300] = lowest
+        bias[2, 1:] = lowest
+        bias[3, ::2] = lowest
+        bias[150, 50:] = lowest
+        bias[4] = lowest / 2
+        bias[5, :390] = lowest
+        bias[5, 390:] = lowest / 2
+        got = check_forward(inputs | {"bias": bias.to(device)})
+        if wide != torch.float16:  # its lowest number is small enough to keep the scores' differences
+            mean = inputs["value"].double().mean(-2)
+            torch.testing.assert_close(got["out"][..., 0, :].double(), mean, atol=1e-2, rtol=1e-2)
+            last = inputs["value"][..., 390:, :].double().mean(-2)
+            torch.testing.assert_close(got["out"][..., 5, :].double(), last, atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("special", [torch.nan, torch.inf])
+@pytest.mark.parametrize("dtype", HALF, ids=name_of)
+def test_nan_and_plus_infinity_show(dtype: torch.dtype, special: float, device: str) -> None:
+    """In their own rows only, whichever tile they are in; a key that the mask removes hides its number."""
+    for head_dim, wide in product(HEAD_DIMS, (dtype, torch.float32)):
+        inputs = make_inputs((1, 2, 200, head_dim), (1, 2, 400, head_dim), dtype=dtype, device=device)
+        bias = torch.zeros(200, 400, dtype=wide)
+        bias[2, 5] = special
+        bias[70, 399] = special
+        bias[130] = special
+        bias[131] = -torch.inf
+        bias[140, 250] = special
+        mask = torch.ones(200, 400, dtype=torch.bool)
+        mask[140, 250] = False
+        out, lse = forward(inputs | {"bias": bias.to(device), "mask": mask.to(device)})
+        for row in range(200):
+            bad = row in (2, 70, 130)
+            assert out[:, :, row].isnan().all() if bad else out[:, :, row].isfinite().all(), row
+            assert not (bad and lse[:, :, row].isfinite().any()), row
+        assert (out[:, :, 131] == 0).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_twenty_runs(kind: str, device: str) -> None:
+    for head_dim in HEAD_DIMS:
+        inputs = make_inputs((2, 16, 600, head_dim), (2, 4, 600, head_dim), dtype=HALF[0], device=device)
+        inputs |= scores_of(kind, (2, 1, 600, 600), HALF[0], device)
+        first = forward(inputs, causal=True)
+        for run in range(19):
+            assert_same_bits(forward(inputs, causal=True), first, run)
+
+
+def test_gradients_come_from_sm80(device: str) -> None:
+    """Which recomputes the scores that this forward saw."""
+    for kind in KINDS:
+        inputs = make_inputs((2, 4, 150, 64), (2, 2, 208, 64), dtype=HALF[0], device=device)
+        inputs |= scores_of(kind, (2, 1, 150, 208), HALF[0], device)
+        leaves = {name: t.requires_grad_(t.is_floating_point()) for name, t in inputs.items()}
+        plan = flash_ext.explain(**leaves)
+        assert (plan.forward.backend, plan.backward.backend) == ("sm90", "sm80")
+        check(flash_ext.attention, inputs, {"return_lse": True})
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("seed", range(10))
+def test_random_calls(seed: int, device: str) -> None:
+    """500 of shapes, bands, groupings, layouts, broadcasts and kinds."""
+    chance = random.Random(seed)
+    for _ in range(50):
+        batch, group, dtype = chance.randint(1, 3), chance.choice([1, 2, 3]), chance.choice(HALF)
+        queries, keys = (int(2 ** chance.uniform(0, 10)) for _ in range(2))
+        if max(queries, keys) <= 64:  # sm80's
+            keys += 64
+        head_dim = 8 * chance.randint(1, 32)
+        inputs = make_inputs(
+            (batch, 6, queries, head_dim), (batch, 6 // group, keys, head_dim), dtype=dtype, device=device
+        )
+        inputs = {name: random_layout(chance, tensor) for name, tensor in inputs.items()}
+        for name, tensor in scores_of(chance.choice(KINDS), (batch, 6, queries, keys), dtype, device).items():
+            for dim in range(4):
+                if chance.random() < 0.3:
+                    tensor = tensor.narrow(dim, 0, 1)
+            layout = chance.choice(["dense", "transposed", "every second column", "off by one", "wide rows", "inside"])
+            inputs[name] = tensor if layout == "dense" else laid_out(tensor, layout)
+        if head_dim <= 128 and "bias" in inputs and inputs["bias"].shape[2] > 1:
+            inputs["bias"] = aligned(inputs["bias"].expand(-1, -1, -1, keys))
+        options: dict[str, Any] = {"align": chance.choice(["top_left", "bottom_right"])}
+        if chance.random() < 0.4:
+            options["causal"] = True
+        if chance.random() < 0.3:
+            options["window"] = tuple(chance.choice([None, chance.randint(0, 300)]) for _ in range(2))
+        if chance.random() < 0.2:
+            options["scale"] = 10 ** chance.uniform(-2, -0.5)
+        check_forward(inputs, options)
