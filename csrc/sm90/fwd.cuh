@@ -336,24 +336,24 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
         softmax.tile_max<kSplit, kBlockN>(tile_max, s_acc);
         rescale = rescale || softmax.exceeds(tile_max);
       }
-      hold(s_acc);
-      // NOTE: two waits, because ptxas moves one to before the exponentials, which have to run under O's product;
-      // it does not move it out of a branch.
-      if (rescale) {
-        if constexpr (kSplit < kBlockN) {
+      if constexpr (kSplit < kBlockN) {
+        if (rescale) {
           float more[2];
           softmax.raise(tile_max, more);
           scale_rows<kSplit>(s_acc, more);
           factor[0] *= more[0];
           factor[1] *= more[1];
         }
-        wgmma_wait<0>();
-        hold(o_acc);
-        scale_rows<kHeadDim>(o_acc, factor);
-      } else {
-        wgmma_wait<0>();
-        hold(o_acc);
       }
+      hold(s_acc);
+      // NOTE: a loop that runs once, because ptxas moves a wait to before the exponentials, which have to run under O's
+      // product; it does not move it out of a loop. Not in the branches of `rescale`: warps of a warpgroup differ in
+      // that, and all have to wait by the same instruction (.aligned; compute-sanitizer's synccheck).
+      do {
+        wgmma_wait<0>();
+      } while (params.tiles == 0);
+      hold(o_acc);
+      if (rescale) scale_rows<kHeadDim>(o_acc, factor);
       hold(p_frag);
       release(rings.v, v);
       pack_p(0, kSplit);
