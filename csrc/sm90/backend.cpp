@@ -256,9 +256,10 @@ Plan plan(const Problem& problem, Pass pass, const DeviceInfo& device) {
 }
 
 void forward(const ForwardArgs& args, const Plan& plan, void* workspace) {
-  const ForwardLaunch how = {.tiles = plan.splits > 0    ? Tiles::kSplit
-                                      : plan.small_tiles ? Tiles::kFew
-                                                         : Tiles::kMany,
+  const ForwardLaunch how = {.tiles = is_scored(args.problem) ? Tiles::kScored
+                                      : plan.splits > 0       ? Tiles::kSplit
+                                      : plan.small_tiles      ? Tiles::kFew
+                                                              : Tiles::kMany,
                              .splits = {plan.splits, plan.split_tiles},
                              .grid = static_cast<int>(std::min<int64_t>(plan.grid, INT32_MAX))};
   instance_of(args.problem, Pass::kForward).run_forward(args, how, workspace);
