@@ -92,6 +92,17 @@ def test_rule_for_few_queries(causal: bool, queries: int, head_dim: int) -> None
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("keys", [1, 3, 8])
+@pytest.mark.parametrize("queries", [17, 150])
+def test_rule_for_few_keys(dtype: torch.dtype, queries: int, keys: int, device: str, backend: str) -> None:
+    """Where a backend may exchange the parts of queries and keys; some queries see no key."""
+    for head_dim in (40, 64):
+        inputs = make_inputs((2, 2, queries, head_dim), (2, 2, keys, head_dim), dtype=dtype, device=device, mean=0.5)
+        for align in ("top_left", "bottom_right"):
+            check(flash_ext.attention, inputs, {"causal": True, "align": align, "return_lse": True})
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 def test_large_scores_do_not_overflow(dtype: torch.dtype, device: str, backend: str) -> None:
     """Scores far beyond exp's range: the row maximum is subtracted in natural units first."""
     inputs = make_inputs((1, 2, 40, 64), (1, 2, 40, 64), dtype=dtype, device=device)

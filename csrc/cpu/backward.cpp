@@ -12,83 +12,16 @@
 namespace flash_ext::cpu {
 namespace {
 
-constexpr int kSlopeRows = 6;  // gradient, dS, what both lost, distance, P
-
+// dk and dv of keys of one key or value head, from their sums.
 template <class Compute>
-struct BackwardLayout {
-  using Operand = typename Compute::Operand;
-  using Acc = typename Compute::Acc;
-
-  Partition cut;
-  BackwardTiles<Compute> tiles;
-  int64_t n_blocks = 0;
-  int64_t keys = 0;  // len_k, padded
-
-  // One worker's scratch.
-  Operand* k_transposed = nullptr;  // [n_blocks][cols][block_n]
-  Acc* dq_transposed = nullptr;     // [panels][cols][kPanel]
-  Acc* dq_rows = nullptr;           // [kPanel][cols]
-  Acc* bias_tile = nullptr;         // [block_n][kPanel] dS^T, and twice the room to transpose and add it
-  Acc* slope = nullptr;             // [panels][kSlopeRows][kPanel] SlopeSums
-  Acc* dk = nullptr;                // [keys, cols]; without chunks
-  Acc* dv = nullptr;                // [keys, cols_v]; without chunks
-
-  // Shared by all.
-  Acc* dk_slots = nullptr;       // [units, chunks][keys, cols]
-  Acc* dv_slots = nullptr;       // [units, chunks][keys, cols_v]
-  double* slope_sums = nullptr;  // [batch, heads_q, m_blocks]
-  Acc* key_sums = nullptr;       // [units, chunks][heads][keys] BiasRoute::kKeys
-
-  BackwardLayout(const Problem& problem, const Partition& partition)
-      : cut(partition), tiles(problem, partition.block_m) {
-    n_blocks = (problem.len_k + tiles.block_n - 1) / tiles.block_n;
-    keys = n_blocks * tiles.block_n;
-  }
-
-  int64_t carve_worker(const Problem& problem, void* base) {
-    Arena arena(base);
-    tiles.carve(arena, problem);
-    if (problem.wants_dq) {
-      k_transposed = arena.take<Operand>(keys * tiles.cols);
-      dq_transposed = arena.take<Acc>(int64_t{tiles.panels} * tiles.cols * kPanel);
-      dq_rows = arena.take<Acc>(int64_t{kPanel} * tiles.cols);
-    }
-    if (problem.wants_dbias) bias_tile = arena.take<Acc>(int64_t{3} * tiles.block_n * kPanel);
-    if (problem.wants_dalibi) slope = arena.take<Acc>(int64_t{tiles.panels} * kSlopeRows * kPanel);
-    if (cut.chunks == 1) {
-      if (problem.wants_dk) dk = arena.take<Acc>(keys * tiles.cols);
-      if (problem.wants_dv) dv = arena.take<Acc>(keys * tiles.cols_v);
-    }
-    return arena.used();
-  }
-
-  int64_t carve_shared(const Problem& problem, void* base) {
-    Arena arena(base);
-    if (cut.chunks > 1) {
-      if (problem.wants_dk) dk_slots = arena.take<Acc>(cut.items * keys * tiles.cols);
-      if (problem.wants_dv) dv_slots = arena.take<Acc>(cut.items * keys * tiles.cols_v);
-    }
-    if (problem.wants_dbias) {
-      const int64_t rows = problem.batch * problem.heads_q * problem.len_q;
-      key_sums = arena.take<Acc>(cut.items * cut.heads * keys);
-      tiles.all_delta = arena.take<Acc>(rows);
-      tiles.all_renorm = arena.take<Acc>(rows);
-    }
-    if (problem.wants_dalibi) slope_sums = arena.take<double>(problem.batch * problem.heads_q * cut.m_blocks);
-    return arena.used();
-  }
-};
-
-// dk and dv of one key or value head, from their sums.
-template <class Compute>
-void store_keys(const Problem& problem, const TensorView& view, bool in_accum, int64_t batch, int64_t head,
+void store_keys(const Problem& problem, const TensorView& view, bool in_accum, int64_t batch, int64_t head, Range keys,
                 const typename Compute::Acc* sums, int cols, int64_t head_dim, double scale) {
   using Acc = typename Compute::Acc;
   const Element type = in_accum ? element_of(problem.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32)
                                 : element_of(problem.dtype);
-  vector_table().get<Compute>().store(sums, cols, static_cast<int>(problem.len_k), static_cast<int>(head_dim),
+  vector_table().get<Compute>().store(sums, cols, static_cast<int>(keys.size()), static_cast<int>(head_dim),
                                       static_cast<Acc>(scale), nullptr,
-                                      sink_at(problem, view, type, batch, head, 0, 0));
+                                      sink_at(problem, view, type, batch, head, keys.first, 0));
 }
 
 template <class Compute>
@@ -125,24 +58,30 @@ class BackwardWorker : BackwardTileWorker<Compute> {
  private:
   // Writes what was summed for the heads before, and starts those to come (-1: none).
   void change_heads(int64_t head_k, int64_t head_v) {
-    const bool whole = at_.cut.chunks == 1;
+    const bool whole = at_.cut.chunks == 1 && !at_.streams;
+    const Range keys{0, problem_.len_k};
     if (summed_k_ != head_k) {
-      if (problem_.wants_dk && whole && summed_k_ >= 0) {
-        store_keys<Compute>(problem_, args_.dk, args_.dk_in_accum, this->batch_, summed_k_, dk_, tiles_.cols,
-                            problem_.head_dim, problem_.scale);
-      }
-      if (problem_.wants_dk && head_k >= 0) fresh_k_ = start_sums(dk_, tiles_.cols);
-      if (problem_.wants_dq && head_k >= 0) pack_keys(head_k);
+      if (whole && summed_k_ >= 0) store_dk(summed_k_, keys);
+      if (problem_.wants_dk && head_k >= 0 && !at_.streams) fresh_k_ = start_sums(dk_, tiles_.cols);
+      if (problem_.wants_dq && head_k >= 0 && !in_place()) pack_keys(head_k);
       summed_k_ = head_k;
     }
     if (summed_v_ != head_v) {
-      if (problem_.wants_dv && whole && summed_v_ >= 0) {
-        store_keys<Compute>(problem_, args_.dv, args_.dv_in_accum, this->batch_, summed_v_, dv_, tiles_.cols_v,
-                            problem_.head_dim_v, 1.0);
-      }
-      if (problem_.wants_dv && head_v >= 0) fresh_v_ = start_sums(dv_, tiles_.cols_v);
+      if (whole && summed_v_ >= 0) store_dv(summed_v_, keys);
+      if (problem_.wants_dv && head_v >= 0 && !at_.streams) fresh_v_ = start_sums(dv_, tiles_.cols_v);
       summed_v_ = head_v;
     }
+  }
+
+  void store_dk(int64_t head_k, Range keys) const {
+    if (!problem_.wants_dk) return;
+    store_keys<Compute>(problem_, args_.dk, args_.dk_in_accum, this->batch_, head_k, keys, dk_, tiles_.cols,
+                        problem_.head_dim, problem_.scale);
+  }
+  void store_dv(int64_t head_v, Range keys) const {
+    if (!problem_.wants_dv) return;
+    store_keys<Compute>(problem_, args_.dv, args_.dv_in_accum, this->batch_, head_v, keys, dv_, tiles_.cols_v,
+                        problem_.head_dim_v, 1.0);
   }
 
   // Zeros; or true where the first panel of queries sees all keys, so that its products may store instead of adding.
@@ -180,11 +119,13 @@ class BackwardWorker : BackwardTileWorker<Compute> {
       panels[count] = this->prepare(count, {query, std::min(query + kPanel, queries.last)});
     }
     if (problem_.wants_dq) {
-      std::fill_n(at_.dq_transposed, int64_t{count} * tiles_.cols * kPanel, Acc(0));
+      const int64_t before = (int64_t{count} - 1) * tiles_.cols * kPanel;
+      std::fill_n(at_.dq_transposed, before + tiles_.cols * panels[count - 1].width, Acc(0));
     }
     if (problem_.wants_dalibi) std::fill_n(at_.slope, int64_t{count} * kSlopeRows * kPanel, Acc(0));
     const Range seen = band_.keys(queries, problem_.len_k);
-    const bool all = bias_.kind == BiasRoute::kTiles;  // tiles outside the band are zeros of dbias
+    // Tiles outside the band are zeros of dbias; where dk and dv stream, nobody else writes theirs.
+    const bool all_bias = bias_.kind == BiasRoute::kTiles, all = all_bias || at_.streams;
     const int64_t last = all ? problem_.len_k : seen.last;
     for (int64_t key = all ? 0 : seen.first / tiles_.block_n * tiles_.block_n; key < last; key += tiles_.block_n) {
       const Range keys{key, std::min(key + tiles_.block_n, problem_.len_k)};
@@ -194,11 +135,19 @@ class BackwardWorker : BackwardTileWorker<Compute> {
           // NOTE: only the keys that the panel sees: -10% at 4x12x512x64 causal. Multiples of 32 bound the shapes.
           const Range seen_here{std::max(keys.first, of_panel.first / 32 * 32),
                                 std::min(keys.last, round_up(of_panel.last, 32))};
-          step(panels[i], all ? keys : seen_here);
-        } else if (all) {
-          std::fill_n(at_.bias_tile, tiles_.block_n * kPanel, Acc(0));
-          store_bias(panels[i], keys);
+          start_block(keys, all_bias ? keys : seen_here);
+          step(panels[i], all_bias ? keys : seen_here);
+        } else {
+          start_block(keys, {0, 0});
+          if (all_bias) {
+            std::fill_n(at_.bias_tile, tiles_.block_n * kPanel, Acc(0));
+            store_bias(panels[i], keys);
+          }
         }
+      }
+      if (at_.streams) {
+        store_dk(this->head_k_, keys);
+        store_dv(this->head_v_, keys);
       }
     }
     fresh_k_ = fresh_v_ = false;
@@ -208,6 +157,15 @@ class BackwardWorker : BackwardTileWorker<Compute> {
       for (int i = 0; i < count; ++i) sum += slope_gradient(panels[i]);
       at_.slope_sums[(this->batch_ * problem_.heads_q + this->head_) * at_.cut.m_blocks + m_block] = sum;
     }
+  }
+
+  // Where dk and dv stream: the products store, so only what they leave out has to be zeros.
+  void start_block(Range keys, Range stored) {
+    if (!at_.streams) return;
+    fresh_k_ = fresh_v_ = true;
+    if (stored.first <= keys.first && stored.last >= keys.last) return;
+    if (problem_.wants_dk) std::fill_n(dk_, int64_t{tiles_.block_n} * tiles_.cols, Acc(0));
+    if (problem_.wants_dv) std::fill_n(dv_, int64_t{tiles_.block_n} * tiles_.cols_v, Acc(0));
   }
 
   void step(const Panel& panel, Range keys) {
@@ -220,20 +178,39 @@ class BackwardWorker : BackwardTileWorker<Compute> {
     if (takes_bias) store_bias(panel, keys);
     const int width = panel.width;
     const int64_t row = int64_t{panel.index} * kPanel;
+    const int64_t in_block = keys.first % tiles_.block_n, key = at_.streams ? in_block : keys.first;
+    const int queries = Compute::kPairs ? width : round_rows(panel.queries.size());
     if (problem_.wants_dv) {
-      product_(rows, tiles_.cols_v, width, tiles_.probs, width, tiles_.d_out_rows + row * tiles_.cols_v, tiles_.cols_v,
-               dv_ + keys.first * tiles_.cols_v, tiles_.cols_v, /*add=*/!(fresh_v_ && panel.index == 0));
+      add_keys(rows, tiles_.cols_v, queries, tiles_.probs, width, tiles_.d_out_rows + row * tiles_.cols_v,
+               dv_ + key * tiles_.cols_v, /*add=*/!(fresh_v_ && panel.index == 0));
     }
     if (problem_.wants_dk) {
-      product_(rows, tiles_.cols, width, tiles_.d_scores, width, tiles_.q_rows + row * tiles_.cols, tiles_.cols,
-               dk_ + keys.first * tiles_.cols, tiles_.cols, /*add=*/!(fresh_k_ && panel.index == 0));
+      add_keys(rows, tiles_.cols, queries, tiles_.d_scores, width, tiles_.q_rows + row * tiles_.cols,
+               dk_ + key * tiles_.cols, /*add=*/!(fresh_k_ && panel.index == 0));
     }
-    if (problem_.wants_dq) {
-      const int64_t in_block = keys.first % tiles_.block_n;
+    Acc* dq = at_.dq_transposed + row * tiles_.cols;
+    if (problem_.wants_dq && in_place()) {
+      const Source k = source_at(problem_, args_.fwd.k, type_, this->batch_, this->head_k_, keys.first, 0);
+      const FewWeights<Operand> weights{tiles_.d_scores_right, 1, width};
+      kernels_.few_outputs(weights, static_cast<int>(panel.queries.size()), k, static_cast<int>(keys.size()),
+                           static_cast<int>(problem_.head_dim), dq, tiles_.cols, /*add=*/true);
+    } else if (problem_.wants_dq) {
       const Operand* k_transposed = at_.k_transposed + (keys.first - in_block) * tiles_.cols + in_block;
-      product_(tiles_.cols, width, rows, k_transposed, tiles_.block_n, tiles_.d_scores_right, width,
-               at_.dq_transposed + row * tiles_.cols, width, /*add=*/true);
+      product_(tiles_.cols, width, rows, k_transposed, tiles_.block_n, tiles_.d_scores_right, width, dq, width,
+               /*add=*/true);
     }
+  }
+
+  // Where dQ += dS K has K in place and rows of queries, and S^T and dP^T are made of dot products.
+  bool in_place() const { return this->few_ || this->few_keys_; }
+
+  // dV += P^T dO or dK += dS^T Q, of `cols` columns. NOTE: where either are few, a call of brgemm costs what it saves.
+  void add_keys(int keys, int cols, int queries, const Operand* left, int ld, const Operand* right, Acc* sums,
+                bool add) const {
+    if constexpr (!Compute::kPairs) {
+      if (in_place()) return kernels_.product(keys, cols, queries, left, ld, right, cols, sums, cols, add);
+    }
+    product_(keys, cols, queries, left, ld, right, cols, sums, cols, add);
   }
 
   // dS^T of one tile, in bias_tile.
@@ -273,10 +250,13 @@ class BackwardWorker : BackwardTileWorker<Compute> {
 
   void store_queries(const Panel& panel) {
     const Element type = args_.dq_in_accum ? (type_ == Element::kFloat64 ? type_ : Element::kFloat32) : type_;
-    kernels_.transpose_acc(at_.dq_transposed + int64_t{panel.index} * kPanel * tiles_.cols, panel.width, tiles_.cols,
-                           panel.width, at_.dq_rows, tiles_.cols);
-    kernels_.store(at_.dq_rows, tiles_.cols, static_cast<int>(panel.queries.size()),
-                   static_cast<int>(problem_.head_dim), static_cast<Acc>(problem_.scale), nullptr,
+    const Acc* dq = at_.dq_transposed + int64_t{panel.index} * kPanel * tiles_.cols;
+    if (!in_place()) {
+      kernels_.transpose_acc(dq, panel.width, tiles_.cols, panel.width, at_.dq_rows, tiles_.cols);
+      dq = at_.dq_rows;
+    }
+    kernels_.store(dq, tiles_.cols, static_cast<int>(panel.queries.size()), static_cast<int>(problem_.head_dim),
+                   static_cast<Acc>(problem_.scale), nullptr,
                    sink_at(problem_, args_.dq, type, this->batch_, this->head_, panel.queries.first, 0));
   }
 
@@ -305,12 +285,12 @@ void reduce_unit(const BackwardArgs& args, const BackwardLayout<Compute>& at, in
     if (problem.wants_dv) kernels.add(at.dv_slots + first * size_v, at.dv_slots + (first + chunk) * size_v, size_v);
   }
   if (problem.wants_dk) {
-    store_keys<Compute>(problem, args.dk, args.dk_in_accum, batch, head, at.dk_slots + unit * at.cut.chunks * size,
-                        at.tiles.cols, problem.head_dim, problem.scale);
+    store_keys<Compute>(problem, args.dk, args.dk_in_accum, batch, head, {0, problem.len_k},
+                        at.dk_slots + unit * at.cut.chunks * size, at.tiles.cols, problem.head_dim, problem.scale);
   }
   if (problem.wants_dv) {
-    store_keys<Compute>(problem, args.dv, args.dv_in_accum, batch, head, at.dv_slots + unit * at.cut.chunks * size_v,
-                        at.tiles.cols_v, problem.head_dim_v, 1.0);
+    store_keys<Compute>(problem, args.dv, args.dv_in_accum, batch, head, {0, problem.len_k},
+                        at.dv_slots + unit * at.cut.chunks * size_v, at.tiles.cols_v, problem.head_dim_v, 1.0);
   }
 }
 

@@ -14,88 +14,10 @@
 #include <limits>
 
 #include "attention/online_softmax.h"
-#include "cpu/operands.h"
+#include "cpu/backward_layout.h"
 #include "cpu/product.h"
 
 namespace flash_ext::cpu {
-
-// Scratch of `panels` panels of queries and of one tile.
-template <class Compute>
-struct BackwardTiles {
-  using Operand = typename Compute::Operand;
-  using Acc = typename Compute::Acc;
-
-  int block_n = kPad;
-  int panels = 1;
-  int depth = 0, depth_v = 0;  // inner dimensions of S^T and dP^T
-  int cols = 0, cols_v = 0;    // d and d_v, padded
-
-  Operand* q_transposed = nullptr;      // [panels][depth][kPanel]
-  Operand* q_rows = nullptr;            // [panels][kPanel][cols]
-  Operand* d_out_transposed = nullptr;  // [panels][depth_v][kPanel]
-  Operand* d_out_rows = nullptr;        // [panels][kPanel][cols_v]
-  Acc* lse = nullptr;                   // [panels][kPanel]
-  Acc* delta = nullptr;                 // [panels][kPanel]
-  Acc* renorm = nullptr;                // [panels][kPanel]
-  bool* measured = nullptr;             // [panels]
-
-  Operand* k_left = nullptr;          // [block_n, staged_ld(d)]
-  Operand* v_left = nullptr;          // [block_n, staged_ld(d_v)]
-  Operand* staged = nullptr;          // [kPanel, staged_ld(max(d, d_v))]
-  Acc* rows_acc = nullptr;            // [kPanel, cols_v]
-  Acc* out_acc = nullptr;             // [cols_v, kPanel]
-  Acc* d_out_acc = nullptr;           // [cols_v, kPanel]; d_out_transposed itself without pairs
-  Acc* scores = nullptr;              // [block_n, kPanel]
-  Acc* d_probs = nullptr;             // [block_n, kPanel]
-  Operand* probs = nullptr;           // [block_n, kPanel]; scores itself where the types agree
-  Operand* d_scores = nullptr;        // [block_n, kPanel]; d_probs itself where the types agree
-  Operand* d_scores_right = nullptr;  // [block_n, kPanel]; d_scores itself without pairs
-  uint8_t* keep = nullptr;            // [block_n, kPanel]
-  Acc* all_delta = nullptr;           // [batch, heads_q, len_q], shared: what measure() found, for the bias's pass
-  Acc* all_renorm = nullptr;          // [batch, heads_q, len_q], shared
-  ScoreInputLoader<Compute> inputs;
-
-  BackwardTiles(const Problem& problem, int64_t rows) {
-    block_n = static_cast<int>(
-        std::min<int64_t>(Tiles<Compute>::kBackwardN, std::max<int64_t>(round_up(problem.len_k, kPad), kPad)));
-    panels = static_cast<int>((rows + kPanel - 1) / kPanel);
-    depth = depth_of<Compute>(problem.head_dim);
-    depth_v = depth_of<Compute>(problem.head_dim_v);
-    cols = static_cast<int>(round_up(problem.head_dim, kPad));
-    cols_v = static_cast<int>(round_up(problem.head_dim_v, kPad));
-  }
-
-  void carve(Arena& arena, const Problem& problem) {
-    const int64_t queries = int64_t{panels} * kPanel;
-    const int64_t tile = int64_t{block_n} * kPanel;
-    q_transposed = arena.take<Operand>(queries * depth);
-    q_rows = arena.take<Operand>(queries * cols);
-    d_out_transposed = arena.take<Operand>(queries * depth_v);
-    d_out_rows = arena.take<Operand>(queries * cols_v);
-    lse = arena.take<Acc>(queries);
-    delta = arena.take<Acc>(queries);
-    renorm = arena.take<Acc>(queries);
-    measured = arena.take<bool>(panels);
-    k_left = arena.take<Operand>(int64_t{block_n} * staged_ld(problem.head_dim));
-    v_left = arena.take<Operand>(int64_t{block_n} * staged_ld(problem.head_dim_v));
-    staged = arena.take<Operand>(int64_t{kPanel} * staged_ld(std::max(problem.head_dim, problem.head_dim_v)));
-    rows_acc = arena.take<Acc>(int64_t{kPanel} * cols_v);
-    out_acc = arena.take<Acc>(int64_t{kPanel} * cols_v);
-    scores = arena.take<Acc>(tile);
-    d_probs = arena.take<Acc>(tile);
-    if constexpr (Compute::kPairs) {
-      d_out_acc = arena.take<Acc>(int64_t{kPanel} * cols_v);
-      probs = arena.take<Operand>(tile);
-      d_scores = arena.take<Operand>(tile);
-      d_scores_right = arena.take<Operand>(tile);
-    } else {
-      probs = scores;
-      d_scores = d_scores_right = d_probs;
-    }
-    if (problem.dropout_p > 0.0) keep = arena.take<uint8_t>(tile);
-    inputs.carve(arena, problem, block_n, kPanel, /*transposed=*/true);
-  }
-};
 
 // One panel: queries [first, last) and their padded number. exact: all keys that it sees lie in one block.
 struct Panel {
@@ -121,7 +43,9 @@ class BackwardTileWorker {
         band_(make_band(args.fwd.problem)),
         type_(element_of(args.fwd.problem.dtype)),
         general_(ScoreInputLoader<Compute>::needed(args.fwd.problem)),
-        recalls_(recalls) {
+        recalls_(recalls),
+        few_(few_queries<Compute>(args.fwd)),
+        few_keys_(!few_ && !Compute::kPairs && few_keys(args.fwd)) {
     if (problem_.dropout_p > 0.0) {
       dropout_ = make_dropout(args.fwd.rng_state[0], args.fwd.rng_state[1], problem_.dropout_p);
     }
@@ -132,11 +56,6 @@ class BackwardTileWorker {
     head_ = head;
     head_k_ = head / (problem_.heads_q / problem_.heads_k);
     head_v_ = head / (problem_.heads_q / problem_.heads_v);
-    if (batch != measured_batch_ || head_v_ != measured_head_) {
-      measured_batch_ = batch;
-      measured_head_ = head_v_;
-      value_squared_ = mean_value_squared();
-    }
   }
 
   // Q and dO as right operands both ways, lse and delta.
@@ -158,18 +77,23 @@ class BackwardTileWorker {
     }
     const int64_t panel_row = int64_t{index} * kPanel;
     load_right(args_.fwd.q, panel, d, any_empty, at_.q_transposed + panel_row * at_.depth,
-               at_.q_rows + panel_row * at_.cols, at_.cols);
-    Operand* d_out_transposed = at_.d_out_transposed + panel_row * at_.depth_v;
-    load_right(args_.d_out, panel, d_v, any_empty, d_out_transposed, at_.d_out_rows + panel_row * at_.cols_v,
-               at_.cols_v);
-    load_transposed_acc(args_.fwd.out, panel, at_.out_acc);
-    if constexpr (Compute::kPairs) {
-      load_transposed_acc(args_.d_out, panel, at_.d_out_acc);
-      kernels_.dot_columns(at_.d_out_acc, at_.out_acc, panel.width, d_v, panel.width, delta);
-    } else {
-      kernels_.dot_columns(d_out_transposed, at_.out_acc, panel.width, d_v, panel.width, delta);
+               at_.q_rows + panel_row * at_.cols, at_.cols, at_.few_q);
+    Operand* d_out_rows = at_.d_out_rows + panel_row * at_.cols_v;
+    load_right(args_.d_out, panel, d_v, any_empty, at_.d_out_transposed + panel_row * at_.depth_v, d_out_rows,
+               at_.cols_v, at_.few_d_out);
+    if (panel.exact) {
+      std::fill_n(delta, panel.width, Acc(0));  // normalise() finds it
+      at_.measured[index] = false;
+      return panel;
     }
-    any_lossy |= cancels(panel, d_v);
+    load_rows_acc(args_.fwd.out, panel, at_.out_acc);
+    if constexpr (Compute::kPairs) {
+      load_rows_acc(args_.d_out, panel, at_.d_out_acc);
+      kernels_.dot_rows(at_.d_out_acc, at_.out_acc, at_.cols_v, rows, at_.cols_v, delta);
+    } else {
+      kernels_.dot_rows(d_out_rows, at_.out_acc, at_.cols_v, rows, at_.cols_v, delta);
+    }
+    any_lossy |= cancels(panel);
     for (int r = 0; r < panel.width; ++r) {
       if (r >= rows || is_empty(lse[r])) {
         delta[r] = Acc(0);
@@ -177,7 +101,7 @@ class BackwardTileWorker {
         delta[r] -= static_cast<const Acc*>(args_.d_lse)[first + r];
       }
     }
-    at_.measured[index] = any_lossy && !panel.exact;
+    at_.measured[index] = any_lossy;
     if (at_.measured[index]) {
       if (recalls_) {
         recall(panel);
@@ -189,9 +113,8 @@ class BackwardTileWorker {
   }
 
   // P^T (at_.probs) and, with d_scores, dS^T (at_.d_scores, d_scores_right) of keys x panel; leading dimension
-  // panel.width. Only the keys of one block. Returns the padded number of keys.
+  // panel.width. Only the keys of one block. Returns the number of keys, padded where brgemm reads them.
   int evaluate(const Panel& panel, Range keys, bool d_scores, Acc* d_bias, int ld_d_bias, const SlopeSums<Acc>* slope) {
-    const int rows = static_cast<int>(round_up(keys.size(), kPad));
     ScoreInputs<Acc> inputs;
     TileBand band;
     GradientTile<Compute> tile = score_tile(panel, keys, inputs, band);
@@ -208,7 +131,7 @@ class BackwardTileWorker {
     if (panel.exact) normalise(panel, tile);
     tile.probs = at_.probs;
     kernels_.gradient(tile);
-    return rows;
+    return tile.rows;
   }
 
  protected:
@@ -218,9 +141,9 @@ class BackwardTileWorker {
     return source_at(problem_, view, type_, batch_, head_, panel.queries.first, 0);
   }
 
-  // Both right operands of a panel of `view`; absent: zeros.
+  // Both right operands of a panel of `view`, or its rows alone where few_ holds; absent: zeros.
   void load_right(const TensorView& view, const Panel& panel, int d, bool any_empty, Operand* transposed,
-                  Operand* rows_out, int cols) {
+                  Operand* rows_out, int cols, Operand* few) {
     const int rows = static_cast<int>(panel.queries.size());
     const int valid = view ? rows : 0;
     const Source src = view ? panel_of(view, panel) : Source{};
@@ -231,28 +154,28 @@ class BackwardTileWorker {
     };
     if constexpr (Compute::kPairs) {
       Left<Compute> tile{at_.staged, staged_ld(d)};
-      if (any_empty || !view) {
-        kernels_.load(src, valid, d, at_.staged, staged_ld(d), rows, staged_ld(d));
-        clear_empty(at_.staged, staged_ld(d));
+      if (few_ || any_empty || !view) {
+        if (few_) tile.data = few;
+        Operand* to = few_ ? few : at_.staged;
+        kernels_.load(src, valid, d, to, staged_ld(d), rows, staged_ld(d));
+        clear_empty(to, staged_ld(d));
       } else {
         tile = staged_rows<Compute>(kernels_, src, rows, d, at_.staged);
       }
       const int ld = static_cast<int>(tile.ld);
-      kernels_.right_transposed(tile.data, ld, rows, d, transposed, panel.width, panel.width);
+      if (!few_) kernels_.right_transposed(tile.data, ld, rows, d, transposed, panel.width, panel.width);
       kernels_.right_operand(tile.data, ld, rows, cols, rows_out, panel.width);
     } else {
-      kernels_.load(src, valid, d, rows_out, cols, panel.width, cols);
+      kernels_.load(src, valid, d, rows_out, cols, round_rows(rows), cols);
       clear_empty(rows_out, cols);
-      kernels_.right_transposed(rows_out, cols, rows, d, transposed, panel.width, panel.width);
+      if (!few_ && !few_keys_) kernels_.right_transposed(rows_out, cols, rows, d, transposed, panel.width, panel.width);
     }
   }
 
-  // dst[col][query] of out or d_out, with leading dimension panel.width.
-  void load_transposed_acc(const TensorView& view, const Panel& panel, Acc* dst) {
+  // Rows of out or d_out.
+  void load_rows_acc(const TensorView& view, const Panel& panel, Acc* dst) {
     const int rows = static_cast<int>(panel.queries.size()), d_v = static_cast<int>(problem_.head_dim_v);
-    kernels_.load_acc(view ? panel_of(view, panel) : Source{}, view ? rows : 0, d_v, at_.rows_acc, at_.cols_v,
-                      panel.width, at_.cols_v);
-    kernels_.transpose_acc(at_.rows_acc, at_.cols_v, panel.width, at_.cols_v, dst, panel.width);
+    kernels_.load_acc(view ? panel_of(view, panel) : Source{}, view ? rows : 0, d_v, dst, at_.cols_v, rows, at_.cols_v);
   }
 
   // Rows of K or V times a panel of Q^T or dO^T.
@@ -265,14 +188,36 @@ class BackwardTileWorker {
     }
   }
 
+  // The same where few_ or few_keys_ holds, with `rows_of` the panel of Q or dO, [queries][ld]: what is few is read as
+  // a small matrix, and the other lies where it is.
+  void few_product(const Operand* rows_of, int ld, const Source& keys, int valid, int d, const Panel& panel,
+                   Operand* scratch, Acc* to) {
+    const int queries = static_cast<int>(panel.queries.size());
+    if (few_) {
+      kernels_.few_scores(rows_of, ld, queries, keys, valid, d, to, panel.width, /*transposed=*/true);
+      return;
+    }
+    const int ld_keys = staged_ld(d);
+    kernels_.load(keys, valid, d, scratch, ld_keys, valid, ld_keys);
+    rows_of += int64_t{panel.index} * kPanel * ld;
+    kernels_.few_scores(scratch, ld_keys, valid, {rows_of, kNative<Compute>, ld, 1}, queries, d, to, panel.width,
+                        /*transposed=*/false);
+  }
+
   // S^T of a tile in at_.scores, and all that turns it into probabilities.
   GradientTile<Compute> score_tile(const Panel& panel, Range keys, ScoreInputs<Acc>& inputs, TileBand& band) {
     const int valid = static_cast<int>(keys.size());
-    const int rows = static_cast<int>(round_up(valid, kPad));
-    const Left<Compute> k =
-        left_rows<Compute>(kernels_, source_at(problem_, args_.fwd.k, type_, batch_, head_k_, keys.first, 0), valid,
-                           rows, static_cast<int>(problem_.head_dim), at_.k_left);
-    product_with(rows, at_.depth, k, at_.q_transposed, panel, at_.scores);
+    const bool in_place = few_ || few_keys_;
+    const int rows = in_place && !Compute::kPairs ? valid : static_cast<int>(round_up(valid, kPad));
+    const int d = static_cast<int>(problem_.head_dim);
+    const Source k = source_at(problem_, args_.fwd.k, type_, batch_, head_k_, keys.first, 0);
+    if (in_place) {
+      few_product(Compute::kPairs ? at_.few_q : at_.q_rows, Compute::kPairs ? staged_ld(d) : at_.cols, k, valid, d,
+                  panel, at_.k_left, at_.scores);
+    } else {
+      product_with(rows, at_.depth, left_rows<Compute>(kernels_, k, valid, rows, d, at_.k_left), at_.q_transposed,
+                   panel, at_.scores);
+    }
     GradientTile<Compute> tile;
     tile.scores = at_.scores;
     tile.ld = tile.cols = panel.width;
@@ -293,17 +238,23 @@ class BackwardTileWorker {
 
   // dP^T of a tile in at_.d_probs, before dropout.
   void d_prob_tile(const Panel& panel, Range keys, GradientTile<Compute>& tile) {
-    const Left<Compute> v =
-        left_rows<Compute>(kernels_, source_at(problem_, args_.fwd.v, type_, batch_, head_v_, keys.first, 0),
-                           static_cast<int>(keys.size()), tile.rows, static_cast<int>(problem_.head_dim_v), at_.v_left);
-    product_with(tile.rows, at_.depth_v, v, at_.d_out_transposed, panel, at_.d_probs);
+    const int valid = static_cast<int>(keys.size()), d_v = static_cast<int>(problem_.head_dim_v);
+    const Source v = source_at(problem_, args_.fwd.v, type_, batch_, head_v_, keys.first, 0);
+    if (few_ || few_keys_) {
+      few_product(Compute::kPairs ? at_.few_d_out : at_.d_out_rows, Compute::kPairs ? staged_ld(d_v) : at_.cols_v, v,
+                  valid, d_v, panel, at_.v_left, at_.d_probs);
+    } else {
+      product_with(tile.rows, at_.depth_v, left_rows<Compute>(kernels_, v, valid, tile.rows, d_v, at_.v_left),
+                   at_.d_out_transposed, panel, at_.d_probs);
+    }
     tile.d_probs = at_.d_probs;
   }
 
   void keep_tile(const Panel& panel, Range keys, GradientTile<Compute>& tile) {
     if (at_.keep == nullptr) return;
     kernels_.keep_tile(dropout_, static_cast<uint32_t>(batch_ * problem_.heads_q + head_), panel.queries.first,
-                       keys.first, panel.width, tile.rows, /*transposed=*/true, at_.keep, panel.width);
+                       keys.first, panel.width, static_cast<int>(round_up(tile.rows, kPad)), /*transposed=*/true,
+                       at_.keep, panel.width);
     tile.keep = at_.keep;
     tile.keep_scale = static_cast<Acc>(dropout_.scale);
   }
@@ -316,22 +267,32 @@ class BackwardTileWorker {
 
   // Whether O of some query is nearly as long as the rows of V: its P is concentrated on a few keys, or V is mostly its
   // mean. Then dP hardly differs from delta, and dS = P (dP - delta) is what their independent roundings leave.
-  bool cancels(const Panel& panel, int d_v) const {
+  bool cancels(const Panel& panel) {
     Acc out_squared[kPanel];
-    kernels_.dot_columns(at_.out_acc, at_.out_acc, panel.width, d_v, panel.width, out_squared);
-    return *std::max_element(out_squared, out_squared + panel.queries.size()) > Acc(0.2) * value_squared_;
+    const int rows = static_cast<int>(panel.queries.size());
+    kernels_.dot_rows(at_.out_acc, at_.out_acc, at_.cols_v, rows, at_.cols_v, out_squared);
+    if (batch_ != measured_batch_ || head_v_ != measured_head_) {
+      measured_batch_ = batch_;
+      measured_head_ = head_v_;
+      value_squared_ = mean_value_squared();
+    }
+    return *std::max_element(out_squared, out_squared + rows) > Acc(0.2) * value_squared_;
   }
 
-  // The mean squared length of V's rows, from up to 256 of them.
+  // The mean squared length of V's rows, from up to 256 of them. out_acc serves as scratch.
   Acc mean_value_squared() {
     const int64_t step = (problem_.len_k + 255) / 256;
-    const int d_v = static_cast<int>(problem_.head_dim_v);
+    const int count = static_cast<int>((problem_.len_k + step - 1) / step);
+    Source src = source_at(problem_, args_.fwd.v, type_, batch_, head_v_, 0, 0);
+    src.row_stride *= step;
     Acc sum = 0;
-    int64_t count = 0;
-    for (int64_t key = 0; key < problem_.len_k; key += step, ++count) {
-      const Source src = source_at(problem_, args_.fwd.v, type_, batch_, head_v_, key, 0);
-      kernels_.load_acc(src, 1, d_v, at_.rows_acc, at_.cols_v, 1, at_.cols_v);
-      for (int c = 0; c < d_v; ++c) sum += at_.rows_acc[c] * at_.rows_acc[c];
+    for (int first = 0; first < count; first += kPanel) {
+      const int rows = std::min(kPanel, count - first);
+      Acc squared[kPanel];
+      kernels_.load_acc(src, rows, static_cast<int>(problem_.head_dim_v), at_.out_acc, at_.cols_v, rows, at_.cols_v);
+      kernels_.dot_rows(at_.out_acc, at_.out_acc, at_.cols_v, rows, at_.cols_v, squared);
+      for (int r = 0; r < rows; ++r) sum += squared[r];
+      src.data = static_cast<const char*>(src.data) + kPanel * src.row_stride * element_size(type_);
     }
     return sum / static_cast<Acc>(count);
   }
@@ -401,6 +362,8 @@ class BackwardTileWorker {
   const Element type_;
   const bool general_;
   const bool recalls_;
+  const bool few_;
+  const bool few_keys_;
   Dropout dropout_;
   int64_t batch_ = 0;
   int64_t head_ = 0;

@@ -34,10 +34,14 @@ struct Tiles<ComputeF64> {
   static constexpr int kBackwardN = 512;
 };
 
-// Up to this many queries, forward reads K and V in place instead of packing them. NOTE: at 1x8x1x4096x64 fp32, 1
-// query, packing took 3x the time of the products.
-constexpr int64_t kFewQueries = 4;
-// Up to this many queries, fp32 scores and dP are sums in a tree (Products::by_tree). NOTE: torch's matrix products
+// Up to this many queries, K and V are read in place, by plain dot products, instead of being packed. NOTE: at
+// 1x8x1x4096x64 fp32, 1 query, packing took 3x the time of the products; with bf16 and 8 queries, AMX earns it back.
+template <class Compute>
+constexpr int64_t kFewQueries = Compute::kPairs ? 4 : 16;
+// The same with the parts of Q and K exchanged, for this many keys.
+constexpr int64_t kFewKeys = 8;
+// Up to this many queries, fp32 scores and dP are sums in a tree (Products::by_tree) where few_queries() does not
+// hold, whose sums are as good. NOTE: torch's matrix products
 // sum so where there are few rows, so eager attention is more exact there: inputs of mean 2, 5 queries, E = 128 or 256,
 // one long sum had 4 to 5x its error in out and every gradient. From 16 queries on, and up to E = 256, both sum alike.
 constexpr int64_t kTreeQueries = 15;

@@ -33,7 +33,6 @@ struct ForwardLayout {
 
   // One worker's scratch.
   Operand* q = nullptr;         // [block_m, staged_ld(d)]
-  Acc* few_q = nullptr;         // [kFewQueries, staged_ld(d)]
   Operand* staged = nullptr;    // [kPanel, staged_ld(max(d, d_v))]
   Operand* k_panels = nullptr;  // [block_n / kPanel][depth][kPanel]
   Operand* v_block = nullptr;   // [block_n][out_cols]
@@ -59,7 +58,6 @@ struct ForwardLayout {
     Arena arena(base);
     const int64_t tile = int64_t{cut.block_m} * block_n;
     q = arena.take<Operand>(int64_t{cut.block_m} * staged_ld(problem.head_dim));
-    if (problem.len_q <= kFewQueries) few_q = arena.take<Acc>(kFewQueries * staged_ld(problem.head_dim));
     staged = arena.take<Operand>(int64_t{kPanel} * staged_ld(std::max(problem.head_dim, problem.head_dim_v)));
     k_panels = arena.take<Operand>(int64_t{depth} * block_n);
     v_block = arena.take<Operand>(int64_t{block_n} * out_cols);
@@ -94,8 +92,8 @@ class ForwardWorker {
         dropout_(dropout),
         band_(make_band(args.problem)),
         type_(element_of(args.problem.dtype)),
-        few_(problem_.len_q <= kFewQueries && problem_.head_dim % kPad == 0 && problem_.head_dim_v % kPad == 0 &&
-             args.k.col_stride == 1 && args.v.col_stride == 1) {}
+        few_(few_queries<Compute>(args)),
+        few_keys_(!few_ && few_keys(args)) {}
 
   void run(const Partition::Item& item) {
     const Partition& cut = at_.cut;
@@ -136,9 +134,15 @@ class ForwardWorker {
     const int d = static_cast<int>(problem_.head_dim);
     const Source q_tile = source_at(problem_, args_.q, type_, batch_, head, queries.first, 0);
     if (few_) {
-      kernels_.load_acc(q_tile, rows, d, at_.few_q, d, rows, d);
-      kernels_.few_scores(at_.few_q, d, rows, keys_at(args_.k, head / (problem_.heads_q / problem_.heads_k), key),
-                          valid_cols, d, at_.scores, at_.block_n);
+      const int ld = staged_ld(d);
+      kernels_.load(q_tile, rows, d, at_.q, ld, rows, ld);
+      kernels_.few_scores(at_.q, ld, rows, keys_at(args_.k, head / (problem_.heads_q / problem_.heads_k), key),
+                          valid_cols, d, at_.scores, at_.block_n, /*transposed=*/false);
+    } else if (few_keys_) {  // key is 0
+      const int ld = staged_ld(d);
+      kernels_.load(keys_at(args_.k, head / (problem_.heads_q / problem_.heads_k), key), valid_cols, d, at_.staged, ld,
+                    valid_cols, ld);
+      kernels_.few_scores(at_.staged, ld, valid_cols, q_tile, rows, d, at_.scores, at_.block_n, /*transposed=*/true);
     } else {
       pack(head, block);
       const Left<Compute> q = left_rows<Compute>(kernels_, q_tile, rows, rows_padded, d, at_.q);
@@ -183,10 +187,10 @@ class ForwardWorker {
     tile.ld_out = tile.out_cols = at_.out_cols;
     kernels_.softmax(tile);
 
-    if (few_) {
-      kernels_.few_outputs(at_.probs, at_.block_n, rows,
-                           keys_at(args_.v, head / (problem_.heads_q / problem_.heads_v), key), valid_cols,
-                           at_.out_cols, out, at_.out_cols, /*add=*/!first);
+    if (few_ || few_keys_) {
+      const FewWeights<Operand> weights{at_.probs, Compute::kPairs ? at_.block_n / 2 : at_.block_n, 1};
+      kernels_.few_outputs(weights, rows, keys_at(args_.v, head / (problem_.heads_q / problem_.heads_v), key),
+                           valid_cols, static_cast<int>(problem_.head_dim_v), out, at_.out_cols, /*add=*/!first);
       return;
     }
     product_(rows_padded, at_.out_cols, cols, at_.probs, at_.block_n, at_.v_block + int64_t{first_col} * at_.out_cols,
@@ -254,6 +258,7 @@ class ForwardWorker {
   const Band band_;
   const Element type_;
   const bool few_;
+  const bool few_keys_;
   int64_t batch_ = 0;
   int64_t packed_k_ = -1;
   int64_t packed_v_ = -1;

@@ -58,6 +58,16 @@ Left<Compute> staged_rows(const VectorKernels<Compute>& kernels, const Source& s
   return {scratch, ld};
 }
 
+// Whether few_scores and few_outputs serve this call.
+template <class Compute>
+bool few_queries(const ForwardArgs& args) {
+  return args.problem.len_q <= kFewQueries<Compute> && args.k.col_stride == 1 && args.v.col_stride == 1;
+}
+
+inline bool few_keys(const ForwardArgs& args) {
+  return args.problem.len_k <= kFewKeys && args.q.col_stride == 1 && args.k.col_stride == 1 && args.v.col_stride == 1;
+}
+
 // Bias, mask, slope and softcap of one tile.
 template <class Compute>
 class ScoreInputLoader {

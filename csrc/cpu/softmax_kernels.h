@@ -114,14 +114,22 @@ void softmax_rows(const SoftmaxTile<Compute>& tile) {
     for (; c < last; c += kLanes) high[0] = max(high[0], V::load(scores + c) * scale);
 
     OnlineSoftmax<Acc> row{tile.row_max[r], tile.row_sum[r]};
-    const Acc before = row.row_max;
-    const Acc factor = row.step(max_lanes(max(max(high[0], high[1]), max(high[2], high[3]))));
+    const Acc before = row.row_max, tile_max = max_lanes(max(max(high[0], high[1]), max(high[2], high[3])));
+    // As row.step(tile_max) has it, but its exponential is a call, and only a maximum that moves needs it.
+    Acc factor = 0;
+    if (before == OnlineSoftmax<Acc>::kEmpty) {
+      row.row_max = tile_max > before ? tile_max : before;
+    } else if (tile_max > before) {
+      factor = row.step(tile_max);
+    }
     const V shift(-row.shift());
     V sum[2] = {V(Acc(0)), V(Acc(0))};
     for (c = 0; c < first; c += kLanes) store_operand(V(Acc(0)), probs + c);
     for (c = first; c < last; c += kLanes) {
       const V p = exp<kExpPrecision<Compute>>(fma(V::load(scores + c), scale, shift));
-      sum[c / kLanes % 2] = sum[c / kLanes % 2] + p;
+      const V part = sum[1] + p;  // the two take turns; an index would put them into memory
+      sum[1] = sum[0];
+      sum[0] = part;
       if constexpr (kDropout) {
         store_operand(p * keep_factor(tile.keep + int64_t{r} * tile.ld_keep + c, V(tile.keep_scale)), probs + c);
       } else {
@@ -244,7 +252,8 @@ template <class Compute>
 void sum_probs(const GradientTile<Compute>& tile, typename Compute::Acc* sums) {
   using Acc = typename Compute::Acc;
   using V = Vec<Acc>;
-  for (int r = 0; r < tile.rows; ++r) {
+  const int rows = tile.band ? clamp(tile.rows, 0, tile.band->rows) : tile.rows;
+  for (int r = 0; r < rows; ++r) {
     const Columns kept = tile.band ? kept_columns(*tile.band, r) : Columns{0, tile.cols};
     for (int c = 0; c < tile.cols; c += V::kLanes) {
       ScoreAt<V> at;
@@ -259,20 +268,18 @@ void sum_probs(const GradientTile<Compute>& tile, typename Compute::Acc* sums) {
   }
 }
 
-// Sixteen rows at a time, so that roundings grow with the root of the groups and not of the rows.
 template <class Acc>
-void dot_columns(const Acc* a, const Acc* b, int ld, int rows, int cols, Acc* out) {
+void dot_rows(const Acc* a, const Acc* b, int ld, int rows, int cols, Acc* out) {
   using V = Vec<Acc>;
-  for (int c = 0; c < cols; c += V::kLanes) {
-    V sum(Acc(0));
-    for (int r0 = 0; r0 < rows; r0 += 16) {
-      V part(Acc(0));
-      for (int r = r0; r < rows && r < r0 + 16; ++r) {
-        part = fma(V::load(a + int64_t{r} * ld + c), V::load(b + int64_t{r} * ld + c), part);
-      }
-      sum = sum + part;
+  for (int r = 0; r < rows; ++r) {
+    const int64_t row = int64_t{r} * ld;
+    V sum[2] = {V(Acc(0)), V(Acc(0))};
+    for (int c = 0; c < cols; c += V::kLanes) {
+      const V part = fma(V::load(a + row + c), V::load(b + row + c), sum[1]);
+      sum[1] = sum[0];
+      sum[0] = part;
     }
-    sum.store(out + c);
+    out[r] = sum_lanes(sum[0] + sum[1]);
   }
 }
 

@@ -66,6 +66,10 @@ struct BytesOf<double> {
   typedef uint8_t Type __attribute__((vector_size(kVecBytes / 8)));
 };
 
+// NOTE: lanes set one by one are as many masked broadcasts in AVX-512.
+template <class T>
+constexpr T kSteps[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
 template <class T>
 struct Vec {
   using Scalar = T;
@@ -86,11 +90,7 @@ struct Vec {
   [[gnu::always_inline]] void store(T* to) const { std::memcpy(to, &raw, sizeof(Raw)); }
 
   // first, first + 1, ...
-  [[gnu::always_inline]] static Vec iota(T first) {
-    Vec result;
-    for (int i = 0; i < kLanes; ++i) result.raw[i] = first + static_cast<T>(i);
-    return result;
-  }
+  [[gnu::always_inline]] static Vec iota(T first) { return load(kSteps<T>).raw + first; }
 
   [[gnu::always_inline]] friend Vec operator+(Vec a, Vec b) { return a.raw + b.raw; }
   [[gnu::always_inline]] friend Vec operator-(Vec a, Vec b) { return a.raw - b.raw; }

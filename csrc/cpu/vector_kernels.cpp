@@ -124,14 +124,14 @@ VectorKernels<Compute> make_kernels() {
   VectorKernels<Compute> kernels{};
   kernels.load_acc = load_acc<Acc>;
   kernels.transpose_acc = transpose_acc<Acc>;
-  kernels.few_scores = few_scores<Acc>;
-  kernels.few_outputs = few_outputs<Acc, typename Compute::Operand>;
+  kernels.few_scores = few_scores<Compute>;
+  kernels.few_outputs = few_outputs<Compute>;
   kernels.modify_scores = modify_scores<Acc>;
   kernels.softmax = softmax<Compute>;
   kernels.sum_probs = sum_probs<Compute>;
   kernels.gradient = gradient<Compute>;
   kernels.store = store<Acc>;
-  kernels.dot_columns = dot_columns<Acc>;
+  kernels.dot_rows = dot_rows<Acc>;
   kernels.add_row_sums = add_row_sums<Acc>;
   kernels.add = add<Acc>;
   kernels.keep_tile = keep_tile;

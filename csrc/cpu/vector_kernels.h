@@ -133,6 +133,15 @@ struct GradientTile {
   const SlopeSums<Acc>* slope = nullptr;
 };
 
+// P or dS of a few rows: element (row, key) is data[row * row_stride + key * key_stride]. With kPairs, keys 2i and
+// 2i + 1 are neighbours, and the strides count such pairs.
+template <class Operand>
+struct FewWeights {
+  const Operand* data = nullptr;
+  int row_stride = 0;
+  int key_stride = 0;
+};
+
 template <class Compute>
 struct VectorKernels {
   using Operand = typename Compute::Operand;
@@ -153,10 +162,12 @@ struct VectorKernels {
   // dst[col][row] = src[row][col]; both extents multiples of kPad.
   void (*transpose_acc)(const Acc* src, int ld_src, int rows, int cols, Acc* dst, int ld_dst);
 
-  // The two products of forward for a few rows, on K and V as they lie (few_rows_kernels.h); depth and d_v are
-  // multiples of kPad, columns are contiguous.
-  void (*few_scores)(const Acc* q, int ld_q, int rows, const Source& k, int keys, int depth, Acc* scores, int ld);
-  void (*few_outputs)(const Operand* p, int ld_p, int rows, const Source& v, int keys, int d_v, Acc* out, int ld_out,
+  // The products of a few rows, on K and V as they lie (few_rows_kernels.h): columns are contiguous, q has zeros up to
+  // a multiple of 2 kPad with kPairs, else of kPad. transposed: scores[key][row], with zeros up to [round_up(keys),
+  // ld].
+  void (*few_scores)(const Operand* q, int ld_q, int rows, const Source& k, int keys, int depth, Acc* scores, int ld,
+                     bool transposed);
+  void (*few_outputs)(const FewWeights<Operand>& p, int rows, const Source& v, int keys, int d_v, Acc* out, int ld_out,
                       bool add);
 
   void (*modify_scores)(Acc* scores, int ld, int rows, int cols, Acc scale, const ScoreInputs<Acc>& inputs);
@@ -168,8 +179,8 @@ struct VectorKernels {
 
   // sink = src * scale, or with row_sums src / row_sums[r], and 0 where that is 0.
   void (*store)(const Acc* src, int ld, int rows, int cols, Acc scale, const Acc* row_sums, const Sink& sink);
-  // out[c] = sum over r of a[r][c] * b[r][c], cols a multiple of kPad.
-  void (*dot_columns)(const Acc* a, const Acc* b, int ld, int rows, int cols, Acc* out);
+  // out[r] = sum over c of a[r][c] * b[r][c], cols a multiple of kPad.
+  void (*dot_rows)(const Acc* a, const Acc* b, int ld, int rows, int cols, Acc* out);
   // out[r] += sum of row r; cols a multiple of kPad.
   void (*add_row_sums)(const Acc* src, int ld, int rows, int cols, Acc* out);
   void (*add)(Acc* dst, const Acc* src, int64_t count);
