@@ -149,6 +149,26 @@ const char* schedule_name(Schedule schedule, bool counted) {
   return counted ? "ping-pong, tiles by a counter" : "ping-pong, tiles in turn";
 }
 
+// What all kernels here have in common: a block has a multiprocessor for itself.
+Plan plan_of(const char* kernel, int threads, int registers, int producer_registers, const DeviceInfo& device) {
+  Plan plan;
+  plan.kernel = kernel;
+  plan.on_chip_limit = device.shared_memory_per_block;
+  plan.registers = registers;
+  plan.producer_registers = producer_registers;
+  plan.occupancy = threads / 2048.0;
+  return plan;
+}
+
+// items: of work, each of which a block does alone; persistent: a block for each multiprocessor walks them.
+void set_grid(Plan& plan, const TileSchedule& schedule, int64_t items, bool persistent, const DeviceInfo& device) {
+  plan.grid = items;
+  plan.l2_section = std::min(schedule.section, schedule.kv_heads);
+  if (device.multiprocessors == 0) return;
+  plan.waves = static_cast<double>(items) / device.multiprocessors;
+  if (persistent) plan.grid = std::min<int64_t>(items, device.multiprocessors);
+}
+
 Plan plan_forward(const Problem& problem, const DeviceInfo& device) {
   const int head_dim = instance_of(problem, Pass::kForward).head_dim;
   const auto [tiles, splits] = choose_tiles(problem, head_dim, device.multiprocessors);
@@ -158,8 +178,8 @@ Plan plan_forward(const Problem& problem, const DeviceInfo& device) {
   const ForwardOrder order = tiles == Tiles::kSplit
                                  ? split_order(problem, shape.block_m(), splits, device.multiprocessors)
                                  : forward_order(problem, shape.block_m(), device.multiprocessors);
-  Plan plan;
-  plan.kernel = scored ? "sm90.forward.scored" : splits.count > 1 ? "sm90.forward.split" : "sm90.forward";
+  const char* const kernel = scored ? "sm90.forward.scored" : splits.count > 1 ? "sm90.forward.split" : "sm90.forward";
+  Plan plan = plan_of(kernel, shape.threads(), shape.consumer_registers(), shape.producer_registers(), device);
   plan.schedule = schedule_name(shape.schedule, order.counted);
   plan.small_tiles = tiles == Tiles::kFew;
   plan.splits = splits.count;
@@ -174,26 +194,21 @@ Plan plan_forward(const Problem& problem, const DeviceInfo& device) {
   if (scored) plan.on_chip[next++] = {"bias and mask", smem.works - smem.scores};
   plan.on_chip[next++] = {"barriers", smem.total - kTileAlign - smem.works};
   plan.on_chip[next] = {"alignment", kTileAlign};
-  plan.on_chip_limit = device.shared_memory_per_block;
   plan.scratch_bytes = order.counted ? kCounterBytes : split_scratch_bytes(problem, splits);
-  plan.registers = shape.consumer_registers();
-  plan.producer_registers = shape.producer_registers();
-  plan.occupancy = shape.threads() / 2048.0;  // one block a multiprocessor
+  set_grid(plan, order.schedule, order.schedule.size() * std::max(splits.count, 1), false, device);
   plan.grid = order.grid;
-  const auto items = static_cast<double>(order.schedule.size() * std::max(splits.count, 1));
-  if (device.multiprocessors > 0) plan.waves = items / device.multiprocessors;
-  plan.l2_section = std::min(order.schedule.section, order.schedule.kv_heads);
   return plan;
 }
 
 Plan plan_wide_backward(const Problem& problem, const Instance& instance, const DeviceInfo& device) {
   const WideKeysSmem smem = wide_keys_smem(instance.head_dim);
   const TileSchedule schedule = backward_schedule(problem, WideShape::block);
-  Plan plan;
-  plan.kernel = "sm90.backward.wide";
+  using Shape = WideShape;
+  Plan plan =
+      plan_of("sm90.backward.wide", Shape::threads, Shape::consumer_registers, Shape::producer_registers, device);
   plan.schedule = "a tile of keys a block, then a tile of queries";
-  plan.block_m = plan.block_n = WideShape::block;
-  plan.stages = WideShape::stages;
+  plan.block_m = plan.block_n = Shape::block;
+  plan.stages = Shape::stages;
   plan.on_chip[0] = {"k", smem.v - smem.k};
   plan.on_chip[1] = {"v", smem.q - smem.v};
   plan.on_chip[2] = {"q", smem.d_out - smem.q};
@@ -202,14 +217,8 @@ Plan plan_wide_backward(const Problem& problem, const Instance& instance, const 
   plan.on_chip[5] = {"lse and delta", smem.barriers - smem.stats};
   plan.on_chip[6] = {"barriers", smem.total - kTileAlign - smem.barriers};
   plan.on_chip[7] = {"alignment", kTileAlign};
-  plan.on_chip_limit = device.shared_memory_per_block;
   plan.scratch_bytes = instance.backward_scratch_bytes(problem);
-  plan.registers = WideShape::consumer_registers;
-  plan.producer_registers = WideShape::producer_registers;
-  plan.occupancy = WideShape::threads / 2048.0;  // one block a multiprocessor
-  plan.grid = schedule.size();
-  if (device.multiprocessors > 0) plan.waves = static_cast<double>(plan.grid) / device.multiprocessors;
-  plan.l2_section = std::min(schedule.section, schedule.kv_heads);
+  set_grid(plan, schedule, schedule.size(), false, device);
   return plan;
 }
 
@@ -221,8 +230,7 @@ Plan plan_backward(const Problem& problem, const DeviceInfo& device) {
   const bool ordered = is_ordered(problem);
   const TileSchedule schedule =
       ordered ? ordered_schedule(problem, shape.block_n) : backward_schedule(problem, shape.block_n);
-  Plan plan;
-  plan.kernel = "sm90.backward";
+  Plan plan = plan_of("sm90.backward", shape.threads, shape.consumer_registers, shape.producer_registers, device);
   const bool persistent = ordered || is_backward_persistent(problem);
   plan.schedule = ordered ? "dq in order, persistent" : persistent ? "persistent" : "a tile of keys a block";
   plan.block_m = shape.block_m;
@@ -237,17 +245,8 @@ Plan plan_backward(const Problem& problem, const DeviceInfo& device) {
   plan.on_chip[6] = {"lse and delta", smem.barriers - smem.stats};
   plan.on_chip[7] = {"barriers", smem.total - kTileAlign - smem.barriers};
   plan.on_chip[8] = {"alignment", kTileAlign};
-  plan.on_chip_limit = device.shared_memory_per_block;
   plan.scratch_bytes = instance.backward_scratch_bytes(problem);
-  plan.registers = shape.consumer_registers;
-  plan.producer_registers = shape.producer_registers;
-  plan.occupancy = shape.threads / 2048.0;  // one block a multiprocessor
-  plan.grid = schedule.size();
-  if (device.multiprocessors > 0) {
-    plan.waves = static_cast<double>(plan.grid) / device.multiprocessors;
-    if (persistent) plan.grid = std::min<int64_t>(plan.grid, device.multiprocessors);
-  }
-  plan.l2_section = std::min(schedule.section, schedule.kv_heads);
+  set_grid(plan, schedule, schedule.size(), persistent, device);
   return plan;
 }
 
