@@ -15,8 +15,11 @@ namespace flash_ext::cpu {
 namespace {
 
 template <class Compute>
-int tile_m(const Problem& problem) {
-  return problem.causal ? Tiles<Compute>::kForwardCausalM : Tiles<Compute>::kForwardM;
+int tile_m(const Problem& problem, int64_t threads) {
+  const int64_t tile = problem.causal ? Tiles<Compute>::kForwardCausalM : Tiles<Compute>::kForwardM;
+  // Fewer heads than threads have shorter tiles, though each packs K and V for itself.
+  const int64_t heads = std::max<int64_t>(problem.batch * problem.heads_q, 1), tiles = (threads + heads - 1) / heads;
+  return static_cast<int>(std::min(tile, round_up((problem.len_q + tiles - 1) / tiles, kPad)));
 }
 
 template <class Compute>
@@ -270,7 +273,7 @@ template <class Compute>
 void plan_forward(const Problem& problem, int64_t threads, Plan& plan) {
   if (work_flops(problem, 2) < kSerialFlops) threads = 1;
   ForwardLayout<Compute> layout(
-      problem, make_partition(problem, tile_m<Compute>(problem), threads, /*may_split=*/true, kMaxChunkRows));
+      problem, make_partition(problem, tile_m<Compute>(problem, threads), threads, /*may_split=*/true, kMaxChunkRows));
   threads = std::clamp<int64_t>(layout.cut.items, 1, threads);
   constexpr int64_t kOperand = sizeof(typename Compute::Operand), kAcc = sizeof(typename Compute::Acc);
   plan.block_m = layout.cut.block_m;
@@ -290,7 +293,7 @@ void plan_forward(const Problem& problem, int64_t threads, Plan& plan) {
 template <class Compute>
 void run_forward(const ForwardArgs& args, const Plan& plan, Engine engine, void* workspace) {
   const int64_t threads = threads_of(plan);
-  const ForwardLayout<Compute> layout(args.problem, partition_of(args.problem, tile_m<Compute>(args.problem), plan));
+  const ForwardLayout<Compute> layout(args.problem, partition_of(args.problem, static_cast<int>(plan.block_m), plan));
   const int64_t scratch = plan.scratch_bytes / threads;
   const Products<Compute> product(engine, vector_table().get<Compute>());
   Dropout dropout;
