@@ -61,6 +61,18 @@ def random_layout(chance: random.Random, tensor: Tensor) -> Tensor:
     return inside_nan(tensor) if kind == "inside" else tensor
 
 
+def random_options(chance: random.Random) -> dict[str, Any]:
+    """A band, and sometimes a scale."""
+    options: dict[str, Any] = {"align": chance.choice(["top_left", "bottom_right"])}
+    if chance.random() < 0.4:
+        options["causal"] = True
+    if chance.random() < 0.3:
+        options["window"] = tuple(chance.choice([None, chance.randint(0, 300)]) for _ in range(2))
+    if chance.random() < 0.2:
+        options["scale"] = 10 ** chance.uniform(-2, -0.5)
+    return options
+
+
 def sequence_first(tensor: Tensor) -> Tensor:
     return tensor.transpose(1, 2).contiguous().transpose(1, 2)
 

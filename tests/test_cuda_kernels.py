@@ -37,7 +37,7 @@ SPILLS = {
     (torch.float16, 256): (16, 0),
     (torch.bfloat16, 128): (0, 8),
     (torch.float32, 96): (8, 0),
-    (torch.float32, 256): (104, 272),
+    (torch.float32, 256): (104, 264),
 }
 
 

@@ -17,6 +17,7 @@ from sm90_helpers import (
     inside_nan,
     poison_free_memory,
     random_layout,
+    random_options,
     skip_without_sm90,
 )
 from torch import Tensor
@@ -209,14 +210,7 @@ def test_random_shapes(seed: int, device: str) -> None:
                 inputs[name] = inputs[name][:1].expand(batch, -1, -1, -1)
             else:
                 inputs[name] = random_layout(chance, inputs[name])
-        options: dict[str, Any] = {"align": chance.choice(["top_left", "bottom_right"]), "return_lse": True}
-        if chance.random() < 0.4:
-            options["causal"] = True
-        if chance.random() < 0.3:
-            options["window"] = tuple(chance.choice([None, chance.randint(0, 300)]) for _ in range(2))
-        if chance.random() < 0.2:
-            options["scale"] = 10 ** chance.uniform(-2, -0.5)
-        check(poisoned_call, inputs, options, backward=False)
+        check(poisoned_call, inputs, random_options(chance) | {"return_lse": True}, backward=False)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)

@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 import torch
 from helpers import HALF, MEANS, Inputs, check, make_inputs, name_of, rand
-from sm90_helpers import BANDS, assert_same_bits, poison_free_memory, random_layout, skip_without_sm90
+from sm90_helpers import (
+    BANDS,
+    assert_same_bits,
+    poison_free_memory,
+    random_layout,
+    random_options,
+    skip_without_sm90,
+)
 from torch import Tensor
 
 import flash_ext
@@ -263,11 +270,4 @@ def test_random_calls(seed: int, device: str) -> None:
             inputs[name] = tensor if layout == "dense" else laid_out(tensor, layout)
         if head_dim <= 128 and "bias" in inputs and inputs["bias"].shape[2] > 1:
             inputs["bias"] = aligned(inputs["bias"].expand(-1, -1, -1, keys))
-        options: dict[str, Any] = {"align": chance.choice(["top_left", "bottom_right"])}
-        if chance.random() < 0.4:
-            options["causal"] = True
-        if chance.random() < 0.3:
-            options["window"] = tuple(chance.choice([None, chance.randint(0, 300)]) for _ in range(2))
-        if chance.random() < 0.2:
-            options["scale"] = 10 ** chance.uniform(-2, -0.5)
-        check_forward(inputs, options)
+        check_forward(inputs, random_options(chance))

@@ -10,7 +10,7 @@
 
 namespace flash_ext::cuda {
 
-// out [count, b, h_q, s_q, d_v] and lse [count, b, h_q, s_q], float. A part whose lse is -inf is not read; all of them:
+// out [count, b, h_q, s_q, d_v] and lse [count, b, h_q, s_q], float. A part whose lse is -inf is not used; all of them:
 // out is 0 and lse -inf. d_v is a multiple of 4 up to 256, count at most 128, args.out dense in its last dimension and
 // aligned to 8 bytes; 16-bit.
 void combine(const ForwardArgs& args, const float* out, const float* lse, int count);
