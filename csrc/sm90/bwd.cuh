@@ -8,10 +8,11 @@
 // dS^T are register operands of dV and dK. dS also goes through shared memory, because dQ sums over the keys of both
 // warpgroups, which leaves by bulk reductions to a float array in the order of the fragments (bwd_rows.cuh), in
 // whatever order blocks come, or in one order (bwd_order.cuh).
-// Called by run_bwd.cuh. Invariant: a ring's barriers as in pipeline.cuh; a stage of dS is written again only after
-// both warpgroups have passed the barrier of the next one, before which each waited for its own dQ of this one; a
-// warp's staging is its own, for dQ and, after it, for dV and dK. Walk::kOrdered: the staging of all warps is full when
-// each has arrived, and empty when the adder has read it.
+// Called by run_bwd.cuh. Invariant: a ring's barriers as in pipeline.cuh, those of dS by an arrival of each warp. Where
+// dQ is deferred, a stage of dS is written again when both warpgroups have handed it back; where not, only after both
+// have passed the barrier of the next one, before which each waited for its own dQ of this one. A warp's staging is its
+// own, for dQ and, after it, for dV and dK. Walk::kOrdered: the staging of all warps is full when each has arrived, and
+// empty when the adder has read it.
 #pragma once
 
 #include "sm90/bwd_order.cuh"
@@ -78,10 +79,12 @@ __device__ __forceinline__ void consume_backward(const BackwardParams& params, c
   constexpr BackwardShape kShape = Traits::kShape;
   constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kHeadDim = Traits::kHeadDim;
   constexpr int kDqCols = Traits::kDqCols, kTile = kBlockM * kHeadDim;
+  constexpr bool kDefers = kShape.defers;
   const int lane = threadIdx.x % 32, warp = consumer * 4 + threadIdx.x / 32 % 4;
   const int warp_row = warp * 16;
   const Ring<Traits::kKvBytes> k_ring = tiles.k(), v_ring = tiles.v();
   const Ring<Traits::kQBytes> q_ring = tiles.q(), d_out_ring = tiles.d_out();
+  const Ring<Traits::kDsBytes> ds_ring = tiles.ds();
   const uint64_t k_desc = k_major(k_ring.tile(0) + consumer * 64 * kPanelBytes);
   const uint64_t v_desc = k_major(v_ring.tile(0) + consumer * 64 * kPanelBytes);
   // dQ = dS K, this warpgroup's part: 64 queries (a panel of dS) or 64 columns (a panel of K).
@@ -89,7 +92,8 @@ __device__ __forceinline__ void consume_backward(const BackwardParams& params, c
       mn_major(k_ring.tile(0) + (Traits::kSplitsQueries ? 0 : consumer * panel_size(kBlockN)), kBlockN);
   const int ds_panel = Traits::kSplitsQueries ? consumer * panel_size(kBlockN) : 0;
   const uint32_t staging = tiles.staging(warp);
-  uint32_t done = 0, phase = 0;  // tiles of queries so far; of K and V
+  uint32_t done = 0, phase = 0;                 // tiles of queries so far; of K and V
+  typename Traits::DsPlace ds_place, dq_place;  // dS that is written next, and that dQ reads next
 
   Place2 work_place;  // ordered
   const auto find_work = [&](uint32_t linear) {
@@ -115,23 +119,72 @@ __device__ __forceinline__ void consume_backward(const BackwardParams& params, c
     for (int i = 0; i < kHeadDim / 2; ++i) dk_acc[i] = dv_acc[i] = 0.f;
     float ds_scale = 1.f, ds_unscale = 1.f;
 
-    int m = work.first_m;  // ordered: what the producer says
-    // dQ of the tile of queries before, from its staging to global memory; after a fence.
-    const auto add_dq = [&] {
+    int m = work.first_m;                      // the tile of queries; ordered: what the producer says
+    [[maybe_unused]] int dq_m = work.first_m;  // kDefers: that of `dq`
+    // dQ of a tile of queries, from its staging to global memory; after a fence. parity: of the tile, in this block.
+    const auto add_dq = [&](int parity) {
       if constexpr (Traits::kOrdered) {
-        if (lane == 0) barrier_arrive(tiles.dq_full(place.stage ^ 1));
+        if (lane == 0) barrier_arrive(tiles.dq_full(parity));
       } else {
         if (elect_one()) {
           bulk_add(dq, staging, Traits::kStagingBytes);
           tma_store_commit();
         }
         dq += kTile;
-        if (m == work.first_m) dq += dq_jump;
+        if constexpr (kDefers) {
+          if (++dq_m == work.last_m) {
+            dq_m = work.first_m;
+            dq += dq_jump;
+          }
+        } else if (m == work.first_m) {
+          dq += dq_jump;
+        }
       }
     };
-    // One tile of queries, whose S^T is there. kLast: none follows, whose S^T would be computed.
+    // kDefers: as it says; else dS is written and read at the tile's own place, see the invariant above.
+    const auto ds_place_of = [&](const typename Traits::DsPlace& own) -> const typename Traits::DsPlace& {
+      if constexpr (kDefers) {
+        return own;
+      } else {
+        return place;
+      }
+    };
+    const auto issue_dq = [&](float(&dq_acc)[kDqCols / 2]) {
+      const auto& at = ds_place_of(dq_place);
+      barrier_wait(ds_ring.full(at.stage), at.phase);
+      const uint64_t a = mn_major(ds_ring.tile(at.stage) + ds_panel, kBlockN);
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < kBlockN / 16; ++k) {
+        Wgmma<T, kDqCols>::template ss<1, 1>(dq_acc, a + mn_major_step(k), dq_b_desc + mn_major_step(k), k > 0);
+      }
+      wgmma_commit();
+    };
+    // parity: as above.
+    const auto wait_staging = [&](int parity) {
+      if constexpr (Traits::kOrdered) barrier_wait(tiles.dq_empty(), parity ^ 1);
+      if (elect_one()) tma_store_wait_read();
+      __syncwarp();
+    };
+    const auto stage_dq = [&](float(&dq_acc)[kDqCols / 2]) {
+      hold(dq_acc);
+      if (kDefers && lane == 0) barrier_arrive(ds_ring.empty(dq_place.stage));
+      dq_place.advance();
+#pragma unroll
+      for (int i = 0; i < kDqCols / 8; ++i) {
+        if constexpr (Traits::kScaled) {
+#pragma unroll
+          for (int j = 4 * i; j < 4 * i + 4; ++j) dq_acc[j] *= ds_unscale;
+        }
+        store_shared4(staging + i * 512 + lane * 16, dq_acc[4 * i], dq_acc[4 * i + 1], dq_acc[4 * i + 2],
+                      dq_acc[4 * i + 3]);
+      }
+    };
+    uint32_t k_frag[4 * Traits::kKSteps];
     int left = total;
-    const auto step = [&]<bool kLast>(std::bool_constant<kLast>) {
+    // One tile of queries, whose S^T is there. kDefers: dQ is that of the one before, and there is none if kFirst.
+    // kLast: no tile follows, whose S^T would be computed.
+    const auto step = [&]<bool kFirst, bool kLast>(std::bool_constant<kFirst>, std::bool_constant<kLast>) {
       float dp_acc[kBlockM / 2], dq_acc[kDqCols / 2];
       uint32_t p_frag[kBlockM / 4], ds_frag[kBlockM / 4];
       barrier_wait(d_out_ring.full(place.stage), place.phase);
@@ -155,36 +208,36 @@ __device__ __forceinline__ void consume_backward(const BackwardParams& params, c
       if constexpr (kLast) {
         if (lane == 0) barrier_arrive(v_ring.empty(0));
       }
+      // P is taken as it was rounded for dV, as eager attention does: in float, beside dP, it leaves no registers for
+      // K.
       with_queries(dp_acc, tiles.stats_delta(place.stage), [&](float& x, float& y, float2 delta, int i) {
-        float p_x = s_acc[i], p_y = s_acc[i + 1];
-        if constexpr (Traits::kRoundedP) unpack(p_frag[i / 2], p_x, p_y, T());
-        x -= delta.x;
-        y -= delta.y;
+        float p_x, p_y;
+        unpack(p_frag[i / 2], p_x, p_y, T());
         if constexpr (Traits::kScaled) {
-          x *= ds_scale;
-          y *= ds_scale;
+          x = fmaf(x, ds_scale, -delta.x * ds_scale);
+          y = fmaf(y, ds_scale, -delta.y * ds_scale);
+        } else {
+          x -= delta.x;
+          y -= delta.y;
         }
         ds_frag[i / 2] = pack(p_x * x, p_y * y, T());
       });
-      store_packed<kBlockN>(ds_frag, tiles.ds(place.stage), warp_row);
+      const int ds_stage = ds_place_of(ds_place).stage;
+      if constexpr (kDefers) barrier_wait(ds_ring.empty(ds_stage), ds_place.phase ^ 1);
+      store_packed<kBlockN>(ds_frag, ds_ring.tile(ds_stage), warp_row);
       fence_async_proxy();
       __syncwarp();
-      if (lane == 0) barrier_arrive(tiles.ds_full(place.stage));
-      if (left != total) add_dq();
+      if (lane == 0) barrier_arrive(ds_ring.full(ds_stage));
+      ds_place.advance();
+      if (total - left > kDefers) add_dq(place.stage ^ !kDefers);
       if (++m == work.last_m) m = work.first_m;
       hold(ds_frag);
       hold(dk_acc);
       wgmma_fence();
       issue_keys<T, kBlockM, kHeadDim>(dk_acc, ds_frag, q_ring.tile(place.stage));
-      barrier_wait(tiles.ds_full(place.stage), place.phase);
-      const uint64_t a = mn_major(tiles.ds(place.stage) + ds_panel, kBlockN);
-      wgmma_fence();
-#pragma unroll
-      for (int k = 0; k < kBlockN / 16; ++k) {
-        Wgmma<T, kDqCols>::template ss<1, 1>(dq_acc, a + mn_major_step(k), dq_b_desc + mn_major_step(k), k > 0);
-      }
-      wgmma_commit();
-      wgmma_wait<1>();
+      constexpr bool kHasDq = !kDefers || !kFirst;
+      if constexpr (kHasDq) issue_dq(dq_acc);
+      wgmma_wait<kHasDq>();
       hold(dk_acc);
       hold(dv_acc);
       hold(p_frag);
@@ -197,37 +250,45 @@ __device__ __forceinline__ void consume_backward(const BackwardParams& params, c
       place.advance();
       if constexpr (!kLast) {
         barrier_wait(q_ring.full(place.stage), place.phase);
+        hold(k_frag);
         wgmma_fence();
-        issue_scores<T, kBlockN, kBlockM, kHeadDim>(s_acc, k_desc, q_ring.tile(place.stage));
+        issue_scores<T, kBlockN, kBlockM, kHeadDim, Traits::kKSteps>(s_acc, k_frag, k_desc, q_ring.tile(place.stage));
       }
-      if constexpr (Traits::kOrdered) barrier_wait(tiles.dq_empty(), place.stage);
-      if (elect_one()) tma_store_wait_read();
-      __syncwarp();
-      wgmma_wait<kLast ? 0 : 1>();
-      hold(dq_acc);
+      if constexpr (kHasDq) {
+        wait_staging(place.stage ^ !kDefers);
+        wgmma_wait<!kLast>();
+        stage_dq(dq_acc);
+      }
       if constexpr (kLast) {
-        if (lane == 0) barrier_arrive(k_ring.empty(0));
-      }
-#pragma unroll
-      for (int i = 0; i < kDqCols / 8; ++i) {
-        if constexpr (Traits::kScaled) {
-#pragma unroll
-          for (int j = 4 * i; j < 4 * i + 4; ++j) dq_acc[j] *= ds_unscale;
+        if constexpr (kDefers) {
+          if constexpr (kHasDq) {
+            fence_async_proxy();
+            __syncwarp();
+            add_dq(place.stage);
+          }
+          issue_dq(dq_acc);
+          wait_staging(place.stage ^ 1);
+          wgmma_wait<0>();
+          stage_dq(dq_acc);
         }
-        store_shared4(staging + i * 512 + lane * 16, dq_acc[4 * i], dq_acc[4 * i + 1], dq_acc[4 * i + 2],
-                      dq_acc[4 * i + 3]);
-      }
-      if constexpr (!kLast) {
+        if (lane == 0) barrier_arrive(k_ring.empty(0));
+        fence_async_proxy();
+        __syncwarp();
+        add_dq(place.stage ^ 1);
+      } else {
         wgmma_wait<0>();
         hold(s_acc);
+        hold(k_frag);
       }
     };
 
     if (total > 0) {
       barrier_wait(k_ring.full(0), phase);
+      load_fragments<kBlockN, Traits::kKSteps>(k_frag, k_ring.tile(0), warp_row);
       barrier_wait(q_ring.full(place.stage), place.phase);
+      hold(k_frag);
       wgmma_fence();
-      issue_scores<T, kBlockN, kBlockM, kHeadDim>(s_acc, k_desc, q_ring.tile(place.stage));
+      issue_scores<T, kBlockN, kBlockM, kHeadDim, Traits::kKSteps>(s_acc, k_frag, k_desc, q_ring.tile(place.stage));
       barrier_wait(v_ring.full(0), phase);
       if constexpr (Traits::kScaled) {
         const float scale = scale_of_ds<Traits>(params, work, tiles);
@@ -236,11 +297,20 @@ __device__ __forceinline__ void consume_backward(const BackwardParams& params, c
       }
       wgmma_wait<0>();
       hold(s_acc);
-      for (; left > 1; --left) step(std::false_type());
-      step(std::true_type());
-      fence_async_proxy();
-      __syncwarp();
-      add_dq();
+      hold(k_frag);
+      const auto rest = [&] {
+        for (; left > 1; --left) step(std::false_type(), std::false_type());
+        step(std::false_type(), std::true_type());
+      };
+      if constexpr (!kDefers) {
+        rest();
+      } else if (total == 1) {
+        step(std::true_type(), std::true_type());
+      } else {
+        step(std::true_type(), std::false_type());
+        --left;
+        rest();
+      }
       if constexpr (Traits::kOrdered) {
         barrier_wait(tiles.dq_empty(), place.stage ^ 1);
         done = place.stage + place.phase * kShape.stages;
@@ -271,10 +341,9 @@ __global__ void __launch_bounds__(Traits::kShape.threads, 1)
   extern __shared__ char smem[];
   const typename Traits::Tiles tiles{(shared_address(smem) + kTileAlign - 1) & ~(kTileAlign - 1)};
   if (threadIdx.x == 0) {
-    for (int stage = 0; stage < kShape.ds_stages; ++stage) barrier_init(tiles.ds_full(stage), Traits::kWarps);
-    const auto init = [](const auto& ring, int stages) {
+    const auto init = [](const auto& ring, int stages, int writers = 1) {
       for (int stage = 0; stage < stages; ++stage) {
-        barrier_init(ring.full(stage), 1);
+        barrier_init(ring.full(stage), writers);
         barrier_init(ring.empty(stage), Traits::kWarps);
       }
     };
@@ -282,6 +351,7 @@ __global__ void __launch_bounds__(Traits::kShape.threads, 1)
     init(tiles.v(), 1);
     init(tiles.q(), kShape.stages);
     init(tiles.d_out(), kShape.stages);
+    init(tiles.ds(), kShape.ds_stages, Traits::kWarps);
     if constexpr (Traits::kOrdered) {
       for (int parity = 0; parity < 2; ++parity) barrier_init(tiles.dq_full(parity), Traits::kWarps);
       barrier_init(tiles.dq_empty(), 1);

@@ -18,6 +18,8 @@ struct BackwardShape {
   int block_m;    // queries
   int stages;     // of Q and of dO
   int ds_stages;  // of dS
+  int k_steps;    // of 16 columns of K that S^T takes from registers, because the products saturate shared memory
+  bool defers;    // dQ of a tile of queries is computed during the next, so that no warpgroup waits for the other's dS
 
   static constexpr int consumers = 2, block_n = 128, threads = 384;
   static constexpr int producer_registers = 24, consumer_registers = 240;
@@ -26,8 +28,8 @@ struct BackwardShape {
 };
 
 constexpr BackwardShape backward_shape(int head_dim) {
-  if (head_dim <= 64) return {128, 2, 2};
-  return {64, 2, 2};
+  if (head_dim <= 64) return {128, 2, 2, 4, true};
+  return {64, 2, 2, 4, false};
 }
 
 // How blocks find their tiles of keys.
@@ -91,7 +93,7 @@ constexpr BackwardSmem backward_smem(BackwardShape shape, int head_dim) {
   smem.stats = smem.dq + shape.block_m * head_dim * 4;
   smem.maxima = smem.stats + 2 * shape.stages * shape.block_m * 4;
   smem.barriers = smem.maxima + shape.consumers * 4 * 4;
-  smem.walk = smem.barriers + 8 * (4 + 4 * shape.stages + shape.ds_stages);
+  smem.walk = smem.barriers + 16 * (2 + 2 * shape.stages + shape.ds_stages);
   smem.total = smem.walk + 8 * 8 + 2 * kKeyWorkBytes + kTileAlign;
   return smem;
 }

@@ -53,20 +53,20 @@ struct BackwardTraits {
   // dQ of a warpgroup: 64 queries and all columns, or all queries and half of the columns.
   static constexpr int kDqCols = kShape.dq_cols(kHeadDim);
   static constexpr bool kSplitsQueries = kDqCols == kHeadDim;
-  // P in float beside dP leaves no registers for more than 64 queries; eager attention rounds it, too.
-  static constexpr bool kRoundedP = kBlockM > 64;
   // P is at most 1: in fp16, where 2^-14 is the least normal number, it is kept as 2^10 P.
   static constexpr bool kScaled = std::is_same_v<T, __half>;
   static constexpr bool kAccumulates = true;  // dq_accum, which prepare_kernel fills with zeros
   static constexpr float kPShift = kScaled ? 10.f : 0.f;
   static constexpr int kStagingBytes = 16 * kDqCols * 4;
   static_assert(kStagingBytes >= 16 * kPanels * kPanelBytes, "a warp's rows of dK fit where its dQ was");
+  // NOTE: in order, the fourth at head dim 128 is spilled.
+  static constexpr int kKSteps = kShape.k_steps - (kOrdered && kHeadDim > 64);
   using Place = RingPlace<kShape.stages>;
+  using DsPlace = RingPlace<kShape.ds_stages>;
 
   // Barriers: K, V, then those of the rings.
   struct Tiles {
     uint32_t base;
-    __device__ __forceinline__ uint32_t ds(int stage) const { return base + kSmem.ds + stage * kDsBytes; }
     __device__ __forceinline__ uint32_t stats_lse(int stage) const { return base + kSmem.stats + stage * kStatBytes; }
     __device__ __forceinline__ uint32_t stats_delta(int stage) const {
       return base + kSmem.stats + (kShape.stages + stage) * kStatBytes;
@@ -81,8 +81,8 @@ struct BackwardTraits {
     __device__ __forceinline__ Ring<kQBytes> d_out() const {
       return {base + kSmem.d_out, base + kSmem.barriers + 32 + kShape.stages * 16};
     }
-    __device__ __forceinline__ uint32_t ds_full(int stage) const {
-      return base + kSmem.barriers + 32 + kShape.stages * 32 + stage * 8;
+    __device__ __forceinline__ Ring<kDsBytes> ds() const {
+      return {base + kSmem.ds, base + kSmem.barriers + 32 + kShape.stages * 32};
     }
     // kOrdered: the staging of all warps as one, by parity of the tile of queries; which that is, of a stage of Q;
     // tiles of keys that all are told of.
@@ -139,6 +139,19 @@ __device__ __forceinline__ void load_panels(uint32_t tile, uint32_t barrier, con
   }
 }
 
+// Columns [0, 16 kSteps) of 16 rows of a warp, as wgmma takes them from registers.
+template <int kRows, int kSteps>
+__device__ __forceinline__ void load_fragments(uint32_t (&fragments)[4 * kSteps], uint32_t tile, int warp_row) {
+  const int row = warp_row + threadIdx.x % 16, col = threadIdx.x % 32 / 16 * 8;
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k) {
+    uint32_t step[4];
+    ldmatrix_x4(step, tile + tile_offset(kRows, row, 16 * k + col));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) fragments[4 * k + i] = step[i];
+  }
+}
+
 // c = A B^T of 64 rows of a tile of kRowsA rows and a tile of kRowsB, both K-major: S^T or dP^T, not waited for.
 template <class T, int kRowsA, int kRowsB, int kHeadDim>
 __device__ __forceinline__ void issue_scores(float (&c)[kRowsB / 2], uint64_t a, uint32_t b_tile) {
@@ -146,6 +159,22 @@ __device__ __forceinline__ void issue_scores(float (&c)[kRowsB / 2], uint64_t a,
 #pragma unroll
   for (int k = 0; k < kHeadDim / 16; ++k) {
     Wgmma<T, kRowsB>::ss(c, a + k_major_step(kRowsA, k), b + k_major_step(kRowsB, k), k > 0);
+  }
+  wgmma_commit();
+}
+
+// The same, the first kSteps steps of 16 columns of A from registers.
+template <class T, int kRowsA, int kRowsB, int kHeadDim, int kSteps>
+__device__ __forceinline__ void issue_scores(float (&c)[kRowsB / 2], const uint32_t (&fragments)[4 * kSteps],
+                                             uint64_t a, uint32_t b_tile) {
+  const uint64_t b = k_major(b_tile);
+#pragma unroll
+  for (int k = 0; k < kHeadDim / 16; ++k) {
+    if (k < kSteps) {
+      Wgmma<T, kRowsB>::template rs<0>(c, fragments + 4 * k, b + k_major_step(kRowsB, k), k > 0);
+    } else {
+      Wgmma<T, kRowsB>::ss(c, a + k_major_step(kRowsA, k), b + k_major_step(kRowsB, k), k > 0);
+    }
   }
   wgmma_commit();
 }

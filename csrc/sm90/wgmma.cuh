@@ -3,6 +3,7 @@
 //   Wgmma<T, N>::ss(c, a, b, accumulate)       A and B in shared memory, both K-major
 //   Wgmma<T, N>::ss<1, 1>(...)                 the same, A or B or both MN-major
 //   Wgmma<T, N>::rs(c, a, b, accumulate)       A in registers, B in shared memory, MN-major (rows are k)
+//   Wgmma<T, N>::rs<0>(...)                    the same, B K-major
 //
 // With g = lane / 4, t = lane % 4 and w the warp of the group, c[4n + i] holds row 16w + g + 8 (i / 2), column
 // 8n + 2t + i % 2; a[0..3] are rows {g, g + 8} x columns {2t, 2t + 8} as pairs, so four packed accumulators of two
@@ -93,7 +94,7 @@ struct Wgmma;
 #define FLASH_OPERANDS_16 FLASH_OPERANDS_15, FLASH_C8(120)
 
 // kCount: groups of eight accumulators; p0..p5: numbers of the operands that follow them.
-#define FLASH_WGMMA(T, name, kCount, n, p0, p1, p2, p3, p4, p5)                                                   \
+#define FLASH_WGMMA(T, name, kCount, n, p0, p1, p2, p3, p4, p5, p6)                                               \
   template <>                                                                                                     \
   struct Wgmma<T, n> {                                                                                            \
     template <int kMnA = 0, int kMnB = 0>                                                                         \
@@ -105,30 +106,31 @@ struct Wgmma;
                    : FLASH_OPERANDS_##kCount                                                                      \
                    : "l"(a), "l"(b), "r"(accumulate), "n"(kMnA), "n"(kMnB));                                      \
     }                                                                                                             \
+    template <int kMnB = 1>                                                                                       \
     static __device__ __forceinline__ void rs(float (&c)[n / 2], const uint32_t* a, uint64_t b, int accumulate) { \
       asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #p5                                                       \
                    ", 0;\n"                                                                                       \
                    "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." #name "." #name " {" FLASH_TEXT_##kCount     \
-                   "}, {%" #p0 ", %" #p1 ", %" #p2 ", %" #p3 "}, %" #p4 ", p, 1, 1, 1;\n}"                        \
+                   "}, {%" #p0 ", %" #p1 ", %" #p2 ", %" #p3 "}, %" #p4 ", p, 1, 1, %" #p6 ";\n}"                 \
                    : FLASH_OPERANDS_##kCount                                                                      \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));                        \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(kMnB));             \
     }                                                                                                             \
   };
-#define FLASH_WGMMA_BOTH(kCount, n, p0, p1, p2, p3, p4, p5)           \
-  FLASH_WGMMA(__nv_bfloat16, bf16, kCount, n, p0, p1, p2, p3, p4, p5) \
-  FLASH_WGMMA(__half, f16, kCount, n, p0, p1, p2, p3, p4, p5)
+#define FLASH_WGMMA_BOTH(kCount, n, p0, p1, p2, p3, p4, p5, p6)           \
+  FLASH_WGMMA(__nv_bfloat16, bf16, kCount, n, p0, p1, p2, p3, p4, p5, p6) \
+  FLASH_WGMMA(__half, f16, kCount, n, p0, p1, p2, p3, p4, p5, p6)
 
-FLASH_WGMMA_BOTH(3, 48, 24, 25, 26, 27, 28, 29)
-FLASH_WGMMA_BOTH(4, 64, 32, 33, 34, 35, 36, 37)
-FLASH_WGMMA_BOTH(5, 80, 40, 41, 42, 43, 44, 45)
-FLASH_WGMMA_BOTH(6, 96, 48, 49, 50, 51, 52, 53)
-FLASH_WGMMA_BOTH(7, 112, 56, 57, 58, 59, 60, 61)
-FLASH_WGMMA_BOTH(8, 128, 64, 65, 66, 67, 68, 69)
-FLASH_WGMMA_BOTH(9, 144, 72, 73, 74, 75, 76, 77)
-FLASH_WGMMA_BOTH(10, 160, 80, 81, 82, 83, 84, 85)
-FLASH_WGMMA_BOTH(11, 176, 88, 89, 90, 91, 92, 93)
-FLASH_WGMMA_BOTH(12, 192, 96, 97, 98, 99, 100, 101)
-FLASH_WGMMA_BOTH(16, 256, 128, 129, 130, 131, 132, 133)
+FLASH_WGMMA_BOTH(3, 48, 24, 25, 26, 27, 28, 29, 30)
+FLASH_WGMMA_BOTH(4, 64, 32, 33, 34, 35, 36, 37, 38)
+FLASH_WGMMA_BOTH(5, 80, 40, 41, 42, 43, 44, 45, 46)
+FLASH_WGMMA_BOTH(6, 96, 48, 49, 50, 51, 52, 53, 54)
+FLASH_WGMMA_BOTH(7, 112, 56, 57, 58, 59, 60, 61, 62)
+FLASH_WGMMA_BOTH(8, 128, 64, 65, 66, 67, 68, 69, 70)
+FLASH_WGMMA_BOTH(9, 144, 72, 73, 74, 75, 76, 77, 78)
+FLASH_WGMMA_BOTH(10, 160, 80, 81, 82, 83, 84, 85, 86)
+FLASH_WGMMA_BOTH(11, 176, 88, 89, 90, 91, 92, 93, 94)
+FLASH_WGMMA_BOTH(12, 192, 96, 97, 98, 99, 100, 101, 102)
+FLASH_WGMMA_BOTH(16, 256, 128, 129, 130, 131, 132, 133, 134)
 
 #undef FLASH_WGMMA_BOTH
 #undef FLASH_WGMMA

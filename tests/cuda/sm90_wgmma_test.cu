@@ -57,11 +57,12 @@ __global__ void __launch_bounds__(128, 1) ss_kernel(const char* a_image, const c
   write_accumulators<kN>(c, out);
 }
 
-// C = A B, A [64, kK] from global memory to registers, B [kK, kN] MN-major; scale-d 0 must drop what c held.
-template <class T, int kN, int kK>
+// C = A B, A [64, kK] from global memory to registers, B [kK, kN] MN-major or, with kMnB 0, its transpose [kN, kK]
+// K-major; scale-d 0 must drop what c held.
+template <class T, int kN, int kK, int kMnB>
 __global__ void __launch_bounds__(128, 1) rs_kernel(const T* a_matrix, const char* b_image, float* out) {
   const uint32_t b_tile = aligned_base();
-  copy_to_shared(b_tile, b_image, tile_bytes(kK, kN));
+  copy_to_shared(b_tile, b_image, kMnB ? tile_bytes(kK, kN) : tile_bytes(kN, kK));
   fence_async_proxy();
   __syncthreads();
   const int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, col = threadIdx.x % 4 * 2;
@@ -73,12 +74,14 @@ __global__ void __launch_bounds__(128, 1) rs_kernel(const T* a_matrix, const cha
   for (int i = 0; i < kK / 4; ++i) {
     a[i] = *reinterpret_cast<const uint32_t*>(a_matrix + (row + i % 2 * 8) * kK + i / 4 * 16 + i / 2 % 2 * 8 + col);
   }
-  const uint64_t b = mn_major(b_tile, kK);
+  const uint64_t b = kMnB ? mn_major(b_tile, kK) : k_major(b_tile);
   hold(c);
   hold(a);
   wgmma_fence();
 #pragma unroll
-  for (int k = 0; k < kK / 16; ++k) Wgmma<T, kN>::rs(c, a + 4 * k, b + mn_major_step(k), k > 0);
+  for (int k = 0; k < kK / 16; ++k) {
+    Wgmma<T, kN>::template rs<kMnB>(c, a + 4 * k, b + (kMnB ? mn_major_step(k) : k_major_step(kN, k)), k > 0);
+  }
   wgmma_commit();
   wgmma_wait<0>();
   hold(c);
@@ -160,20 +163,22 @@ void test_ss() {
       });
 }
 
-template <class T, int kN, int kK>
+template <class T, int kN, int kK, int kMnB = 1>
 void test_rs() {
-  const HostTile<T> a(64, kK, 64, 0), b(kK, kN, kK, 0);
+  constexpr int kRows = kMnB ? kK : kN;  // of B's tile
+  const HostTile<T> a(64, kK, 64, 0), b(kRows, kMnB ? kN : kK, kRows, 0);
   Managed<float> c(64 * kN, NAN);
-  const int smem = tile_bytes(kK, kN) + kTileAlign;
-  allow_shared(rs_kernel<T, kN, kK>, smem);
-  rs_kernel<T, kN, kK><<<1, 128, smem>>>(a.matrix.data, b.image.data, c.data);
+  const int smem = tile_bytes(kRows, kMnB ? kN : kK) + kTileAlign;
+  allow_shared(rs_kernel<T, kN, kK, kMnB>, smem);
+  rs_kernel<T, kN, kK, kMnB><<<1, 128, smem>>>(a.matrix.data, b.image.data, c.data);
   must(cudaDeviceSynchronize(), "rs");
   compare(
-      std::string("wgmma rs ") + name_of<T>() + " n " + std::to_string(kN) + " k " + std::to_string(kK), 64, kN, 1e-3,
-      [&](int row, int col) { return c[row * kN + col]; },
+      std::string(kMnB ? "wgmma rs " : "wgmma rs, k-major, ") + name_of<T>() + " n " + std::to_string(kN) + " k " +
+          std::to_string(kK),
+      64, kN, 1e-3, [&](int row, int col) { return c[row * kN + col]; },
       [&](int row, int col) {
         double sum = 0;
-        for (int k = 0; k < kK; ++k) sum += a.at(row, k) * b.at(k, col);
+        for (int k = 0; k < kK; ++k) sum += a.at(row, k) * (kMnB ? b.at(k, col) : b.at(col, k));
         return sum;
       });
 }
@@ -225,6 +230,8 @@ void test_products() {
   test_rs<T, 192, 112>();
   test_rs<T, 256, 48>();
   test_rs<T, 256, 80>();
+  test_rs<T, 64, 128, 0>();
+  test_rs<T, 128, 64, 0>();
 }
 
 // ---- TMA ------------------------------------------------------------------------------------------------------------
