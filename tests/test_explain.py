@@ -139,27 +139,35 @@ def test_windows_have_a_kernel_of_their_own(dtype: torch.dtype) -> None:
 @pytest.mark.skipif(not HAS_SM90, reason="needs a build with sm90 kernels")
 @pytest.mark.parametrize("dtype", HALF, ids=name_of)
 def test_who_is_faster_serves_unless_another_is_named(dtype: torch.dtype) -> None:
-    """Backward of sm90 yields where sm80 has its kernel of one tile, and nowhere else; forward stays sm90's."""
+    """Up to 64 queries and keys sm90 yields: forward up to head dim 128, backward where sm80 has its kernel of one
+    tile."""
 
     def planned(queries: int, keys: int, dim: int, dim_v: int, heads: int = 4, **options: bool) -> Explanation:
         shapes = (2, 4, queries, dim), (2, heads, keys, dim), (2, heads, keys, dim_v)
         tensors = [t.to("meta") for t in make_inputs(*shapes, dtype=dtype).values()]
         return flash_ext.explain(*tensors, device="cuda", **options)
 
-    for queries, keys, dim, dim_v in ((49, 49, 32, 32), (64, 64, 64, 64), (1, 16, 8, 64), (64, 17, 64, 8)):
-        plan = planned(queries, keys, dim, dim_v, causal=queries == keys)
-        assert (plan.forward.backend, plan.backward.kernel) == ("sm90", "sm80.backward.one_tile")
-        (passed_over,) = (r for r in plan.refusals if r.backend == "sm90")
-        reason = "up to 64 queries, keys and columns sm80's kernel of one tile is faster"
-        assert passed_over == Refusal("sm90", "backward", reason, yields=True)
-        assert f"sm90 yields (backward): {reason}" in str(plan)
+    forward = Refusal("sm90", "forward", "up to 64 queries and keys and 128 columns sm80 is faster", yields=True)
+    reason = "up to 64 queries, keys and columns sm80's kernel of one tile is faster"
+    backward = Refusal("sm90", "backward", reason, yields=True)
+    for sizes in ((49, 49, 32, 32), (64, 64, 64, 64), (1, 16, 8, 64), (64, 17, 64, 8)):
+        plan = planned(*sizes, causal=sizes[0] == sizes[1])
+        assert (plan.forward.backend, plan.backward.kernel) == ("sm80", "sm80.backward.one_tile")
+        assert [r for r in plan.refusals if r.backend == "sm90"] == [forward, backward]
+        for yielded in (forward, backward):
+            assert f"sm90 yields ({yielded.pass_name}): {yielded.reason}" in str(plan)
         with flash_ext.use_backend("sm90"):
-            named = planned(queries, keys, dim, dim_v, causal=queries == keys)
+            named = planned(*sizes, causal=sizes[0] == sizes[1])
         assert (named.forward.backend, named.backward.backend) == ("sm90", "sm90")
         assert all(r.backend != "sm90" for r in named.refusals)
-    for sizes in ((65, 64, 64, 64), (64, 65, 64, 64), (64, 64, 64, 64, 2)):
+    for sizes in ((64, 64, 128, 64), (64, 64, 72, 128), (64, 64, 64, 64, 2)):
         plan = planned(*sizes)
-        assert plan.backward.backend == "sm90" and all(r.backend != "sm90" for r in plan.refusals)
+        assert (plan.forward.backend, plan.backward.backend) == ("sm80", "sm90")
+        assert [r for r in plan.refusals if r.backend == "sm90"] == [forward]
+    for sizes in ((65, 64, 64, 64), (64, 65, 64, 64), (64, 64, 136, 64)):
+        plan = planned(*sizes)
+        assert (plan.forward.backend, plan.backward.backend) == ("sm90", "sm90")
+        assert all(r.backend != "sm90" for r in plan.refusals)
 
 
 @pytest.mark.skipif(not HAS_CUDA, reason="needs a build with CUDA")
