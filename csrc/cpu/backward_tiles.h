@@ -202,6 +202,9 @@ class BackwardTileWorker {
     rows_of += int64_t{panel.index} * kPanel * ld;
     kernels_.few_scores(scratch, ld_keys, valid, {rows_of, kNative<Compute>, ld, 1}, queries, d, to, panel.width,
                         /*transposed=*/false);
+    // Queries of the padding: P is 0 whatever they hold, but not if that is a NaN.
+    for (int key = 0; key < valid; ++key)
+      std::fill(to + key * panel.width + queries, to + (key + 1) * panel.width, Acc(0));
   }
 
   // S^T of a tile in at_.scores, and all that turns it into probabilities.
