@@ -91,6 +91,14 @@ def test_rule_for_few_queries(causal: bool, queries: int, head_dim: int) -> None
         check(flash_ext.attention, inputs, {"causal": causal, "align": "bottom_right"})
 
 
+@pytest.mark.parametrize("head_dim", [300, 512, 1024])
+def test_rule_for_long_head_dims(head_dim: int) -> None:
+    """On the CPU, where torch's products sum no more than some hundred terms at once."""
+    for queries, keys in ((17, 65), (64, 33), (128, 128)):
+        for mean in (0.5, 2.0):
+            check(flash_ext.attention, make_inputs((1, 2, queries, head_dim), (1, 2, keys, head_dim), mean=mean))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("keys", [1, 3, 8])
 @pytest.mark.parametrize("queries", [17, 150])

@@ -184,7 +184,7 @@ class BackwardTileWorker {
     if (sums_by_tree<Compute>(problem_)) {
       product_.by_tree(rows, panel.width, depth, left.data, left.ld, right, panel.width, to, panel.width);
     } else {
-      product_(rows, panel.width, depth, left.data, left.ld, right, panel.width, to, panel.width, /*add=*/false);
+      product_.by_parts(rows, panel.width, depth, left.data, left.ld, right, panel.width, to, panel.width);
     }
   }
 

@@ -157,7 +157,7 @@ class ForwardWorker {
         if (sums_by_tree<Compute>(problem_)) {
           product_.by_tree(rows_padded, width, at_.depth, q.data, q.ld, k, packed, at_.scores + c, at_.block_n);
         } else {
-          product_(rows_padded, width, at_.depth, q.data, q.ld, k, packed, at_.scores + c, at_.block_n, /*add=*/false);
+          product_.by_parts(rows_padded, width, at_.depth, q.data, q.ld, k, packed, at_.scores + c, at_.block_n);
         }
       }
     }

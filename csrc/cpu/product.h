@@ -8,6 +8,7 @@
 #include <ATen/native/CPUBlas.h>
 #include <c10/util/BFloat16.h>
 
+#include <algorithm>
 #include <type_traits>
 
 #include "cpu/config.h"
@@ -42,6 +43,15 @@ class Products {
         }
       }
       kernels_.product(m, n, k, a, static_cast<int>(ld_a), b, static_cast<int>(ld_b), c, static_cast<int>(ld_c), add);
+    }
+  }
+
+  // C = A B by parts of kLongestSum of the inner dimension, whose sums are added up. For scores and dP: k is d or d_v.
+  void by_parts(int m, int n, int k, const Operand* a, int64_t ld_a, const Operand* b, int64_t ld_b, Acc* c,
+                int64_t ld_c) const {
+    for (int first = 0; first < k; first += kLongestSum) {
+      (*this)(m, n, std::min(kLongestSum, k - first), a + first, ld_a, b + first * ld_b, ld_b, c, ld_c,
+              /*add=*/first > 0);
     }
   }
 

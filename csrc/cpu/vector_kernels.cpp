@@ -78,7 +78,7 @@ template <class T, int kRows, int kVecs>
   using V = Vec<T>;
   V sum[kRows][kVecs];
   for (int r = 0; r < kRows; ++r) {
-    for (int v = 0; v < kVecs; ++v) sum[r][v] = add ? V::load(c + int64_t{r} * ld_c + v * V::kLanes) : V(T(0));
+    for (int v = 0; v < kVecs; ++v) sum[r][v] = V(T(0));
   }
   for (int i = 0; i < k; ++i) {
     V right[kVecs];
@@ -92,7 +92,10 @@ template <class T, int kRows, int kVecs>
     }
   }
   for (int r = 0; r < kRows; ++r) {
-    for (int v = 0; v < kVecs; ++v) sum[r][v].store(c + int64_t{r} * ld_c + v * V::kLanes);
+    for (int v = 0; v < kVecs; ++v) {
+      T* to = c + int64_t{r} * ld_c + v * V::kLanes;
+      (add ? V::load(to) + sum[r][v] : sum[r][v]).store(to);
+    }
   }
 }
 
