@@ -4,25 +4,14 @@
 //
 // Queries are the outer loop: Q and dO of a row block are packed once, dQ^T stays in cache, and dK and dV accumulate in
 // fp32 for all keys, over every query head that shares them. Where there are fewer groups than threads, several
-// chunks sum into slots of their own, which a second pass adds up in order. Called through passes.h.
-// Invariant: an item owns its rows of dq and its slots; whoever owns a whole group writes dk and dv.
-#include "cpu/bias_route.h"
+// chunks of queries sum dK and dV into slots of their own, or several parts of the keys sum dQ into theirs, which a
+// second pass adds up in order. Called through passes.h. Invariant: an item owns its slots, and its rows of dq or of dk
+// and dv where those have no slots.
+#include "cpu/backward_sums.h"
 #include "cpu/passes.h"
 
 namespace flash_ext::cpu {
 namespace {
-
-// dk and dv of keys of one key or value head, from their sums.
-template <class Compute>
-void store_keys(const Problem& problem, const TensorView& view, bool in_accum, int64_t batch, int64_t head, Range keys,
-                const typename Compute::Acc* sums, int cols, int64_t head_dim, double scale) {
-  using Acc = typename Compute::Acc;
-  const Element type = in_accum ? element_of(problem.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32)
-                                : element_of(problem.dtype);
-  vector_table().get<Compute>().store(sums, cols, static_cast<int>(keys.size()), static_cast<int>(head_dim),
-                                      static_cast<Acc>(scale), nullptr,
-                                      sink_at(problem, view, type, batch, head, keys.first, 0));
-}
 
 template <class Compute>
 class BackwardWorker : BackwardTileWorker<Compute> {
@@ -42,6 +31,10 @@ class BackwardWorker : BackwardTileWorker<Compute> {
     dk_ = cut.chunks > 1 ? at_.dk_slots + slot * at_.keys * tiles_.cols : at_.dk;
     dv_ = cut.chunks > 1 ? at_.dv_slots + slot * at_.keys * tiles_.cols_v : at_.dv;
     summed_k_ = summed_v_ = -1;
+    const int64_t blocks = at_.n_blocks * item.key_part;
+    part_ = item.key_part;
+    keys_ = {blocks / cut.key_parts * tiles_.block_n,
+             std::min((blocks + at_.n_blocks) / cut.key_parts * tiles_.block_n, problem_.len_k)};
     if (bias_.kind == BiasRoute::kKeys) {
       key_sums_ = at_.key_sums + slot * cut.heads * at_.keys;
       std::fill_n(key_sums_, cut.heads * at_.keys, Acc(0));
@@ -55,19 +48,33 @@ class BackwardWorker : BackwardTileWorker<Compute> {
     change_heads(-1, -1);
   }
 
+  // dq of one row block, from what the parts of the keys gave.
+  void join_parts(int64_t batch, int64_t head, int64_t m_block) {
+    this->set_head(batch, head);
+    Acc* sums = at_.dq_slot(batch * problem_.heads_q + head, m_block);
+    for (int64_t part = 1; part < at_.cut.key_parts; ++part) {
+      kernels_.add(sums, sums + part * at_.dq_size(), at_.dq_size());
+    }
+    const Range queries = queries_of(m_block);
+    int index = 0;
+    for (int64_t query = queries.first; query < queries.last; query += kPanel, ++index) {
+      const Range rows{query, std::min(query + kPanel, queries.last)};
+      store_queries({index, static_cast<int>(round_up(rows.size(), kPad)), rows, false}, sums);
+    }
+  }
+
  private:
   // Writes what was summed for the heads before, and starts those to come (-1: none).
   void change_heads(int64_t head_k, int64_t head_v) {
     const bool whole = at_.cut.chunks == 1 && !at_.streams;
-    const Range keys{0, problem_.len_k};
     if (summed_k_ != head_k) {
-      if (whole && summed_k_ >= 0) store_dk(summed_k_, keys);
+      if (whole && summed_k_ >= 0) store_dk(summed_k_, keys_);
       if (problem_.wants_dk && head_k >= 0 && !at_.streams) fresh_k_ = start_sums(dk_, tiles_.cols);
       if (problem_.wants_dq && head_k >= 0 && !in_place()) pack_keys(head_k);
       summed_k_ = head_k;
     }
     if (summed_v_ != head_v) {
-      if (whole && summed_v_ >= 0) store_dv(summed_v_, keys);
+      if (whole && summed_v_ >= 0) store_dv(summed_v_, keys_);
       if (problem_.wants_dv && head_v >= 0 && !at_.streams) fresh_v_ = start_sums(dv_, tiles_.cols_v);
       summed_v_ = head_v;
     }
@@ -75,32 +82,33 @@ class BackwardWorker : BackwardTileWorker<Compute> {
 
   void store_dk(int64_t head_k, Range keys) const {
     if (!problem_.wants_dk) return;
-    store_keys<Compute>(problem_, args_.dk, args_.dk_in_accum, this->batch_, head_k, keys, dk_, tiles_.cols,
-                        problem_.head_dim, problem_.scale);
+    store_keys<Compute>(problem_, args_.dk, args_.dk_in_accum, this->batch_, head_k, keys,
+                        dk_ + sums_at(keys) * tiles_.cols, tiles_.cols, problem_.head_dim, problem_.scale);
   }
   void store_dv(int64_t head_v, Range keys) const {
     if (!problem_.wants_dv) return;
-    store_keys<Compute>(problem_, args_.dv, args_.dv_in_accum, this->batch_, head_v, keys, dv_, tiles_.cols_v,
-                        problem_.head_dim_v, 1.0);
+    store_keys<Compute>(problem_, args_.dv, args_.dv_in_accum, this->batch_, head_v, keys,
+                        dv_ + sums_at(keys) * tiles_.cols_v, tiles_.cols_v, problem_.head_dim_v, 1.0);
   }
+
+  // Where the sums of keys lie.
+  int64_t sums_at(Range keys) const { return at_.streams ? 0 : keys.first; }
 
   // Zeros; or true where the first panel of queries sees all keys, so that its products may store instead of adding.
   bool start_sums(Acc* sums, int cols) const {
     const Range first = band_.keys({0, 1}, problem_.len_k),
                 last = band_.keys({problem_.len_q - 1, problem_.len_q}, problem_.len_k);
-    const bool all = first.size() == problem_.len_k && last.size() == problem_.len_k;
-    if (all && at_.cut.chunks == 1) return true;
-    std::fill_n(sums, at_.keys * cols, Acc(0));
+    if (first.size() == problem_.len_k && last.size() == problem_.len_k) return true;
+    std::fill_n(sums + keys_.first * cols, (round_up(keys_.last, tiles_.block_n) - keys_.first) * cols, Acc(0));
     return false;
   }
 
   // K^T as the left operand of dQ^T += K^T dS^T.
   void pack_keys(int64_t head_k) {
     const int d = static_cast<int>(problem_.head_dim);
-    for (int64_t key = 0; key < problem_.len_k; key += tiles_.block_n) {
-      for (int64_t part = key; part < std::min(key + tiles_.block_n, problem_.len_k); part += kPanel) {
-        const int rows =
-            static_cast<int>(std::min({int64_t{kPanel}, problem_.len_k - part, key + tiles_.block_n - part}));
+    for (int64_t key = keys_.first; key < keys_.last; key += tiles_.block_n) {
+      for (int64_t part = key; part < std::min(key + tiles_.block_n, keys_.last); part += kPanel) {
+        const int rows = static_cast<int>(std::min({int64_t{kPanel}, keys_.last - part, key + tiles_.block_n - part}));
         const Source src = source_at(problem_, args_.fwd.k, type_, this->batch_, head_k, part, 0);
         const Left<Compute> k = staged_rows<Compute>(kernels_, src, rows, d, tiles_.staged);
         kernels_.left_transposed(k.data, static_cast<int>(k.ld), rows, d,
@@ -110,24 +118,32 @@ class BackwardWorker : BackwardTileWorker<Compute> {
     }
   }
 
-  void row_block(int64_t m_block) {
+  Range queries_of(int64_t m_block) const {
     const int64_t first = m_block * at_.cut.block_m;
-    const Range queries{first, std::min(first + at_.cut.block_m, problem_.len_q)};
+    return {first, std::min(first + at_.cut.block_m, problem_.len_q)};
+  }
+
+  void row_block(int64_t m_block) {
+    const Range queries = queries_of(m_block);
     Panel panels[cpu::Tiles<Compute>::kBackwardM / kPanel];
     int count = 0;
     for (int64_t query = queries.first; query < queries.last; query += kPanel, ++count) {
       panels[count] = this->prepare(count, {query, std::min(query + kPanel, queries.last)});
     }
+    const bool joins = at_.cut.key_parts > 1;  // join_parts() writes dq
     if (problem_.wants_dq) {
+      dq_ = at_.dq_transposed;
+      if (joins) dq_ = at_.dq_slot(this->batch_ * problem_.heads_q + this->head_, m_block) + part_ * at_.dq_size();
       const int64_t before = (int64_t{count} - 1) * tiles_.cols * kPanel;
-      std::fill_n(at_.dq_transposed, before + tiles_.cols * panels[count - 1].width, Acc(0));
+      std::fill_n(dq_, joins ? at_.dq_size() : before + tiles_.cols * panels[count - 1].width, Acc(0));
     }
     if (problem_.wants_dalibi) std::fill_n(at_.slope, int64_t{count} * kSlopeRows * kPanel, Acc(0));
     const Range seen = band_.keys(queries, problem_.len_k);
     // Tiles outside the band are zeros of dbias; where dk and dv stream, nobody else writes theirs.
     const bool all_bias = bias_.kind == BiasRoute::kTiles, all = all_bias || at_.streams;
-    const int64_t last = all ? problem_.len_k : seen.last;
-    for (int64_t key = all ? 0 : seen.first / tiles_.block_n * tiles_.block_n; key < last; key += tiles_.block_n) {
+    const int64_t first = std::max(keys_.first, all ? 0 : seen.first / tiles_.block_n * tiles_.block_n);
+    const int64_t last = all ? keys_.last : std::min(keys_.last, seen.last);
+    for (int64_t key = first; key < last; key += tiles_.block_n) {
       const Range keys{key, std::min(key + tiles_.block_n, problem_.len_k)};
       for (int i = 0; i < count; ++i) {
         const Range of_panel = band_.keys(panels[i].queries, problem_.len_k);
@@ -151,7 +167,7 @@ class BackwardWorker : BackwardTileWorker<Compute> {
       }
     }
     fresh_k_ = fresh_v_ = false;
-    for (int i = 0; problem_.wants_dq && i < count; ++i) store_queries(panels[i]);
+    for (int i = 0; problem_.wants_dq && !joins && i < count; ++i) store_queries(panels[i], dq_);
     if (problem_.wants_dalibi) {
       double sum = 0.0;
       for (int i = 0; i < count; ++i) sum += slope_gradient(panels[i]);
@@ -188,7 +204,7 @@ class BackwardWorker : BackwardTileWorker<Compute> {
       add_keys(rows, tiles_.cols, queries, tiles_.d_scores, width, tiles_.q_rows + row * tiles_.cols,
                dk_ + key * tiles_.cols, /*add=*/!(fresh_k_ && panel.index == 0));
     }
-    Acc* dq = at_.dq_transposed + row * tiles_.cols;
+    Acc* dq = dq_ + row * tiles_.cols;
     if (problem_.wants_dq && in_place()) {
       const Source k = source_at(problem_, args_.fwd.k, type_, this->batch_, this->head_k_, keys.first, 0);
       const FewWeights<Operand> weights{tiles_.d_scores_right, 1, width};
@@ -248,9 +264,9 @@ class BackwardWorker : BackwardTileWorker<Compute> {
     return total;
   }
 
-  void store_queries(const Panel& panel) {
+  void store_queries(const Panel& panel, const Acc* sums) {
     const Element type = args_.dq_in_accum ? (type_ == Element::kFloat64 ? type_ : Element::kFloat32) : type_;
-    const Acc* dq = at_.dq_transposed + int64_t{panel.index} * kPanel * tiles_.cols;
+    const Acc* dq = sums + int64_t{panel.index} * kPanel * tiles_.cols;
     if (!in_place()) {
       kernels_.transpose_acc(dq, panel.width, tiles_.cols, panel.width, at_.dq_rows, tiles_.cols);
       dq = at_.dq_rows;
@@ -266,62 +282,34 @@ class BackwardWorker : BackwardTileWorker<Compute> {
   Acc* key_sums_ = nullptr;
   Acc* dk_ = nullptr;
   Acc* dv_ = nullptr;
+  Acc* dq_ = nullptr;
+  Range keys_{0, 0};  // of the item's part
+  int64_t part_ = 0;
   int64_t summed_k_ = -1;
   int64_t summed_v_ = -1;
   bool fresh_k_ = false;  // nothing is in dk_ yet, not even zeros
   bool fresh_v_ = false;
 };
 
-// Adds the slots of one unit, in order, and writes them. chunks > 1 means that a unit is one key head.
+// Fewer heads than threads are cut finer: parts of the keys, which share K and V, or shorter blocks of queries.
 template <class Compute>
-void reduce_unit(const BackwardArgs& args, const BackwardLayout<Compute>& at, int64_t unit) {
-  const Problem& problem = args.fwd.problem;
-  const auto& kernels = vector_table().get<Compute>();
-  const int64_t batch = unit / at.cut.groups, head = unit % at.cut.groups;
-  const int64_t size = at.keys * at.tiles.cols, size_v = at.keys * at.tiles.cols_v;
-  for (int64_t chunk = 1; chunk < at.cut.chunks; ++chunk) {
-    const int64_t first = unit * at.cut.chunks;
-    if (problem.wants_dk) kernels.add(at.dk_slots + first * size, at.dk_slots + (first + chunk) * size, size);
-    if (problem.wants_dv) kernels.add(at.dv_slots + first * size_v, at.dv_slots + (first + chunk) * size_v, size_v);
+Partition cut_sweep(const Problem& problem, int64_t threads) {
+  const bool may_split = problem.heads_k == problem.heads_v;
+  const int64_t heads = std::max<int64_t>(problem.batch * problem.heads_q, 1), parts = (threads + heads - 1) / heads;
+  int64_t tile_m = Tiles<Compute>::kBackwardM, tile_n = Tiles<Compute>::kBackwardN;
+  const bool sums_keys = problem.wants_dbias || problem.wants_dalibi;
+  const bool many_keys = problem.len_k > tile_n && (problem.len_q <= kPanel || !problem.causal);
+  if (may_split && parts > 1 && many_keys && problem.len_k >= problem.len_q && !sums_keys) {
+    Partition cut = make_partition(problem, static_cast<int>(tile_m), 1, /*may_split=*/false, 1);
+    cut.key_parts = std::min(parts, (problem.len_k + tile_n - 1) / tile_n);
+    cut.items *= cut.key_parts;
+    return cut;
   }
-  if (problem.wants_dk) {
-    store_keys<Compute>(problem, args.dk, args.dk_in_accum, batch, head, {0, problem.len_k},
-                        at.dk_slots + unit * at.cut.chunks * size, at.tiles.cols, problem.head_dim, problem.scale);
+  if (may_split && parts > 1) {
+    const int64_t blocks = problem.causal ? 2 * parts : parts;
+    tile_m = std::min(tile_m, round_up((problem.len_q + blocks - 1) / blocks, kPad));
   }
-  if (problem.wants_dv) {
-    store_keys<Compute>(problem, args.dv, args.dv_in_accum, batch, head, {0, problem.len_k},
-                        at.dv_slots + unit * at.cut.chunks * size_v, at.tiles.cols_v, problem.head_dim_v, 1.0);
-  }
-}
-
-// Adds the slots of all that share a place in dbias, in the order of batches, heads and chunks.
-template <class Compute>
-void reduce_key_sums(const BackwardArgs& args, const BackwardLayout<Compute>& at, const BiasRoute& bias) {
-  const Problem& problem = args.fwd.problem;
-  const auto& kernels = vector_table().get<Compute>();
-  const Element type = problem.dtype == DType::kFloat64 ? Element::kFloat64 : Element::kFloat32;
-  const Partition& cut = at.cut;
-  const int64_t heads = bias.sums_heads ? 1 : problem.heads_q;
-  for (size_t set = 0; set + 1 < bias.starts.size(); ++set) {
-    for (int64_t head = 0; head < heads; ++head) {
-      typename Compute::Acc* total = nullptr;
-      for (int64_t i = bias.starts[set]; i < bias.starts[set + 1]; ++i) {
-        for (int64_t h = head; h < (bias.sums_heads ? problem.heads_q : head + 1); ++h) {
-          for (int64_t chunk = 0; chunk < cut.chunks; ++chunk) {
-            const int64_t slot = (bias.members[i] * cut.groups + h / cut.heads) * cut.chunks + chunk;
-            typename Compute::Acc* sums = at.key_sums + (slot * cut.heads + h % cut.heads) * at.keys;
-            if (total == nullptr) {
-              total = sums;
-            } else {
-              kernels.add(total, sums, at.keys);
-            }
-          }
-        }
-      }
-      kernels.store(total, 0, 1, static_cast<int>(problem.len_k), 1, nullptr,
-                    sink_at(problem, args.dbias, type, bias.members[bias.starts[set]], head, 0, 0));
-    }
-  }
+  return make_partition(problem, static_cast<int>(tile_m), threads, may_split, int64_t{1} << 40);
 }
 
 }  // namespace
@@ -329,9 +317,7 @@ void reduce_key_sums(const BackwardArgs& args, const BackwardLayout<Compute>& at
 template <class Compute>
 void plan_backward(const Problem& problem, int64_t threads, Plan& plan) {
   if (work_flops(problem, 5) < kSerialFlops) threads = 1;
-  const bool may_split = problem.heads_k == problem.heads_v;
-  BackwardLayout<Compute> layout(
-      problem, make_partition(problem, Tiles<Compute>::kBackwardM, threads, may_split, int64_t{1} << 40));
+  BackwardLayout<Compute> layout(problem, cut_sweep<Compute>(problem, threads));
   if (!problem.wants_dbias) threads = std::clamp<int64_t>(layout.cut.items, 1, threads);
   constexpr int64_t kOperand = sizeof(typename Compute::Operand), kAcc = sizeof(typename Compute::Acc);
   const BackwardTiles<Compute>& tiles = layout.tiles;
@@ -348,6 +334,10 @@ void plan_backward(const Problem& problem, int64_t threads, Plan& plan) {
   if (problem.wants_dbias) worker = std::max(worker, bias_gradient_scratch<Compute>(problem));
   plan.scratch_bytes = threads * worker + layout.carve_shared(problem, nullptr);
   plan.grid = layout.cut.items;
+  if (layout.cut.key_parts > 1) {
+    plan.splits = static_cast<int>(layout.cut.key_parts);
+    plan.split_tiles = static_cast<int>((layout.n_blocks + plan.splits - 1) / plan.splits);
+  }
   plan.waves = static_cast<double>(plan.grid) / static_cast<double>(threads);
 }
 
@@ -355,7 +345,7 @@ template <class Compute>
 void run_backward(const BackwardArgs& args, const Plan& plan, Engine engine, void* workspace) {
   const Problem& problem = args.fwd.problem;
   const int64_t threads = threads_of(plan);
-  BackwardLayout<Compute> layout(problem, partition_of(problem, Tiles<Compute>::kBackwardM, plan));
+  BackwardLayout<Compute> layout(problem, partition_of(problem, static_cast<int>(plan.block_m), plan));
   const int64_t shared = layout.carve_shared(problem, workspace);
   const int64_t worker_bytes = (plan.scratch_bytes - shared) / threads;
   char* worker_base = static_cast<char*>(workspace) + shared;
@@ -373,9 +363,31 @@ void run_backward(const BackwardArgs& args, const Plan& plan, Engine engine, voi
         bias.for_each_unit(layout.cut, item, [&](const Partition::Item& unit) { backward.run(unit); });
       },
       done);
-  if (layout.cut.chunks > 1) {
+  const Partition& cut = layout.cut;
+  if (cut.chunks > 1) {
+    const int64_t pieces = cut.units < threads ? std::min(threads, layout.n_blocks) : 1;
+    const int64_t size = cut.items * layout.keys * (layout.tiles.cols + layout.tiles.cols_v);
     for_each_item(
-        layout.cut.units, threads, [&](int64_t unit, int64_t) { reduce_unit<Compute>(args, layout, unit); }, [] {});
+        cut.units * pieces, size < kSerialSums ? 1 : threads,
+        [&](int64_t item, int64_t) {
+          const int64_t piece = item % pieces;
+          reduce_unit<Compute>(args, layout, item / pieces,
+                               {problem.len_k * piece / pieces, problem.len_k * (piece + 1) / pieces});
+        },
+        [] {});
+  }
+  if (cut.key_parts > 1 && problem.wants_dq) {
+    const int64_t blocks = problem.batch * problem.heads_q * cut.m_blocks;
+    for_each_item(
+        blocks, blocks * cut.key_parts * layout.dq_size() < kSerialSums ? 1 : threads,
+        [&](int64_t block, int64_t worker) {
+          BackwardLayout<Compute> own = layout;
+          own.carve_worker(problem, worker_base + worker * worker_bytes);
+          const int64_t head = block / cut.m_blocks;
+          BackwardWorker<Compute>(args, own, bias, product)
+              .join_parts(head / problem.heads_q, head % problem.heads_q, block % cut.m_blocks);
+        },
+        [] {});
   }
   for (int64_t i = 0; problem.wants_dalibi && i < problem.batch * problem.heads_q; ++i) {
     double sum = 0.0;

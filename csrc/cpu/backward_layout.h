@@ -48,9 +48,14 @@ struct BackwardTiles {
   Acc* all_renorm = nullptr;          // [batch, heads_q, len_q], shared
   ScoreInputLoader<Compute> inputs;
 
-  BackwardTiles(const Problem& problem, int64_t rows) {
-    block_n = static_cast<int>(
-        std::min<int64_t>(Tiles<Compute>::kBackwardN, std::max<int64_t>(round_up(problem.len_k, kPad), kPad)));
+  // As many blocks of keys in each of `key_parts` parts.
+  BackwardTiles(const Problem& problem, int64_t rows, int64_t key_parts = 1) {
+    const int64_t keys = std::max<int64_t>(round_up(problem.len_k, kPad), kPad);
+    block_n = static_cast<int>(std::min<int64_t>(Tiles<Compute>::kBackwardN, keys));
+    if (key_parts > 1) {
+      const int64_t blocks = round_up((keys + block_n - 1) / block_n, key_parts);
+      block_n = static_cast<int>(round_up((keys + blocks - 1) / blocks, kPad));
+    }
     panels = static_cast<int>((rows + kPanel - 1) / kPanel);
     depth = depth_of<Compute>(problem.head_dim);
     depth_v = depth_of<Compute>(problem.head_dim_v);
@@ -116,14 +121,21 @@ struct BackwardLayout {
   // Shared by all.
   Acc* dk_slots = nullptr;       // [units, chunks][keys, cols]
   Acc* dv_slots = nullptr;       // [units, chunks][keys, cols_v]
+  Acc* dq_slots = nullptr;       // [batch, heads_q, row blocks, key_parts] of dq_transposed, where those are several
   double* slope_sums = nullptr;  // [batch, heads_q, m_blocks]
   Acc* key_sums = nullptr;       // [units, chunks][heads][keys] BiasRoute::kKeys
 
   BackwardLayout(const Problem& problem, const Partition& partition)
-      : cut(partition), tiles(problem, partition.block_m) {
+      : cut(partition), tiles(problem, partition.block_m, partition.key_parts) {
     n_blocks = (problem.len_k + tiles.block_n - 1) / tiles.block_n;
     keys = n_blocks * tiles.block_n;
     streams = cut.row_blocks == 1 && tiles.panels == 1;
+  }
+
+  int64_t dq_size() const { return int64_t{tiles.panels} * tiles.cols * kPanel; }
+  // The slot of the first part.
+  Acc* dq_slot(int64_t batch_head, int64_t m_block) const {
+    return dq_slots + (batch_head * cut.m_blocks + m_block) * cut.key_parts * dq_size();
   }
 
   int64_t carve_worker(const Problem& problem, void* base) {
@@ -131,7 +143,7 @@ struct BackwardLayout {
     tiles.carve(arena, problem);
     if (problem.wants_dq) {
       k_transposed = arena.take<Operand>(keys * tiles.cols);
-      dq_transposed = arena.take<Acc>(int64_t{tiles.panels} * tiles.cols * kPanel);
+      dq_transposed = arena.take<Acc>(dq_size());
       dq_rows = arena.take<Acc>(int64_t{kPanel} * tiles.cols);
     }
     if (problem.wants_dbias) bias_tile = arena.take<Acc>(int64_t{3} * tiles.block_n * kPanel);
@@ -149,6 +161,9 @@ struct BackwardLayout {
     if (cut.chunks > 1) {
       if (problem.wants_dk) dk_slots = arena.take<Acc>(cut.items * keys * tiles.cols);
       if (problem.wants_dv) dv_slots = arena.take<Acc>(cut.items * keys * tiles.cols_v);
+    }
+    if (cut.key_parts > 1 && problem.wants_dq) {
+      dq_slots = arena.take<Acc>(cut.m_blocks * problem.batch * problem.heads_q * cut.key_parts * dq_size());
     }
     if (problem.wants_dbias) {
       const int64_t rows = problem.batch * problem.heads_q * problem.len_q;

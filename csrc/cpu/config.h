@@ -55,6 +55,8 @@ constexpr int kTreeTile = Tiles<ComputeF32>::kBackwardN * kPad;
 constexpr int64_t kMaxChunkRows = 4096;
 // Below this many floating-point operations one thread is faster than waking the others (some 10 us).
 constexpr double kSerialFlops = 1.5e6;
+// The same for adding so many numbers up.
+constexpr int64_t kSerialSums = 1 << 15;
 // What plan() shows as the limit of on_chip: a common private L2.
 constexpr int64_t kCacheBytes = 1 << 20;
 

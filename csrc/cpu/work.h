@@ -25,18 +25,21 @@ struct Partition {
   int64_t m_blocks = 0;    // row blocks of a head
   int64_t row_blocks = 0;  // of a group
   int64_t chunks = 1;      // of a group
+  int64_t key_parts = 1;   // of a chunk's keys, each an item
   int64_t units = 0;       // groups of all batches
   int64_t items = 0;
 
   struct Item {
     int64_t batch, group, chunk;
     Range row_blocks;
+    int64_t key_part = 0;
   };
   // Later chunks first: under a causal band they are the longer ones.
   Item item(int64_t index) const {
     const int64_t unit = index % units;
-    const int64_t chunk = chunks - 1 - index / units;
-    return {unit / groups, unit % groups, chunk, {row_blocks * chunk / chunks, row_blocks * (chunk + 1) / chunks}};
+    const int64_t chunk = chunks - 1 - index / units % chunks;
+    const Range blocks{row_blocks * chunk / chunks, row_blocks * (chunk + 1) / chunks};
+    return {unit / groups, unit % groups, chunk, blocks, index / (units * chunks)};
   }
 };
 
@@ -70,7 +73,8 @@ inline Partition make_partition(const Problem& problem, int tile_m, int64_t thre
 // The cut that a plan was made with.
 inline Partition partition_of(const Problem& problem, int tile_m, const Plan& plan) {
   Partition cut = make_partition(problem, tile_m, 1, /*may_split=*/false, 1);
-  if (cut.items > 0) cut.chunks = plan.grid / cut.units;
+  cut.key_parts = std::max(plan.splits, 1);
+  if (cut.items > 0) cut.chunks = plan.grid / (cut.units * cut.key_parts);
   cut.items = plan.grid;
   return cut;
 }
