@@ -54,7 +54,7 @@ constexpr int kTreeTile = Tiles<ComputeF32>::kBackwardN * kPad;
 // A chunk of forward keeps O for all of its rows while it walks over the keys.
 constexpr int64_t kMaxChunkRows = 4096;
 // Below this many floating-point operations one thread is faster than waking the others (some 10 us).
-constexpr double kSerialFlops = 1.5e6;
+constexpr double kSerialFlops = 2e6;
 // The same for adding so many numbers up.
 constexpr int64_t kSerialSums = 1 << 15;
 // What plan() shows as the limit of on_chip: a common private L2.

@@ -65,6 +65,9 @@ template <Element kType>
   }
 }
 
+// short_scores_of(): the longest dot product, and how many rows.
+constexpr int kShortDepth = 48, kLeastRows = 6, kMostRows = 16;
+
 // A dot product, kStep columns at a time: the two sides as registers, and what adds their product to a sum.
 template <class Compute, Element kType>
 struct Dot {
@@ -153,9 +156,68 @@ template <class Compute, Element kType, int kRows>
   }
 }
 
+// The same for several rows and short dot products: a vector's keys are transposed once, and each row's sums are lanes.
+// Parts of a vector's length are summed apart, which is as exact as lanes are.
+template <class Compute, Element kType>
+void short_scores_of(const typename Compute::Operand* q, int ld_q, int rows, const Source& k, int keys, int depth,
+                     typename Compute::Acc* scores, int ld, bool transposed) {
+  using Acc = typename Compute::Acc;
+  using V = Vec<Acc>;
+  constexpr int kLanes = V::kLanes, kGroup = kLanes < 8 ? 4 : 8;
+  alignas(64) Acc columns[kShortDepth][kLanes];
+  alignas(64) Acc sums[kMostRows][kLanes];
+  const auto* data = static_cast<const ElementType<kType>*>(k.data);
+  for (int first = 0; first < keys; first += kLanes) {
+    for (int d = 0; d < depth; d += kLanes) {
+      V block[kLanes];
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) {
+        const auto* from = data + (first + i < keys ? first + i : keys - 1) * k.row_stride + d;
+        block[i] = d + kLanes <= depth ? V(load_vector<kType>(from)) : V(load_vector_part<kType>(from, depth - d));
+      }
+      transpose_steps<1>(block);
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) block[i].store(columns[d + i]);
+    }
+    for (int r = 0; r < rows; r += kGroup) {
+      V total[kGroup];
+#pragma GCC unroll 8
+      for (int i = 0; i < kGroup; ++i) total[i] = V(Acc(0));
+      const Acc* query[kGroup];
+      for (int i = 0; i < kGroup; ++i) query[i] = q + int64_t{r + i < rows ? r + i : rows - 1} * ld_q;
+      for (int d = 0; d < depth; d += kLanes) {
+        V part[kGroup];
+#pragma GCC unroll 8
+        for (int i = 0; i < kGroup; ++i) part[i] = V(Acc(0));
+        for (int j = d; j < d + kLanes && j < depth; ++j) {
+          const V key = V::load(columns[j]);
+#pragma GCC unroll 8
+          for (int i = 0; i < kGroup; ++i) part[i] = fma(V(query[i][j]), key, part[i]);
+        }
+#pragma GCC unroll 8
+        for (int i = 0; i < kGroup; ++i) total[i] = total[i] + part[i];
+      }
+#pragma GCC unroll 8
+      for (int i = 0; i < kGroup; ++i) total[i].store(sums[r + i]);
+    }
+    const int here = keys - first < kLanes ? keys - first : kLanes;
+    if (transposed) {
+      transpose(sums[0], kLanes, rows, here, scores + int64_t{first} * ld, ld, (rows + kPad - 1) / kPad * kPad);
+    } else {
+      for (int r = 0; r < rows; ++r) V::load(sums[r]).store(scores + int64_t{r} * ld + first);
+    }
+  }
+}
+
 template <class Compute, Element kType>
 void few_scores_of(const typename Compute::Operand* q, int ld_q, int rows, const Source& k, int keys, int depth,
                    typename Compute::Acc* scores, int ld, bool transposed) {
+  if (transposed) std::memset(scores, 0, int64_t{keys + kPad - 1} / kPad * kPad * ld * sizeof(scores[0]));
+  if constexpr (!Compute::kPairs) {
+    if (rows >= kLeastRows && rows <= kMostRows && depth <= kShortDepth) {
+      return short_scores_of<Compute, kType>(q, ld_q, rows, k, keys, depth, scores, ld, transposed);
+    }
+  }
   constexpr int kLanes = Vec<typename Compute::Acc>::kLanes;
   constexpr int kMost = kLanes < 4 ? kLanes : 4;
   const auto tiles = [&]<int kRows>(std::integral_constant<int, kRows>, int c0, int r) {
@@ -164,7 +226,6 @@ void few_scores_of(const typename Compute::Operand* q, int ld_q, int rows, const
                                         scores + (transposed ? r : int64_t{r} * ld), ld, transposed);
     }
   };
-  if (transposed) std::memset(scores, 0, int64_t{keys + kPad - 1} / kPad * kPad * ld * sizeof(scores[0]));
   for (int c0 = 0; c0 < keys; c0 += kLanes) {
     int r = 0;
     for (; r + 2 < rows; r += kMost) tiles(std::integral_constant<int, kMost>{}, c0, r);

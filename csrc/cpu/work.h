@@ -43,9 +43,12 @@ struct Partition {
   }
 };
 
+// Floating-point operations, with those of the softmax as so much head dim.
 inline double work_flops(const Problem& problem, int products) {
+  constexpr double kSoftmaxDims = 32.0;
   return 2.0 * products * static_cast<double>(problem.batch * problem.heads_q) * static_cast<double>(problem.len_q) *
-         static_cast<double>(problem.len_k) * static_cast<double>(problem.head_dim + problem.head_dim_v) / 2.0;
+         static_cast<double>(problem.len_k) *
+         (static_cast<double>(problem.head_dim + problem.head_dim_v) / 2.0 + kSoftmaxDims);
 }
 
 // max_rows: most rows of a chunk. Chunks beyond that are made only where groups alone leave threads idle.
