@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import Inputs, rand
 from torch import Tensor
 
 import flash_ext
@@ -19,6 +20,9 @@ BANDS: dict[str, dict[str, Any]] = {
     "window": {"window": (100, 30), "align": "bottom_right"},
     "sliding": {"causal": True, "window": (77, 0)},
 }
+
+KINDS = ("bool", "bias", "float32", "both", "both float32")
+SCORE_LAYOUTS = ("transposed", "every second column", "heads last", "off by one", "wide rows", "inside")
 
 
 def skip_without_sm90() -> None:
@@ -82,3 +86,35 @@ def wide_rows(tensor: Tensor) -> Tensor:
 
 
 LAYOUTS: list[Callable[[Tensor], Tensor]] = [sequence_first, wide_rows, inside_nan]
+
+
+def aligned(bias: Tensor) -> Tensor:
+    """Its values in rows that start at multiples of 16 bytes, as sm90 wants them up to head dim 128."""
+    cols = bias.shape[-1]
+    return torch.nn.functional.pad(bias.contiguous(), (0, -cols % 8), value=torch.nan)[..., :cols]
+
+
+def scores_of(kind: str, shape: tuple[int, ...], dtype: torch.dtype, device: str, mean: float = 0.0) -> Inputs:
+    """`mask` and `bias` of that shape, whose rows all keep a key."""
+    found: Inputs = {}
+    if kind == "bool" or kind.startswith("both"):
+        found["mask"] = torch.rand(shape) > 0.3
+        found["mask"][..., 0] = True
+    if kind != "bool":
+        found["bias"] = rand(*shape, dtype=torch.float32 if "float32" in kind else dtype, mean=mean)
+    return {name: tensor.to(device) for name, tensor in found.items()}
+
+
+def laid_out(tensor: Tensor, layout: str) -> Tensor:
+    """The same values elsewhere; what lies around them is NaN, or False."""
+    b, h, rows, cols = tensor.shape
+    nothing = torch.nan if tensor.is_floating_point() else False
+    if layout == "transposed":
+        return tensor.mT.contiguous().mT
+    if layout == "every second column":
+        return tensor.new_full((b, h, rows, 2 * cols), nothing)[..., ::2].copy_(tensor)
+    if layout == "heads last":
+        return tensor.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+    shift, pad = {"off by one": (1, 0), "wide rows": (0, 48), "inside": (3, 29)}[layout]
+    buffer = tensor.new_full((b, h + 2, rows + 2, cols + shift + pad), nothing)
+    return buffer[:, 1:-1, 1:-1, shift : shift + cols].copy_(tensor)

@@ -9,13 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import HALF, MEANS, Inputs, check, make_inputs, name_of, rand
+from helpers import HALF, MEANS, Inputs, check, make_inputs, name_of
 from sm90_helpers import (
     BANDS,
+    KINDS,
+    SCORE_LAYOUTS,
+    aligned,
     assert_same_bits,
+    laid_out,
     poison_free_memory,
     random_layout,
     random_options,
+    scores_of,
     skip_without_sm90,
 )
 from torch import Tensor
@@ -27,30 +32,12 @@ pytestmark = pytest.mark.gpu
 HEAD_DIMS = (64, 96, 128, 192, 256)
 BLOCKS = (48, 80, 96, 128, 192)  # of queries or keys, in one tile or another
 EDGES = sorted({n * block + i for block in BLOCKS for n in (1, 2) for i in (-1, 0, 1)} | {1, 2, 15, 33, 1000})
-KINDS = ("bool", "bias", "float32", "both", "both float32")
 B, H, L, S = 2, 4, 150, 203
 
 
 @pytest.fixture(autouse=True)
 def _has_sm90(device: str) -> None:
     skip_without_sm90()
-
-
-def aligned(bias: Tensor) -> Tensor:
-    """Its values in rows that start at multiples of 16 bytes, as sm90 wants them up to head dim 128."""
-    cols = bias.shape[-1]
-    return torch.nn.functional.pad(bias, (0, -cols % 8), value=torch.nan)[..., :cols]
-
-
-def scores_of(kind: str, shape: tuple[int, ...], dtype: torch.dtype, device: str, mean: float = 0.0) -> Inputs:
-    """`mask` and `bias` of that shape, whose rows all keep a key."""
-    found: Inputs = {}
-    if kind == "bool" or kind.startswith("both"):
-        found["mask"] = torch.rand(shape) > 0.3
-        found["mask"][..., 0] = True
-    if kind != "bool":
-        found["bias"] = rand(*shape, dtype=torch.float32 if "float32" in kind else dtype, mean=mean)
-    return {name: tensor.to(device) for name, tensor in found.items()}
 
 
 def poisoned_call(**arguments: Any) -> Any:
@@ -100,25 +87,8 @@ def test_every_edge_of_queries_and_keys(head_dim: int, kind: str, device: str) -
             check_forward(inputs | scores)
 
 
-def laid_out(tensor: Tensor, layout: str) -> Tensor:
-    """The same values elsewhere; what lies around them is NaN, or False."""
-    b, h, rows, cols = tensor.shape
-    nothing = torch.nan if tensor.is_floating_point() else False
-    if layout == "transposed":
-        return tensor.mT.contiguous().mT
-    if layout == "every second column":
-        return tensor.new_full((b, h, rows, 2 * cols), nothing)[..., ::2].copy_(tensor)
-    if layout == "heads last":
-        return tensor.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
-    shift, pad = {"off by one": (1, 0), "wide rows": (0, 48), "inside": (3, 29)}[layout]
-    buffer = tensor.new_full((b, h + 2, rows + 2, cols + shift + pad), nothing)
-    return buffer[:, 1:-1, 1:-1, shift : shift + cols].copy_(tensor)
-
-
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "layout", ["transposed", "every second column", "heads last", "off by one", "wide rows", "inside"]
-)
+@pytest.mark.parametrize("layout", SCORE_LAYOUTS)
 def test_layouts_give_the_same_bits(layout: str, kind: str, device: str) -> None:
     for head_dim, keys, dtype in product((64, 128) if kind == "bool" else (192, 256), (304, 301), HALF):
         inputs = make_inputs((2, 6, 201, head_dim), (2, 3, keys, head_dim), dtype=dtype, device=device)
@@ -235,14 +205,14 @@ def test_twenty_runs(kind: str, device: str) -> None:
             assert_same_bits(forward(inputs, causal=True), first, run)
 
 
-def test_gradients_come_from_sm80(device: str) -> None:
+def test_the_gradient_of_a_bias_comes_from_sm80(device: str) -> None:
     """Which recomputes the scores that this forward saw."""
     for kind in KINDS:
         inputs = make_inputs((2, 4, 150, 64), (2, 2, 208, 64), dtype=HALF[0], device=device)
         inputs |= scores_of(kind, (2, 1, 150, 208), HALF[0], device)
         leaves = {name: t.requires_grad_(t.is_floating_point()) for name, t in inputs.items()}
         plan = flash_ext.explain(**leaves)
-        assert (plan.forward.backend, plan.backward.backend) == ("sm90", "sm80")
+        assert (plan.forward.backend, plan.backward.backend) == ("sm90", "sm90" if kind == "bool" else "sm80")
         check(flash_ext.attention, inputs, {"return_lse": True})
 
 
@@ -266,7 +236,7 @@ def test_random_calls(seed: int, device: str) -> None:
             for dim in range(4):
                 if chance.random() < 0.3:
                     tensor = tensor.narrow(dim, 0, 1)
-            layout = chance.choice(["dense", "transposed", "every second column", "off by one", "wide rows", "inside"])
+            layout = chance.choice(["dense", *SCORE_LAYOUTS])
             inputs[name] = tensor if layout == "dense" else laid_out(tensor, layout)
         if head_dim <= 128 and "bias" in inputs and inputs["bias"].shape[2] > 1:
             inputs["bias"] = aligned(inputs["bias"].expand(-1, -1, -1, keys))

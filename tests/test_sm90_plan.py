@@ -75,7 +75,7 @@ def test_plan(length: int, causal: bool, head_dim: int, dtype: torch.dtype) -> N
     forward = plan.forward
     assert (forward.backend, forward.kernel) == ("sm90", "sm90.forward")
     assert forward.block_m in (128, 192, 256) and forward.block_n % 16 == 0 and forward.stages in (2, 3, 4)
-    assert dict(forward.on_chip).keys() == {"q", "k", "v", "barriers", "alignment"}
+    assert dict(forward.on_chip).keys() == {"q", "k", "v", "barriers and alignment"}
     assert forward.on_chip_bytes <= forward.on_chip_limit == 227 * 1024
     warpgroups = forward.block_m // 64
     assert 128 * (forward.producer_registers + warpgroups * forward.registers) <= 65536
@@ -101,7 +101,7 @@ def test_backward_plan(length: int, causal: bool, head_dim: int, dtype: torch.dt
     backward = plan.backward
     assert (backward.backend, backward.kernel) == ("sm90", "sm90.backward")
     assert backward.block_m % 64 == 0 and backward.block_n % 64 == 0 and backward.stages >= 1
-    uses = {"k", "v", "q", "d_out", "ds", "dq staging", "lse and delta", "barriers", "alignment"}
+    uses = {"k", "v", "q", "d_out", "ds", "dq staging", "lse and delta", "barriers and alignment"}
     assert dict(backward.on_chip).keys() == uses and all(size > 0 for _, size in backward.on_chip)
     assert backward.on_chip_bytes <= backward.on_chip_limit == 227 * 1024
     assert (backward.registers, backward.producer_registers) == (240, 24)
@@ -129,7 +129,7 @@ def test_wide_backward_plan(length: int, head_dim: int, dtype: torch.dtype) -> N
     backward = explain(q, k, deterministic=True).backward
     assert (backward.backend, backward.kernel) == ("sm90", "sm90.backward.wide")
     assert (backward.block_m, backward.block_n, backward.stages) == (64, 64, 2)
-    assert dict(backward.on_chip).keys() == {"k", "v", "q", "d_out", "p", "lse and delta", "barriers", "alignment"}
+    assert dict(backward.on_chip).keys() == {"k", "v", "q", "d_out", "p", "lse and delta", "barriers and alignment"}
     assert backward.on_chip_bytes <= backward.on_chip_limit == 227 * 1024
     assert backward.grid == 2 * 4 * -(-length // 64)
     assert backward.scratch_bytes <= 2 * 16 * 2 * (length + 127) * 4 + 4096
@@ -227,15 +227,45 @@ def test_plan_with_scores(length: int, head_dim: int, dtype: torch.dtype) -> Non
     assert plans[0].forward == plans[1].forward == plans[2].forward
     forward = plans[0].forward
     assert (forward.backend, forward.kernel) == ("sm90", "sm90.forward.scored")
-    assert dict(forward.on_chip).keys() == {"q", "k", "v", "bias and mask", "barriers", "alignment"}
+    assert dict(forward.on_chip).keys() == {"q", "k", "v", "bias and mask", "barriers and alignment"}
     assert forward.on_chip_bytes <= forward.on_chip_limit == 227 * 1024
     assert forward.block_m == (192 if head_dim <= 128 else 128)
     assert 128 * (forward.producer_registers + forward.block_m // 64 * forward.registers) <= 65536
     assert dict(forward.on_chip)["bias and mask"] >= forward.block_m * forward.block_n * 5
     assert forward.grid == min(2 * 16 * -(-length // forward.block_m), MULTIPROCESSORS)
-    assert [plan.backward.backend for plan in plans] == ["sm80"] * 3
     with flash_ext.use_backend("sm90"):
         assert explain(q, k, **scores["both"]).forward == forward
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=name_of)
+@pytest.mark.parametrize("head_dim", [8, 40, 64, 80, 96, 128])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("length", [72, 504, 1024, 4096])
+def test_backward_plan_with_scores(length: int, causal: bool, head_dim: int, dtype: torch.dtype) -> None:
+    """The tiles of the kernel without, one stage of dS less, and 4 bytes a query of scratch more."""
+    tensors = wanting("query", "key", "value", shape=(2, 16, length, head_dim), dtype=dtype)
+    scores = {
+        "mask": {"mask": half(2, 1, 1, length).bool()},
+        "bias": {"bias": half(16, length, length, dtype=dtype)},
+        "both": {"mask": half(2, 1, 1, length).bool(), "bias": half(16, length, length, dtype=torch.float32)},
+    }
+    plans = [explain(**tensors, causal=causal, **options) for options in scores.values()]
+    assert plans[0].backward == plans[1].backward == plans[2].backward
+    backward, plain = plans[0].backward, explain(**tensors, causal=causal).backward
+    assert (backward.backend, backward.kernel) == ("sm90", "sm90.backward.scored")
+    assert (backward.block_m, backward.block_n, backward.stages) == (plain.block_m, plain.block_n, plain.stages)
+    assert dict(backward.on_chip).keys() == dict(plain.on_chip).keys() | {"bias and mask"}
+    assert 2 * dict(backward.on_chip)["ds"] == dict(plain.on_chip)["ds"]
+    assert backward.on_chip_bytes <= backward.on_chip_limit == 227 * 1024
+    # Of 64 queries: a bias in float, a mask in bits.
+    assert dict(backward.on_chip)["bias and mask"] >= 64 * backward.block_n * 4 + 64 * backward.block_n // 8
+    assert 128 * (backward.producer_registers + 2 * backward.registers) <= 65536
+    assert backward.schedule == ("persistent" if causal and length <= 1024 else "a tile of keys a block")
+    tiles = 2 * 16 * -(-length // backward.block_n)
+    assert backward.grid == (min(tiles, MULTIPROCESSORS) if backward.schedule == "persistent" else tiles)
+    if plain.schedule == backward.schedule:
+        padded = -(-length // backward.block_m) * backward.block_m
+        assert backward.scratch_bytes - plain.scratch_bytes == -(-2 * 16 * padded * 4 // 128) * 128
 
 
 def test_scattered_columns_are_no_obstacle() -> None:
@@ -294,18 +324,56 @@ def test_a_bias_of_unaligned_rows() -> None:
         assert explain(q, k, bias=half(300, 304)[:, :301]).forward.backend == "sm90"
         assert explain(q, k, bias=half(301)).forward.backend == "sm90"
         assert explain(q, k, mask=half(300, 301).bool()).forward.backend == "sm90"
+    for head_dim in (64, 128):
+        query, key = half(1, 2, 300, head_dim).requires_grad_(), half(1, 2, 301, head_dim).requires_grad_()
+        value = half(1, 2, 301, head_dim).requires_grad_()
+        for options, backend in (
+            ({"bias": half(300, 301)}, "sm80"),
+            ({"bias": half(300, 304)[:, :301]}, "sm90"),
+            ({"bias": half(301)}, "sm90"),
+            ({"mask": half(300, 301).bool()}, "sm90"),
+        ):
+            assert explain(query, key, value, **options).backward.backend == backend
     q = half(1, 2, 300, 64)
     reason = "bias has rows that do not start at multiples of 16 bytes or are not contiguous"
     assert refusal(q, q, bias=half(300, 300)) == reason
 
 
-def wanting(*names: str) -> dict[str, Tensor]:
-    return {name: half(2, 4, 256, 64).requires_grad_(name in names) for name in ("query", "key", "value")}
+def wanting(
+    *names: str, shape: tuple[int, ...] = (2, 4, 256, 64), dtype: torch.dtype = torch.bfloat16
+) -> dict[str, Tensor]:
+    return {name: half(*shape, dtype=dtype).requires_grad_(name in names) for name in ("query", "key", "value")}
+
+
+ALL = ("query", "key", "value")
 
 
 BACKWARD: dict[str, tuple[dict[str, Tensor], dict[str, Any], str]] = {
-    "mask": (wanting(), {"mask": half(256, 256).bool()}, "a mask is not supported in backward"),
-    "bias": (wanting(), {"bias": half(256, 256)}, "a bias is not supported in backward"),
+    "bias gradient": (
+        wanting(*ALL),
+        {"bias": half(256, 256).requires_grad_()},
+        "the gradient of a bias is not supported",
+    ),
+    "wide mask": (
+        wanting(*ALL, shape=(2, 4, 256, 136)),
+        {"mask": half(256, 256).bool()},
+        "a mask is not supported in backward above head dim 128",
+    ),
+    "wide bias": (
+        wanting(*ALL, shape=(2, 4, 256, 256)),
+        {"bias": half(256, 256)},
+        "a bias is not supported in backward above head dim 128",
+    ),
+    "mask in order": (
+        wanting(*ALL),
+        {"mask": half(256, 256).bool(), "deterministic": True},
+        "a mask is not supported in deterministic backward",
+    ),
+    "bias in order": (
+        wanting(*ALL),
+        {"bias": half(256, 256), "deterministic": True},
+        "a bias is not supported in deterministic backward",
+    ),
     "one key": (wanting(), {"window": (0, 0)}, "a band of one key is not supported in backward"),
     "own key": (wanting(), {"window": (0, None), "causal": True}, "a band of one key is not supported in backward"),
     "few keys": (

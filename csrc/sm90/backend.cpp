@@ -1,7 +1,7 @@
 // The sm90 backend's entry, host code only: refuses, plans, and picks the kernel's instance.
 //
-//   fp16 and bf16 by TMA and wgmma (fwd.cuh, bwd.cuh): bands, grouped heads, lse; in forward bias and mask; no other
-//   score modification, no dropout
+//   fp16 and bf16 by TMA and wgmma (fwd.cuh, bwd.cuh): bands, grouped heads, lse, bias and mask; no other score
+//   modification, no dropout
 //
 // Serves compute capability 9.0 exactly, because wgmma is of that one architecture; backward serves less than forward.
 // Called by api/dispatch.cpp. Invariant: what refuses() and refuses_views() let pass has an instance, and its tensor
@@ -24,8 +24,8 @@ constexpr double kMaxScale = 1e30;                // and its inverse: far from t
 // Rows with fewer, and those of a band of one, have a dS that is nearly or exactly 0 in eager attention, and the
 // rounding of P and out is all that is left of it: sm80/shared_memory.h, may_be_inexact.
 constexpr int64_t kFewKeys = 16;
-// A tile with a mask or bias takes 4 us however little of it there is; up to here sm80 took a third to two thirds of
-// the time (windows of 49 tokens, 64 by 64).
+// A tile with a mask or bias takes 4 us in forward however little of it there is; up to here sm80 took a third to two
+// thirds of the time (windows of 49 tokens, 64 by 64).
 constexpr int64_t kSmallScores = 64;
 
 bool serves(const Instance& instance, DType dtype, Pass pass) {
@@ -56,8 +56,14 @@ std::string refuses_head_dim(const Problem& problem, Pass pass, const char* name
 // What forward serves and backward does not.
 std::string refuses_backward(const Problem& problem) {
   const Band band = make_band(problem);
-  if (problem.has_mask) return "a mask is not supported in backward";
-  if (problem.has_bias) return "a bias is not supported in backward";
+  if (is_scored(problem)) {
+    const std::string scores = problem.has_mask ? "a mask" : "a bias";
+    if (problem.wants_dbias) return "the gradient of a bias is not supported";
+    if (std::max(problem.head_dim, problem.head_dim_v) > kNarrow) {
+      return scores + " is not supported in backward above head dim " + std::to_string(kNarrow);
+    }
+    if (problem.deterministic) return scores + " is not supported in deterministic backward";
+  }
   if (problem.heads_k != problem.heads_v) return "other heads of value than of key are not supported in backward";
   if (band.upper <= band.lower) return "a band of one key is not supported in backward";
   if (problem.len_k < kFewKeys) return "fewer than 16 keys are not supported in backward";
@@ -84,7 +90,7 @@ std::string refuses(const Problem& problem, Pass pass, const DeviceInfo& device)
   std::string reason = refuses_head_dim(problem, pass, "head_dim", problem.head_dim);
   if (reason.empty()) reason = refuses_head_dim(problem, pass, "head_dim_v", problem.head_dim_v);
   if (!reason.empty()) return reason;
-  if (pass == Pass::kForward && is_scored(problem) && std::max(problem.len_q, problem.len_k) <= kSmallScores) {
+  if (is_scored(problem) && std::max(problem.len_q, problem.len_k) <= kSmallScores) {
     return "a mask or bias of at most 64 queries by 64 keys is not supported";
   }
   if (problem.has_alibi) return "alibi_slopes are not supported";
@@ -137,7 +143,7 @@ std::string refuses_views(const ForwardArgs& args, const BackwardArgs* backward)
   ask("query", args.q, problem.heads_q, problem.len_q);
   ask("key", args.k, problem.heads_k, problem.len_k);
   ask("value", args.v, problem.heads_v, problem.len_k);
-  if (reason.empty() && backward == nullptr) reason = refuses_bias(args);
+  if (reason.empty()) reason = refuses_bias(args);
   if (backward == nullptr || !reason.empty()) return reason;
   for (const auto& [name, in_accum] :
        {std::pair{"query", backward->dq_in_accum}, std::pair{"key", backward->dk_in_accum},
@@ -198,8 +204,7 @@ Plan plan_forward(const Problem& problem, const DeviceInfo& device) {
   plan.on_chip[2] = {"v", smem.scores - smem.v};
   int next = 3;
   if (scored) plan.on_chip[next++] = {"bias and mask", smem.works - smem.scores};
-  plan.on_chip[next++] = {"barriers", smem.total - kTileAlign - smem.works};
-  plan.on_chip[next] = {"alignment", kTileAlign};
+  plan.on_chip[next] = {"barriers and alignment", smem.total - smem.works};
   plan.scratch_bytes = order.counted ? kCounterBytes : split_scratch_bytes(problem, splits);
   set_grid(plan, order.schedule, order.schedule.size() * std::max(splits.count, 1), false, device);
   plan.grid = order.grid;
@@ -221,8 +226,7 @@ Plan plan_wide_backward(const Problem& problem, const Instance& instance, const 
   plan.on_chip[3] = {"d_out", smem.p - smem.d_out};
   plan.on_chip[4] = {"p", smem.stats - smem.p};
   plan.on_chip[5] = {"lse and delta", smem.barriers - smem.stats};
-  plan.on_chip[6] = {"barriers", smem.total - kTileAlign - smem.barriers};
-  plan.on_chip[7] = {"alignment", kTileAlign};
+  plan.on_chip[6] = {"barriers and alignment", smem.total - smem.barriers};
   plan.scratch_bytes = instance.backward_scratch_bytes(problem);
   set_grid(plan, schedule, schedule.size(), false, device);
   return plan;
@@ -231,12 +235,14 @@ Plan plan_wide_backward(const Problem& problem, const Instance& instance, const 
 Plan plan_backward(const Problem& problem, const DeviceInfo& device) {
   const Instance& instance = instance_of(problem, Pass::kBackward);
   if (instance.head_dim > kNarrow) return plan_wide_backward(problem, instance, device);
-  const BackwardShape shape = backward_shape(instance.head_dim);
+  const bool scored = is_scored(problem);
+  const BackwardShape shape = backward_shape(instance.head_dim, scored);
   const BackwardSmem smem = backward_smem(shape, instance.head_dim);
   const bool ordered = is_ordered(problem);
   const TileSchedule schedule =
       ordered ? ordered_schedule(problem, shape.block_n) : backward_schedule(problem, shape.block_n);
-  Plan plan = plan_of("sm90.backward", shape.threads, shape.consumer_registers, shape.producer_registers, device);
+  const char* const kernel = scored ? "sm90.backward.scored" : "sm90.backward";
+  Plan plan = plan_of(kernel, shape.threads, shape.consumer_registers(), shape.producer_registers(), device);
   const bool persistent = ordered || is_backward_persistent(problem);
   plan.schedule = ordered ? "dq in order, persistent" : persistent ? "persistent" : "a tile of keys a block";
   plan.block_m = shape.block_m;
@@ -247,10 +253,11 @@ Plan plan_backward(const Problem& problem, const DeviceInfo& device) {
   plan.on_chip[2] = {"q", smem.d_out - smem.q};
   plan.on_chip[3] = {"d_out", smem.ds - smem.d_out};
   plan.on_chip[4] = {"ds", smem.dq - smem.ds};
-  plan.on_chip[5] = {"dq staging", smem.stats - smem.dq};
-  plan.on_chip[6] = {"lse and delta", smem.barriers - smem.stats};
-  plan.on_chip[7] = {"barriers", smem.total - kTileAlign - smem.barriers};
-  plan.on_chip[8] = {"alignment", kTileAlign};
+  plan.on_chip[5] = {"dq staging", smem.scores - smem.dq};
+  int next = 6;
+  if (scored) plan.on_chip[next++] = {"bias and mask", smem.stats - smem.scores};
+  plan.on_chip[next++] = {"lse and delta", smem.barriers - smem.stats};
+  plan.on_chip[next] = {"barriers and alignment", smem.total - smem.barriers};
   plan.scratch_bytes = instance.backward_scratch_bytes(problem);
   set_grid(plan, schedule, schedule.size(), persistent, device);
   return plan;

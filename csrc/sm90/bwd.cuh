@@ -8,14 +8,15 @@
 // dS^T are register operands of dV and dK. dS also goes through shared memory, because dQ sums over the keys of both
 // warpgroups, which leaves by bulk reductions to a float array in the order of the fragments (bwd_rows.cuh), in
 // whatever order blocks come, or in one order (bwd_order.cuh).
-// Called by run_bwd.cuh. Invariant: a ring's barriers as in pipeline.cuh, those of dS by an arrival of each warp. Where
-// dQ is deferred, a stage of dS is written again when both warpgroups have handed it back; where not, only after both
-// have passed the barrier of the next one, before which each waited for its own dQ of this one. A warp's staging is its
-// own, for dQ and, after it, for dV and dK. Walk::kOrdered: the staging of all warps is full when each has arrived, and
-// empty when the adder has read it.
+// Called by run_bwd.cuh. Invariant: a ring's barriers as in pipeline.cuh, those of dS by an arrival of each warp. A
+// stage of dS is written again when both warpgroups have handed it back, or where they do not (Traits::kReturnsDs),
+// only after both have passed the barrier of the next one, before which each waited for its own dQ of this one. A
+// warp's staging is its own, for dQ and, after it, for dV and dK. Walk::kOrdered: the staging of all warps is full when
+// each has arrived, and empty when the adder has read it.
 #pragma once
 
 #include "sm90/bwd_order.cuh"
+#include "sm90/bwd_scores.cuh"
 
 namespace flash_ext::sm90 {
 
@@ -44,18 +45,22 @@ __device__ __forceinline__ void produce_backward(const BackwardParams& params, c
     }
     for (int member = 0; member < params.members; ++member) {
       const int head = work.head_k * params.members + member;
-      const float* stats = params.stats + int64_t{work.row + member} * 2 * params.m_blocks * kBlockM;
+      const float* stats = params.stats + int64_t{work.row + member} * Traits::kStats * params.m_blocks * kBlockM;
       for (int m = work.first_m; m < work.last_m; ++m) {
         const auto load = [&](const Ring<Traits::kQBytes>& ring, const TensorMap& map, uint32_t numbers,
-                              const float* from) {
+                              const float* from, int more = 0) {
           const uint32_t full = ring.full(place.stage);
           barrier_wait(ring.empty(place.stage), place.phase ^ 1);
-          barrier_expect(full, Traits::kQBytes + Traits::kStatBytes);
+          barrier_expect(full, Traits::kQBytes + Traits::kStatBytes + more);
           load_panels<kBlockM, Traits::kPanels>(ring.tile(place.stage), full, map,
                                                 work.box(map.steps, head, m * kBlockM));
           bulk_load(numbers, from + m * kBlockM, full, Traits::kStatBytes);
         };
-        load(tiles.q(), params.q, tiles.stats_lse(place.stage), stats);
+        load(tiles.q(), params.q, tiles.stats_lse(place.stage), stats, Traits::kScored ? Traits::kStatBytes : 0);
+        if constexpr (Traits::kScored) {
+          bulk_load(tiles.stats_far(place.stage), stats + (2 * params.m_blocks + m) * kBlockM,
+                    tiles.q().full(place.stage), Traits::kStatBytes);
+        }
         if (first) load_keys(tiles.v(), params.v);
         load(tiles.d_out(), params.d_out, tiles.stats_delta(place.stage), stats + params.m_blocks * kBlockM);
         place.advance();
@@ -73,8 +78,8 @@ __device__ __forceinline__ void produce_backward(const BackwardParams& params, c
 // ---- consumers ------------------------------------------------------------------------------------------------------
 
 template <class Traits>
-__device__ __forceinline__ void consume_backward(const BackwardParams& params, const typename Traits::Tiles& tiles,
-                                                 int consumer) {
+__device__ __forceinline__ void consume_backward(const typename Traits::Params& params,
+                                                 const typename Traits::Tiles& tiles, int consumer) {
   using T = typename Traits::T;
   constexpr BackwardShape kShape = Traits::kShape;
   constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kHeadDim = Traits::kHeadDim;
@@ -113,6 +118,10 @@ __device__ __forceinline__ void consume_backward(const BackwardParams& params, c
     // From the end of what a head gets to the start of what the next one does.
     const int64_t dq_jump = int64_t{params.m_blocks - (work.last_m - work.first_m)} * kTile;
     typename Traits::Place place{static_cast<int>(done % kShape.stages), done / kShape.stages % 2};
+    [[maybe_unused]] ScorePlace scores = [&] {  // found anew, too
+      if constexpr (Traits::kScored) return ScorePlace(params.scores.stages, done * (kBlockM / kScoreRows));
+      return ScorePlace(0);
+    }();
     if constexpr (!Traits::kOrdered) done += total;
     float dk_acc[kHeadDim / 2], dv_acc[kHeadDim / 2], s_acc[kBlockM / 2];
 #pragma unroll
@@ -141,16 +150,18 @@ __device__ __forceinline__ void consume_backward(const BackwardParams& params, c
         }
       }
     };
-    // kDefers: as it says; else dS is written and read at the tile's own place, see the invariant above.
-    const auto ds_place_of = [&](const typename Traits::DsPlace& own) -> const typename Traits::DsPlace& {
+    // kDefers: as it says; else dS is written and read at the tile's own place.
+    const auto ds_place_of = [&](const typename Traits::DsPlace& own) -> typename Traits::DsPlace {
       if constexpr (kDefers) {
         return own;
+      } else if constexpr (Traits::kReturnsDs) {  // one stage
+        return {0, static_cast<uint32_t>(place.stage)};
       } else {
-        return place;
+        return {place.stage, place.phase};
       }
     };
     const auto issue_dq = [&](float(&dq_acc)[kDqCols / 2]) {
-      const auto& at = ds_place_of(dq_place);
+      const auto at = ds_place_of(dq_place);
       barrier_wait(ds_ring.full(at.stage), at.phase);
       const uint64_t a = mn_major(ds_ring.tile(at.stage) + ds_panel, kBlockN);
       wgmma_fence();
@@ -168,7 +179,7 @@ __device__ __forceinline__ void consume_backward(const BackwardParams& params, c
     };
     const auto stage_dq = [&](float(&dq_acc)[kDqCols / 2]) {
       hold(dq_acc);
-      if (kDefers && lane == 0) barrier_arrive(ds_ring.empty(dq_place.stage));
+      if (Traits::kReturnsDs && lane == 0) barrier_arrive(ds_ring.empty(ds_place_of(dq_place).stage));
       dq_place.advance();
 #pragma unroll
       for (int i = 0; i < kDqCols / 8; ++i) {
@@ -180,7 +191,10 @@ __device__ __forceinline__ void consume_backward(const BackwardParams& params, c
                       dq_acc[4 * i + 3]);
       }
     };
-    uint32_t k_frag[4 * Traits::kKSteps];
+    uint32_t k_frag[Traits::kKSteps > 0 ? 4 * Traits::kKSteps : 1];
+    const auto hold_k = [&] {
+      if constexpr (Traits::kKSteps > 0) hold(k_frag);
+    };
     int left = total;
     // One tile of queries, whose S^T is there. kDefers: dQ is that of the one before, and there is none if kFirst.
     // kLast: no tile follows, whose S^T would be computed.
@@ -191,6 +205,9 @@ __device__ __forceinline__ void consume_backward(const BackwardParams& params, c
       if constexpr (Traits::kOrdered) m = load_shared_int(tiles.m_block(place.stage));
       wgmma_fence();
       issue_scores<T, kBlockN, kBlockM, kHeadDim>(dp_acc, v_desc, d_out_ring.tile(place.stage));
+      if constexpr (Traits::kScored) {
+        take_backward_scores<Traits>(s_acc, params, tiles, place.stage, scores, warp_row);
+      }
       if (params.band.is_boundary(m * kBlockM, kBlockM, work.first_key + consumer * 64, 64)) {
         mask_band_transposed(s_acc, params.band, row, m * kBlockM);
       }
@@ -222,12 +239,12 @@ __device__ __forceinline__ void consume_backward(const BackwardParams& params, c
         }
         ds_frag[i / 2] = pack(p_x * x, p_y * y, T());
       });
-      const int ds_stage = ds_place_of(ds_place).stage;
-      if constexpr (kDefers) barrier_wait(ds_ring.empty(ds_stage), ds_place.phase ^ 1);
-      store_packed<kBlockN>(ds_frag, ds_ring.tile(ds_stage), warp_row);
+      const auto ds_at = ds_place_of(ds_place);
+      if constexpr (Traits::kReturnsDs) barrier_wait(ds_ring.empty(ds_at.stage), ds_at.phase ^ 1);
+      store_packed<kBlockN>(ds_frag, ds_ring.tile(ds_at.stage), warp_row);
       fence_async_proxy();
       __syncwarp();
-      if (lane == 0) barrier_arrive(ds_ring.full(ds_stage));
+      if (lane == 0) barrier_arrive(ds_ring.full(ds_at.stage));
       ds_place.advance();
       if (total - left > kDefers) add_dq(place.stage ^ !kDefers);
       if (++m == work.last_m) m = work.first_m;
@@ -250,7 +267,7 @@ __device__ __forceinline__ void consume_backward(const BackwardParams& params, c
       place.advance();
       if constexpr (!kLast) {
         barrier_wait(q_ring.full(place.stage), place.phase);
-        hold(k_frag);
+        hold_k();
         wgmma_fence();
         issue_scores<T, kBlockN, kBlockM, kHeadDim, Traits::kKSteps>(s_acc, k_frag, k_desc, q_ring.tile(place.stage));
       }
@@ -278,7 +295,7 @@ __device__ __forceinline__ void consume_backward(const BackwardParams& params, c
       } else {
         wgmma_wait<0>();
         hold(s_acc);
-        hold(k_frag);
+        hold_k();
       }
     };
 
@@ -286,7 +303,7 @@ __device__ __forceinline__ void consume_backward(const BackwardParams& params, c
       barrier_wait(k_ring.full(0), phase);
       load_fragments<kBlockN, Traits::kKSteps>(k_frag, k_ring.tile(0), warp_row);
       barrier_wait(q_ring.full(place.stage), place.phase);
-      hold(k_frag);
+      hold_k();
       wgmma_fence();
       issue_scores<T, kBlockN, kBlockM, kHeadDim, Traits::kKSteps>(s_acc, k_frag, k_desc, q_ring.tile(place.stage));
       barrier_wait(v_ring.full(0), phase);
@@ -297,7 +314,7 @@ __device__ __forceinline__ void consume_backward(const BackwardParams& params, c
       }
       wgmma_wait<0>();
       hold(s_acc);
-      hold(k_frag);
+      hold_k();
       const auto rest = [&] {
         for (; left > 1; --left) step(std::false_type(), std::false_type());
         step(std::false_type(), std::true_type());
@@ -336,7 +353,7 @@ __device__ __forceinline__ void consume_backward(const BackwardParams& params, c
 
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kShape.threads, 1)
-    backward_kernel(const __grid_constant__ BackwardParams params) {
+    backward_kernel(const __grid_constant__ typename Traits::Params params) {
   constexpr BackwardShape kShape = Traits::kShape;
   extern __shared__ char smem[];
   const typename Traits::Tiles tiles{(shared_address(smem) + kTileAlign - 1) & ~(kTileAlign - 1)};
@@ -352,6 +369,12 @@ __global__ void __launch_bounds__(Traits::kShape.threads, 1)
     init(tiles.q(), kShape.stages);
     init(tiles.d_out(), kShape.stages);
     init(tiles.ds(), kShape.ds_stages, Traits::kWarps);
+    if constexpr (Traits::kScored) {
+      for (int slot = 0; slot < kScoreStages; ++slot) {
+        barrier_init(tiles.scores().full(slot), slot_arrivals(params.scores));
+        barrier_init(tiles.scores().empty(slot), Traits::kWarps);
+      }
+    }
     if constexpr (Traits::kOrdered) {
       for (int parity = 0; parity < 2; ++parity) barrier_init(tiles.dq_full(parity), Traits::kWarps);
       barrier_init(tiles.dq_empty(), 1);
@@ -371,7 +394,7 @@ __global__ void __launch_bounds__(Traits::kShape.threads, 1)
   // The same in all lanes, and the compiler knows.
   const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);
   if (warpgroup == 0) {
-    fewer_registers<kShape.producer_registers>();
+    fewer_registers<kShape.producer_registers()>();
     if constexpr (Traits::kOrdered) {
       if (threadIdx.x < 32) {
         if (elect_one()) load_queries_in_order<Traits>(params, tiles);
@@ -384,9 +407,12 @@ __global__ void __launch_bounds__(Traits::kShape.threads, 1)
       }
     } else {
       if (threadIdx.x < 32 && elect_one()) produce_backward<Traits>(params, tiles);
+      if constexpr (Traits::kScored) {
+        if (threadIdx.x >= 32) load_backward_scores<Traits>(params, tiles);
+      }
     }
   } else {
-    more_registers<kShape.consumer_registers>();
+    more_registers<kShape.consumer_registers()>();
     consume_backward<Traits>(params, tiles, warpgroup - 1);
   }
 }

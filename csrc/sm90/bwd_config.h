@@ -9,6 +9,7 @@
 #include "attention/band.h"
 #include "attention/portable.h"
 #include "attention/tile_schedule.h"
+#include "sm90/config.h"
 #include "sm90/descriptor.h"
 
 namespace flash_ext::sm90 {
@@ -20,16 +21,23 @@ struct BackwardShape {
   int ds_stages;  // of dS
   int k_steps;    // of 16 columns of K that S^T takes from registers, because the products saturate shared memory
   bool defers;    // dQ of a tile of queries is computed during the next, so that no warpgroup waits for the other's dS
+  bool scored;    // with a bias or a mask, which the producer's other three warps bring (bwd_scores.cuh)
 
   static constexpr int consumers = 2, block_n = 128, threads = 384;
-  static constexpr int producer_registers = 24, consumer_registers = 240;
+  // A launch gives every thread 168 of the 65,536: 128 * (24 + 2 * 240) and 128 * (56 + 2 * 224).
+  constexpr int producer_registers() const { return scored ? 56 : 24; }
+  constexpr int consumer_registers() const { return scored ? 224 : 240; }
+  // Of numbers that a query has beside Q and dO: lse and delta, with scores what else P takes (bwd_rows.cuh).
+  constexpr int stats() const { return scored ? 3 : 2; }
   // Columns of dQ that a warpgroup computes, of head_dim; the queries are split where that is all of them.
   constexpr int dq_cols(int head_dim) const { return block_m == 128 ? head_dim : head_dim / 2; }
 };
 
-constexpr BackwardShape backward_shape(int head_dim) {
-  if (head_dim <= 64) return {128, 2, 2, 4, true};
-  return {64, 2, 2, 4, false};
+constexpr BackwardShape backward_shape(int head_dim, bool scored = false) {
+  // NOTE: with 224 registers one step spills 4 to 16 bytes.
+  if (scored) return {head_dim <= 64 ? 128 : 64, 2, 1, 0, false, true};
+  if (head_dim <= 64) return {128, 2, 2, 4, true, false};
+  return {64, 2, 2, 4, false, false};
 }
 
 // How blocks find their tiles of keys.
@@ -79,9 +87,14 @@ struct Meetings {
 constexpr int kKeyWorkBytes = 32;  // of a tile of keys that one thread tells the others of, see bwd_parts.cuh
 
 struct BackwardSmem {
-  int k = 0, v = 0, q = 0, d_out = 0, ds = 0, dq = 0, stats = 0, maxima = 0, barriers = 0, walk = 0;  // offsets
+  int k = 0, v = 0, q = 0, d_out = 0, ds = 0, dq = 0, scores = 0, stats = 0;  // offsets
+  int maxima = 0, barriers = 0, walk = 0;
   int total = 0;  // and what it takes to align the first tile
 };
+
+// Bias and mask lie in a ring of slots, for 64 queries and all keys of a tile each.
+constexpr int kScoreRows = 64;
+constexpr int kMaskBytes = kScoreRows * BackwardShape::block_n / 8;  // of a slot, a bit a pair
 
 constexpr BackwardSmem backward_smem(BackwardShape shape, int head_dim) {
   BackwardSmem smem;
@@ -90,11 +103,16 @@ constexpr BackwardSmem backward_smem(BackwardShape shape, int head_dim) {
   smem.d_out = smem.q + shape.stages * tile_bytes(shape.block_m, head_dim);
   smem.ds = smem.d_out + shape.stages * tile_bytes(shape.block_m, head_dim);
   smem.dq = smem.ds + shape.ds_stages * tile_bytes(shape.block_n, shape.block_m);
-  smem.stats = smem.dq + shape.block_m * head_dim * 4;
-  smem.maxima = smem.stats + 2 * shape.stages * shape.block_m * 4;
-  smem.barriers = smem.maxima + shape.consumers * 4 * 4;
-  smem.walk = smem.barriers + 16 * (2 + 2 * shape.stages + shape.ds_stages);
-  smem.total = smem.walk + 8 * 8 + 2 * kKeyWorkBytes + kTileAlign;
+  smem.scores = smem.dq + shape.block_m * head_dim * 4;
+  const int stats = shape.stats() * shape.stages * shape.block_m * 4, maxima = shape.consumers * 4 * 4;
+  const int barriers = 16 * (2 + 2 * shape.stages + shape.ds_stages + (shape.scored ? kScoreStages : 0));
+  const int walk = 8 * 8 + 2 * kKeyWorkBytes;
+  const int left = kSharedMemoryLimit - kTileAlign - smem.scores - stats - maxima - barriers - walk;
+  smem.stats = smem.scores + (shape.scored ? left / 16 * 16 : 0);
+  smem.maxima = smem.stats + stats;
+  smem.barriers = smem.maxima + maxima;
+  smem.walk = smem.barriers + barriers;
+  smem.total = smem.walk + walk + kTileAlign;
   return smem;
 }
 
@@ -139,7 +157,8 @@ inline bool is_backward_persistent(const Problem& problem) { return has_few_quer
 // zeros first (an H200, full, 16k tokens: S = 512 -6 to -8 %, 1k +1 to +2 %). Blocks then always walk: one tile of keys
 // a block took up to 15 % more, 3 % less at best.
 inline bool is_ordered(const Problem& problem) {
-  return problem.deterministic || (problem.len_q <= 512 && problem.len_k <= 512 && is_even(problem));
+  return problem.deterministic ||
+         (problem.len_q <= 512 && problem.len_k <= 512 && is_even(problem) && !is_scored(problem));
 }
 
 // Head dims above kNarrow: two kernels (bwd_wide_parts.cuh), both of tiles of 64 keys, the keys' of 64 queries, the

@@ -9,6 +9,7 @@
 #include "cuda/launch.h"
 #include "sm90/bwd_config.h"
 #include "sm90/pipeline.cuh"
+#include "sm90/scores.cuh"
 #include "sm90/softmax.cuh"
 #include "sm90/wgmma.cuh"
 
@@ -16,7 +17,7 @@ namespace flash_ext::sm90 {
 
 struct BackwardParams {
   TensorMap q, k, v, d_out, dk, dv;
-  const float* stats;   // [b, h_q, 2, padded queries]: -lse log2(e), delta
+  const float* stats;   // [b, h_q, 2, padded queries]: -lse log2(e), delta; with scores 3, see bwd_rows.cuh
   const float* bounds;  // [b, h_q, 2], fp16: largest |dO row| and |delta|
   float* dq;            // [b, h_q, m_blocks, block_m * head dim], in the order of the fragments
   TileSchedule schedule;
@@ -38,17 +39,25 @@ struct BackwardParams {
   }
 };
 
-template <class T_, int kHeadDim_, Walk kWalk_ = Walk::kOne>
+struct ScoredBackwardParams : BackwardParams {
+  ScoreParams scores;
+  float inverse_scale;  // of a bias, in units of q k^T
+};
+
+template <class T_, int kHeadDim_, Walk kWalk_ = Walk::kOne, bool kScored_ = false>
 struct BackwardTraits {
   using T = T_;
+  static constexpr bool kScored = kScored_;
+  using Params = std::conditional_t<kScored, ScoredBackwardParams, BackwardParams>;
   static constexpr Walk kWalk = kWalk_;
   static constexpr bool kOrdered = kWalk == Walk::kOrdered;
-  static constexpr BackwardShape kShape = backward_shape(kHeadDim_);
+  static constexpr BackwardShape kShape = backward_shape(kHeadDim_, kScored);
   static constexpr int kHeadDim = kHeadDim_, kBlockM = kShape.block_m, kBlockN = kShape.block_n;
   static constexpr int kPanels = panels(kHeadDim);
   static constexpr BackwardSmem kSmem = backward_smem(kShape, kHeadDim);
   static constexpr int kQBytes = tile_bytes(kBlockM, kHeadDim), kKvBytes = tile_bytes(kBlockN, kHeadDim);
   static constexpr int kDsBytes = tile_bytes(kBlockN, kBlockM), kStatBytes = kBlockM * 4;
+  static constexpr int kStats = kShape.stats();
   static constexpr int kWarps = kShape.consumers * 4;
   // dQ of a warpgroup: 64 queries and all columns, or all queries and half of the columns.
   static constexpr int kDqCols = kShape.dq_cols(kHeadDim);
@@ -63,13 +72,18 @@ struct BackwardTraits {
   static constexpr int kKSteps = kShape.k_steps - (kOrdered && kHeadDim > 64);
   using Place = RingPlace<kShape.stages>;
   using DsPlace = RingPlace<kShape.ds_stages>;
+  // Whoever has read dS says so; else the order of the products does (bwd.cuh).
+  static constexpr bool kReturnsDs = kShape.defers || kShape.ds_stages == 1;
 
-  // Barriers: K, V, then those of the rings.
+  // Barriers: K, V, then those of the rings, of dS, and with scores of theirs.
   struct Tiles {
     uint32_t base;
     __device__ __forceinline__ uint32_t stats_lse(int stage) const { return base + kSmem.stats + stage * kStatBytes; }
     __device__ __forceinline__ uint32_t stats_delta(int stage) const {
       return base + kSmem.stats + (kShape.stages + stage) * kStatBytes;
+    }
+    __device__ __forceinline__ uint32_t stats_far(int stage) const {
+      return base + kSmem.stats + (2 * kShape.stages + stage) * kStatBytes;
     }
     // Of a warp: its part of dQ in float, or 16 rows of dK or dV.
     __device__ __forceinline__ uint32_t staging(int warp) const { return base + kSmem.dq + warp * kStagingBytes; }
@@ -83,6 +97,10 @@ struct BackwardTraits {
     }
     __device__ __forceinline__ Ring<kDsBytes> ds() const {
       return {base + kSmem.ds, base + kSmem.barriers + 32 + kShape.stages * 32};
+    }
+    // kScored: slots of bias and mask, whose size is a parameter.
+    __device__ __forceinline__ Ring<0> scores() const {
+      return {base + kSmem.scores, base + kSmem.barriers + 32 + kShape.stages * 32 + kShape.ds_stages * 16};
     }
     // kOrdered: the staging of all warps as one, by parity of the tile of queries; which that is, of a stage of Q;
     // tiles of keys that all are told of.
@@ -141,7 +159,7 @@ __device__ __forceinline__ void load_panels(uint32_t tile, uint32_t barrier, con
 
 // Columns [0, 16 kSteps) of 16 rows of a warp, as wgmma takes them from registers.
 template <int kRows, int kSteps>
-__device__ __forceinline__ void load_fragments(uint32_t (&fragments)[4 * kSteps], uint32_t tile, int warp_row) {
+__device__ __forceinline__ void load_fragments(uint32_t* fragments, uint32_t tile, int warp_row) {
   const int row = warp_row + threadIdx.x % 16, col = threadIdx.x % 32 / 16 * 8;
 #pragma unroll
   for (int k = 0; k < kSteps; ++k) {
@@ -165,8 +183,8 @@ __device__ __forceinline__ void issue_scores(float (&c)[kRowsB / 2], uint64_t a,
 
 // The same, the first kSteps steps of 16 columns of A from registers.
 template <class T, int kRowsA, int kRowsB, int kHeadDim, int kSteps>
-__device__ __forceinline__ void issue_scores(float (&c)[kRowsB / 2], const uint32_t (&fragments)[4 * kSteps],
-                                             uint64_t a, uint32_t b_tile) {
+__device__ __forceinline__ void issue_scores(float (&c)[kRowsB / 2], const uint32_t* fragments, uint64_t a,
+                                             uint32_t b_tile) {
   const uint64_t b = k_major(b_tile);
 #pragma unroll
   for (int k = 0; k < kHeadDim / 16; ++k) {
@@ -256,7 +274,8 @@ __device__ __forceinline__ void store_gradient(const float (&c)[Traits::kHeadDim
   }
 }
 
-constexpr int kConsumersBarrier = 1;  // named
+constexpr int kConsumersBarrier = 1;   // named
+constexpr float kNotFar = -kMinusInf;  // in the third of a tile's stats (bwd_rows.cuh)
 
 // The power of two that takes what is at most `bound` below 2^15.
 __device__ __forceinline__ float power_below(float bound) {

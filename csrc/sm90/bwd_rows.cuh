@@ -1,6 +1,8 @@
 // What backward does to rows of queries before and after its main kernel.
 //
 //   prepare: stats = (-lse log2(e), delta = rowsum(dO o out) - dlse), and dq_accum = 0 where there is one
+//            with scores (-lse log2(e), delta, kNotFar); or, of all queries of a tile with one that is_far,
+//                        (-log2 Z, delta, -lse), so that P = 2^((s - lse) log2(e) - log2 Z)     Z = sum_j e^(s_j - lse)
 //   finish:  dq = scale * dq_accum, from the order of the fragments to rows
 //
 // Queries are padded to whole tiles: those beyond the sequence, and rows without keys, get -inf for -lse, so that their
@@ -10,31 +12,10 @@
 #pragma once
 
 #include "attention/args.h"
+#include "sm90/bwd_far.cuh"
 #include "sm90/bwd_parts.cuh"
 
 namespace flash_ext::sm90 {
-
-constexpr int kRowThreads = 256;
-
-// Which tile of queries a block works on.
-template <class Traits>
-struct QueryTile {
-  int64_t bh, b, head;
-  int first_query;
-  __device__ __forceinline__ QueryTile(const Problem& problem, int m_blocks) {
-    const unsigned m_block = blockIdx.x % m_blocks, flat = blockIdx.x / m_blocks;
-    const unsigned heads = static_cast<unsigned>(problem.heads_q);
-    bh = flat;
-    b = flat / heads;
-    head = flat % heads;
-    first_query = static_cast<int>(m_block) * Traits::kBlockM;
-  }
-  template <class T>
-  __device__ __forceinline__ T* rows(const Problem& problem, const TensorView& view) const {
-    return static_cast<T*>(view.data) + batch_offset(problem, view, b) + head * view.head_stride +
-           first_query * view.row_stride;
-  }
-};
 
 // head_dim / 8 lanes a row. dq_accum: of the same shape as rows of the padded queries; kAccumulates.
 template <class Traits>
@@ -65,6 +46,12 @@ __global__ void __launch_bounds__(kRowThreads) prepare_kernel(const __grid_const
 #pragma unroll
     for (int i = 0; i < 2 * kSteps; ++i) zeros[i * kRowThreads + threadIdx.x] = float4{};
   }
+  [[maybe_unused]] bool far = false;  // one of the tile's queries is
+  if constexpr (Traits::kScored) {
+    const int row = threadIdx.x;
+    const float* const lse = static_cast<const float*>(args.fwd.lse) + tile.bh * problem.len_q + tile.first_query;
+    far = __syncthreads_or(row < min(Traits::kBlockM, rows) && is_far(lse[row])) != 0;
+  }
   float most_d_out = 0.f, most_delta = 0.f;
 #pragma unroll
   for (int i = 0; i < kSteps; ++i) {
@@ -88,15 +75,22 @@ __global__ void __launch_bounds__(kRowThreads) prepare_kernel(const __grid_const
     const float lse = row < rows ? static_cast<const float*>(args.fwd.lse)[index] : kMinusInf;
     if (row < rows && args.d_lse != nullptr) sum -= static_cast<const float*>(args.d_lse)[index];
     const float delta = lse == kMinusInf ? 0.f : sum;
-    float* const to = stats + tile.bh * 2 * m_blocks * Traits::kBlockM + tile.first_query + row;
-    to[0] = lse == kMinusInf ? kMinusInf : fmaf(lse, -1.4426950408889634f, Traits::kPShift);
+    float* const to = stats + tile.bh * Traits::kStats * m_blocks * Traits::kBlockM + tile.first_query + row;
+    to[0] = lse == kMinusInf ? kMinusInf : fmaf(lse, static_cast<float>(-kLog2e), Traits::kPShift);
     to[m_blocks * Traits::kBlockM] = delta;
+    if constexpr (Traits::kScored) {
+      to[2 * m_blocks * Traits::kBlockM] = !far ? kNotFar : lse == kMinusInf ? 0.f : -lse;
+      if (far && lse != kMinusInf) to[0] = fabsf(lse) == -kMinusInf ? NAN : Traits::kPShift;
+    }
     most_d_out = fmaxf(most_d_out, sqrtf(squares));
     most_delta = fmaxf(most_delta, fabsf(delta));
   }
   if (Traits::kScaled && lane == 0) {  // non-negative floats order like their bits
     atomicMax(reinterpret_cast<int*>(bounds) + 2 * tile.bh, __float_as_int(most_d_out));
     atomicMax(reinterpret_cast<int*>(bounds) + 2 * tile.bh + 1, __float_as_int(most_delta));
+  }
+  if constexpr (Traits::kScored) {
+    if (far) measure_rows(args, tile, stats + tile.bh * Traits::kStats * m_blocks * Traits::kBlockM + tile.first_query);
   }
 }
 

@@ -204,6 +204,14 @@ __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) 
                : "memory");
 }
 
+// ldmatrix.sync.aligned.m8n8.x4.trans: the same, each matrix transposed.
+__device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+}
+
 // ld.shared.u16
 __device__ __forceinline__ uint32_t load_shared_short(uint32_t address) {
   uint16_t result;
@@ -235,6 +243,13 @@ __device__ __forceinline__ uint4 load_shared4(uint32_t address) {
 __device__ __forceinline__ int load_shared_int(uint32_t address) {
   int result;
   asm volatile("ld.shared.s32 %0, [%1];" : "=r"(result) : "r"(address) : "memory");
+  return result;
+}
+
+// ld.shared.f32
+__device__ __forceinline__ float load_shared_float(uint32_t address) {
+  float result;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(result) : "r"(address) : "memory");
   return result;
 }
 
@@ -275,6 +290,21 @@ __device__ __forceinline__ float exp2_fast(float x) {
   float result;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
   return result;
+}
+
+// mma.sync.aligned.m16n8k16: C[16, 8] += A[16, 16] B[8, 16] of one warp, in float.
+__device__ __forceinline__ void mma_16_8_16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, __half) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ void mma_16_8_16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
+                                            __nv_bfloat16) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 // cvt.rn.f16x2.f32 and cvt.rn.bf16x2.f32: two numbers of one register, x in the low half.

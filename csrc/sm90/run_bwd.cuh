@@ -10,11 +10,12 @@
 #include "cuda/launch.h"
 #include "sm90/bwd.cuh"
 #include "sm90/bwd_rows.cuh"
+#include "sm90/run_scores.cuh"
 
 namespace flash_ext::sm90 {
 
 struct BackwardScratch {
-  float* stats = nullptr;     // [b, h_q, 2, padded queries]
+  float* stats = nullptr;     // [b, h_q, 2 or 3, padded queries]
   float* dq = nullptr;        // [b, h_q, padded queries, head dim of the instance], in the order of the fragments
   float* bounds = nullptr;    // [b, h_q, 2], fp16
   uint32_t* turns = nullptr;  // [b, h_q, m_blocks] and one more, in one order
@@ -32,7 +33,7 @@ BackwardScratch backward_scratch(const Problem& problem, void* workspace) {
     pointer = reinterpret_cast<T*>(static_cast<char*>(workspace) + scratch.bytes);
     scratch.bytes += (count * 4 + 127) / 128 * 128;
   };
-  take(scratch.stats, heads * 2 * padded);
+  take(scratch.stats, heads * Traits::kStats * padded);
   take(scratch.dq, heads * padded * Traits::kHeadDim);
   scratch.zeros = scratch.bytes;
   if (Traits::kScaled) take(scratch.bounds, heads * 2);
@@ -43,13 +44,15 @@ BackwardScratch backward_scratch(const Problem& problem, void* workspace) {
 // grid: blocks of the main kernel; those beyond one a tile are left out.
 template <class Traits>
 void launch_backward(const BackwardArgs& args, int64_t grid, void* workspace) {
-  using Rows = BackwardTraits<typename Traits::T, Traits::kHeadDim>;  // the same for every Walk
-  constexpr int kFar = 1 << 30;                                       // backend.cpp refuses lengths beyond half of it
+  // The same for every Walk, and finish with scores, too.
+  using Rows = BackwardTraits<typename Traits::T, Traits::kHeadDim>;
+  using Prepare = BackwardTraits<typename Traits::T, Traits::kHeadDim, Walk::kOne, Traits::kScored>;
+  constexpr int kFar = 1 << 30;  // backend.cpp refuses lengths beyond half of it
   const Problem& problem = args.fwd.problem;
   const BackwardScratch scratch = backward_scratch<Traits>(problem, workspace);
   const Band band = make_band(problem);
   const auto clamp = [](int64_t x) { return static_cast<int>(std::clamp<int64_t>(x, -kFar, kFar)); };
-  BackwardParams params;
+  typename Traits::Params params;
   const auto map = [&](const TensorView& view, int64_t heads, int64_t rows, int64_t cols, int box_rows) {
     return make_tensor_map(problem, view, heads, rows, cols, box_rows, Promotion::k256);
   };
@@ -77,7 +80,13 @@ void launch_backward(const BackwardArgs& args, int64_t grid, void* workspace) {
   params.inner_batch = problem.batch_rank > 0 ? static_cast<int>(problem.batch_size[problem.batch_rank - 1]) : 1;
   params.head_dim_v = static_cast<int>(problem.head_dim_v);
   params.scale = static_cast<float>(problem.scale);
-  params.to_log2 = static_cast<float>(problem.scale * 1.4426950408889634);
+  params.to_log2 = static_cast<float>(problem.scale * kLog2e);
+  if constexpr (Traits::kScored) {
+    constexpr BackwardSmem kSmem = Traits::kSmem;
+    params.schedule.batch_inner = batch_shares_scores(problem, args.fwd);
+    params.scores = make_scores(args.fwd, kScoreRows, kBlockN, kMaskBytes, kSmem.stats - kSmem.scores);
+    params.inverse_scale = static_cast<float>(1.0 / problem.scale);
+  }
 
   const int64_t heads = problem.batch * problem.heads_q;
   params.turn_count = static_cast<int>(heads * params.m_blocks);
@@ -90,8 +99,8 @@ void launch_backward(const BackwardArgs& args, int64_t grid, void* workspace) {
   const Meetings<kBlockM, kBlockN> meetings{params.band.lower, params.band.upper, params.len_q, params.band.len_k};
   const bool is_stored = Traits::kOrdered && meetings.meets_keys(0) && meetings.meets_keys(params.m_blocks - 1);
   const dim3 query_tiles = cuda::grid_of(heads * params.m_blocks);
-  cuda::launch(prepare_kernel<Rows>, query_tiles, kRowThreads, 0, args.fwd.stream, args, scratch.stats, scratch.bounds,
-               is_stored ? nullptr : scratch.dq, params.m_blocks);
+  cuda::launch(prepare_kernel<Prepare>, query_tiles, kRowThreads, 0, args.fwd.stream, args, scratch.stats,
+               scratch.bounds, is_stored ? nullptr : scratch.dq, params.m_blocks);
   cuda::launch_dependent(backward_kernel<Traits>, blocks, Traits::kShape.threads, Traits::kSmem.total, args.fwd.stream,
                          params);
   cuda::launch_dependent(finish_kernel<Rows>, query_tiles, kRowThreads, 0, args.fwd.stream, args, scratch.dq,

@@ -15,7 +15,8 @@ namespace flash_ext::sm90 {
 template <class T_>
 struct WideRows {
   using T = T_;
-  static constexpr int kHeadDim = 256, kBlockM = 64;
+  static constexpr int kHeadDim = 256, kBlockM = 64, kStats = 2;
+  static constexpr bool kScored = false;
   static constexpr bool kAccumulates = false, kScaled = std::is_same_v<T, __half>;
   static constexpr float kPShift = kScaled ? 10.f : 0.f;
 };

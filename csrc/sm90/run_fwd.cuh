@@ -11,6 +11,7 @@
 #include "cuda/launch.h"
 #include "sm90/fwd.cuh"
 #include "sm90/kernels.h"
+#include "sm90/run_scores.cuh"
 
 namespace flash_ext::sm90 {
 
@@ -18,46 +19,6 @@ namespace flash_ext::sm90 {
 static __global__ void clear_kernel(uint32_t* counter) {
   cudaTriggerProgrammaticLaunchCompletion();
   *counter = 0;
-}
-
-constexpr double kLog2e = 1.4426950408889634;
-
-// element: bytes; zero strides where a dimension has one index, whatever stood there.
-inline ScoreView make_score_view(const Problem& problem, const TensorView& view, int element) {
-  const auto batch = [&](int from_last) {
-    const int dim = problem.batch_rank - 1 - from_last;
-    return dim >= 0 && problem.batch_size[dim] > 1 ? view.batch_stride[dim] * element : 0;
-  };
-  return {static_cast<const char*>(view.data),
-          view.col_stride * element,
-          problem.len_q > 1 ? view.row_stride * element : 0,
-          problem.heads_q > 1 ? view.head_stride * element : 0,
-          batch(0),
-          batch(1),
-          reads_chunks(problem, view, element)};
-}
-
-inline ScoreParams make_scores(const ForwardArgs& args, ForwardShape shape, int head_dim) {
-  const Problem& problem = args.problem;
-  const ForwardSmem smem = forward_smem(shape, head_dim);
-  ScoreParams scores = {};
-  const auto tile = [&](const ScoreView& view, int element) {
-    return (view.row == 0 ? 1 : shape.block_m()) * score_pitch(shape.block_n, element);
-  };
-  scores.scale = static_cast<float>(problem.scale);
-  scores.bias_is_float = problem.bias_dtype == DType::kFloat32;
-  if (problem.has_bias) {
-    const int element = scores.bias_is_float ? 4 : 2;
-    scores.bias = make_score_view(problem, args.bias, element);
-    scores.mask_at = tile(scores.bias, element);
-  }
-  scores.stage_bytes = scores.mask_at;
-  if (problem.has_mask) {
-    scores.mask = make_score_view(problem, args.mask, 1);
-    scores.stage_bytes += tile(scores.mask, 1);
-  }
-  scores.stages = std::min(kScoreStages, (smem.works - smem.scores) / scores.stage_bytes);
-  return scores;
 }
 
 // workspace: the counter where the order is counted, the parts where keys are split.
@@ -91,7 +52,8 @@ void launch_forward(const ForwardArgs& args, const ForwardLaunch& how, void* wor
   params.lse = static_cast<float*>(args.lse);
   if constexpr (Traits::kScored) {
     params.schedule.batch_inner = batch_shares_scores(problem, args);
-    params.scores = make_scores(args, Traits::kShape, Traits::kHeadDim);
+    constexpr ForwardSmem kSmem = Traits::kSmem;
+    params.scores = make_scores(args, Traits::kBlockM, Traits::kBlockN, 0, kSmem.works - kSmem.scores);
     if (problem.has_bias) {  // scores are in natural units then
       params.scale = 1.f;
       params.to_log2 = kLog2e;

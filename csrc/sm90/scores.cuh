@@ -4,7 +4,8 @@
 //   s = scale * q k^T + bias    in natural units; without a bias s stays q k^T;    -inf where the mask holds 0
 //
 // Three warps beside the producer copy a tile [query][key] of each for every tile of keys, as many ahead as there is
-// room; where the rows are all the same the tile is one row. Called by fwd.cuh, parameters made by run_fwd.cuh.
+// room; where the rows are all the same the tile is one row. Called by fwd.cuh, and its copies by bwd_scores.cuh;
+// parameters are made by run_scores.cuh.
 // Invariant: nothing outside of a tensor's rows is read; what stands in a tile for that is 0 and lies outside of the
 // band, too. A stage's full barrier has two arrivals of each loading thread, one of its own stores and one of its
 // copies, its empty barrier one of each consumer warp.
@@ -22,9 +23,10 @@ struct ScoreView {
   int64_t col, row, head, b0, b1;
   bool vectors;  // every chunk of 16 bytes is aligned and contiguous
 
-  __device__ __forceinline__ const char* of(const Work& work) const {
-    return data + work.head * head + work.b0 * b0 + work.b1 * b1;
+  __device__ __forceinline__ const char* of(int of_head, int of_b0, int of_b1) const {
+    return data + of_head * head + of_b0 * b0 + of_b1 * b1;
   }
+  __device__ __forceinline__ const char* of(const Work& work) const { return of(work.head, work.b0, work.b1); }
 };
 
 struct ScoreParams {
@@ -45,8 +47,12 @@ struct ScorePlace {
   int stages;
   int stage = 0;
   uint32_t phase = 0;
-  __device__ __forceinline__ explicit ScorePlace(const ScoredParams& params) : stages(params.scores.stages) {}
-  __device__ __forceinline__ explicit ScorePlace(const ForwardParams&) : stages(0) {}  // no such ring
+  __device__ __forceinline__ explicit ScorePlace(int stages_) : stages(stages_) {}
+  // The one after `count` others.
+  __device__ __forceinline__ ScorePlace(int stages_, uint32_t count)
+      : stages(stages_), stage(static_cast<int>(count % stages_)), phase(count / stages_ % 2) {}
+  __device__ __forceinline__ explicit ScorePlace(const ScoredParams& params) : ScorePlace(params.scores.stages) {}
+  __device__ __forceinline__ explicit ScorePlace(const ForwardParams&) : ScorePlace(0) {}  // no such ring
   __device__ __forceinline__ void advance() {
     if (++stage == stages) {
       stage = 0;

@@ -13,6 +13,7 @@
 namespace flash_ext::sm90 {
 
 constexpr float kMinusInf = -__builtin_huge_valf();
+constexpr double kLog2e = 1.4426950408889634;
 
 // The band of a sequence whose lengths fit an int: key j is seen by query i when j - i is in [lower, upper] and j <
 // len_k.

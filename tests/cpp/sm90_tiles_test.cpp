@@ -137,14 +137,17 @@ TEST(Scores, RowsLieInDifferentBanks) {
   }
 }
 
-TEST(BackwardShapes, FitTheMultiprocessor) {
+class BackwardShapes : public testing::TestWithParam<bool> {};
+INSTANTIATE_TEST_SUITE_P(Scored, BackwardShapes, testing::Bool());
+
+TEST_P(BackwardShapes, FitTheMultiprocessor) {
   for (const int head_dim : {64, 128}) {
-    const BackwardShape shape = backward_shape(head_dim);
+    const BackwardShape shape = backward_shape(head_dim, GetParam());
     const BackwardSmem smem = backward_smem(shape, head_dim);
     EXPECT_EQ(shape.block_m % 16, 0);
     EXPECT_EQ(shape.block_n, 64 * shape.consumers);
     EXPECT_EQ(shape.threads, 128 * (1 + shape.consumers));
-    EXPECT_LE(128 * (shape.producer_registers + shape.consumers * shape.consumer_registers), 65536);
+    EXPECT_LE(shape.producer_registers() + shape.consumers * shape.consumer_registers(), 3 * 168);
     // The parts of dQ of the two warpgroups are the tile.
     const int queries = shape.dq_cols(head_dim) == head_dim ? shape.block_m / shape.consumers : shape.block_m;
     EXPECT_EQ(queries, 64);
@@ -152,9 +155,18 @@ TEST(BackwardShapes, FitTheMultiprocessor) {
     for (const int tile : {smem.k, smem.v, smem.q, smem.d_out, smem.ds, smem.dq}) EXPECT_EQ(tile % kTileAlign, 0);
     EXPECT_EQ(smem.stats % 16, 0);  // what a bulk copy writes
     EXPECT_EQ(smem.barriers % 8, 0);
-    const int offsets[] = {smem.k, smem.v, smem.q, smem.d_out, smem.ds, smem.dq, smem.stats, smem.barriers, smem.total};
+    EXPECT_EQ(smem.scores % 16, 0);
+    EXPECT_EQ(smem.walk % 8, 0);
+    const int offsets[] = {smem.k,      smem.v,     smem.q,      smem.d_out,    smem.ds,   smem.dq,
+                           smem.scores, smem.stats, smem.maxima, smem.barriers, smem.walk, smem.total};
     EXPECT_TRUE(std::is_sorted(std::begin(offsets), std::end(offsets)));
     EXPECT_LE(smem.total, kSharedMemoryLimit);
+    // A slot of what takes most, bias in float and mask, fits; one of 16 bits has a second.
+    const int room = smem.stats - smem.scores, wide = kScoreRows * score_pitch(shape.block_n, 4) + kMaskBytes;
+    EXPECT_EQ(room >= wide, shape.scored);
+    EXPECT_EQ(room >= 2 * (kScoreRows * score_pitch(shape.block_n, 2) + kMaskBytes), shape.scored);
+    EXPECT_EQ(shape.block_m % kScoreRows, 0);
+    EXPECT_EQ(kMaskBytes % 32, 0);
   }
 }
 
@@ -208,14 +220,14 @@ TEST(Order, SectionsHoldWhatTheCacheDoes) {
   EXPECT_TRUE(forward_order(problem(4096, true), 128, 132).schedule.last_first);
 }
 
-TEST(BackwardShapes, PersistentWhereTilesAreShortAndDiffer) {
+TEST(BackwardTiles, PersistentWhereTilesAreShortAndDiffer) {
   EXPECT_TRUE(is_backward_persistent(problem(1024, true)));
   EXPECT_FALSE(is_backward_persistent(problem(1024, false)));
   EXPECT_FALSE(is_backward_persistent(problem(8192, true)));
 }
 
 // Blocks are tiles of keys of a key head, first keys first: under a causal band they are seen by the most queries.
-TEST(BackwardShapes, BlocksAreTilesOfKeys) {
+TEST(BackwardTiles, BlocksAreTilesOfKeys) {
   Problem grouped = problem(1000, true);
   grouped.heads_k = grouped.heads_v = 4;
   grouped.batch = 3;
@@ -265,7 +277,7 @@ void check_meetings(const Meetings<kBlockM, kBlockN>& meetings) {
   ASSERT_TRUE(changes == 0 || !meetings.meets_keys(0) || !meetings.meets_keys(m_blocks - 1));
 }
 
-TEST(BackwardShapes, MeetingsCountTheSameFromBothSides) {
+TEST(BackwardTiles, MeetingsCountTheSameFromBothSides) {
   constexpr int kFar = 1 << 30;
   for (const int len_q : {1, 63, 64, 65, 129, 300, 641, 1000}) {
     for (const int len_k : {16, 127, 128, 129, 300, 641, 1000}) {
@@ -282,7 +294,7 @@ TEST(BackwardShapes, MeetingsCountTheSameFromBothSides) {
 }
 
 // The tile of keys with the fewest queries comes first: the others of its head wait for it, not it for them.
-TEST(BackwardShapes, InOrderTheShortestComesFirst) {
+TEST(BackwardTiles, InOrderTheShortestComesFirst) {
   EXPECT_TRUE(ordered_schedule(problem(1000, true), 128).last_first);
   EXPECT_FALSE(ordered_schedule(problem(1000, false), 128).last_first);
   Problem window = problem(1000, false);
@@ -290,7 +302,7 @@ TEST(BackwardShapes, InOrderTheShortestComesFirst) {
   EXPECT_FALSE(ordered_schedule(window, 128).last_first);
 }
 
-TEST(BackwardShapes, InOrderWhereAskedForOrShort) {
+TEST(BackwardTiles, InOrderWhereAskedForOrShort) {
   EXPECT_TRUE(is_ordered(problem(512, false)));
   EXPECT_FALSE(is_ordered(problem(512, true)));
   EXPECT_FALSE(is_ordered(problem(1024, false)));

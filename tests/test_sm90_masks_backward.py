@@ -1,0 +1,310 @@
+"""Promise: the Hopper backward reads the bool masks and float biases that its forward reads, of every broadcast,
+layout, dtype and length, obeys the error rule with them, and gives rows without keys, finfo.min and loss scales what
+they are due. A bias whose own gradient is wanted is another backend's.
+"""
+
+from __future__ import annotations
+
+import random
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from helpers import HALF, MEANS, Inputs, check, leaf, make_inputs, name_of
+from sm90_helpers import (
+    BANDS,
+    KINDS,
+    SCORE_LAYOUTS,
+    aligned,
+    assert_same_bits,
+    inside_nan,
+    laid_out,
+    poison_free_memory,
+    random_layout,
+    random_options,
+    scores_of,
+    skip_without_sm90,
+)
+from torch import Tensor
+
+import flash_ext
+from flash_ext import reference
+
+pytestmark = pytest.mark.gpu
+
+HEAD_DIMS = (64, 96, 128)
+EDGES = sorted({n * 64 + i for n in (1, 2, 3, 4) for i in (-1, 0, 1)})
+QUERIES, KEYS = [1, 2, 15, 33, *EDGES, 1000], [16, 17, 33, *EDGES, 1000]
+B, H, L, S = 2, 4, 150, 203
+
+
+@pytest.fixture(autouse=True)
+def _has_sm90(device: str) -> None:
+    skip_without_sm90()
+
+
+def attention(**arguments: Any) -> Any:
+    """Forward and, as the graph keeps the name, backward are sm90's or an error."""
+    with flash_ext.use_backend("sm90"):
+        return flash_ext.attention(**arguments)
+
+
+def check_gradients(
+    inputs: Inputs, scores: Inputs, options: dict[str, Any] | None = None, return_lse: bool = True
+) -> dict[str, Tensor]:
+    """Of query, key and value, and with lse's own gradient or without, with free memory full of NaN before both
+    passes."""
+
+    def call(**arguments: Any) -> Any:
+        poison_free_memory("cuda")
+        returned = attention(**arguments, **scores)
+        out = returned[0] if return_lse else returned
+
+        def arrives(grad: Tensor) -> Tensor:
+            grad = inside_nan(grad)
+            poison_free_memory("cuda")
+            return grad
+
+        out.register_hook(arrives)
+        return returned
+
+    def truth(**arguments: Any) -> Any:
+        is_wide = arguments["query"].dtype == torch.float64
+        wide = {name: t.double() if is_wide and t.is_floating_point() else t for name, t in scores.items()}
+        return reference.attention(**arguments, **wide)
+
+    got = check(call, inputs, (options or {}) | {"return_lse": return_lse}, truth=truth)
+    for name, tensor in got.items():
+        assert not tensor.isnan().any(), name
+    return got
+
+
+def read_by_sm90(scores: Inputs) -> Inputs:
+    """A bias of several rows in rows that start at multiples of 16 bytes."""
+    if "bias" in scores and scores["bias"].shape[2] > 1:
+        scores["bias"] = aligned(scores["bias"])
+    return scores
+
+
+def gradients(inputs: Inputs, grad: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    """(dq, dk, dv)"""
+    leaves = {name: leaf(inputs[name]) for name in ("query", "key", "value")}
+    return torch.autograd.grad(attention(**(inputs | leaves), **options), list(leaves.values()), grad)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_every_broadcast(head_dim: int, kind: str, device: str) -> None:
+    for i, shape in enumerate(product((1, B), (1, H), (1, L), (1, S))):
+        dtype, band = HALF[i % 2], list(BANDS.values())[i % len(BANDS)]
+        inputs = make_inputs((B, H, L, head_dim), (B, 2, S, head_dim), dtype=dtype, device=device)
+        scores = scores_of(kind, shape, dtype, device)
+        if "bias" in scores and shape[3] > 1:
+            scores["bias"] = aligned(scores["bias"])
+        if shape[2] == 1 or shape[3] > 1 or kind == "bool":  # else sm80's: columns repeat
+            check_gradients(inputs, scores, band)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_every_edge_of_queries_and_keys(head_dim: int, kind: str, device: str) -> None:
+    """Rows of odd lengths begin at every address, and inputs lie in NaN."""
+    for i, queries in enumerate(QUERIES):
+        keys, dtype = KEYS[(7 * i + 3) % len(KEYS)], HALF[i % 2]
+        if max(queries, keys) <= 64:  # sm80's
+            queries += 64
+        inputs = make_inputs((1, 2, queries, head_dim), (1, 1, keys, head_dim), dtype=dtype, device=device)
+        inputs = {name: inside_nan(tensor) for name, tensor in inputs.items()}
+        for length in {queries, 1}:
+            check_gradients(inputs, read_by_sm90(scores_of(kind, (1, 2, length, keys), dtype, device)))
+
+
+@pytest.mark.parametrize("layout", SCORE_LAYOUTS)
+def test_layouts_of_a_mask(layout: str, device: str) -> None:
+    """Bit for bit in dk and dv; dq is summed in any order."""
+    for head_dim, keys, dtype in product((64, 128), (304, 301), HALF):
+        inputs = make_inputs((2, 6, 201, head_dim), (2, 3, keys, head_dim), dtype=dtype, device=device)
+        grad = torch.randn(2, 6, 201, head_dim, device=device, dtype=dtype)
+        mask = scores_of("bool", (2, 6, 201, keys), dtype, device)["mask"]
+        expected = gradients(inputs | {"mask": mask}, grad, causal=True, align="bottom_right")
+        got = gradients(inputs | {"mask": laid_out(mask, layout)}, grad, causal=True, align="bottom_right")
+        assert_same_bits(got[1:], expected[1:], (head_dim, keys))
+        largest = float(expected[0].abs().max())
+        torch.testing.assert_close(got[0], expected[0], rtol=1e-2, atol=1e-3 * largest)
+
+
+@pytest.mark.parametrize("kind", ["bias", "float32"])
+def test_layouts_of_a_bias(kind: str, device: str) -> None:
+    """Those that it accepts: rows of whole chunks, and one row whose columns lie anywhere."""
+    for head_dim, dtype in product((64, 128), HALF):
+        inputs = make_inputs((2, 6, 201, head_dim), (2, 3, 301, head_dim), dtype=dtype, device=device)
+        grad = torch.randn(2, 6, 201, head_dim, device=device, dtype=dtype)
+        for rows, layouts in ((201, ("wide rows",)), (1, SCORE_LAYOUTS)):
+            bias = scores_of(kind, (2, 6, rows, 301), dtype, device)["bias"]
+            expected = gradients(inputs | {"bias": aligned(bias)}, grad)
+            for layout in layouts:
+                view = (
+                    laid_out(torch.nn.functional.pad(bias, (0, 3)), layout)[..., :301]
+                    if rows > 1
+                    else laid_out(bias, layout)
+                )
+                got = gradients(inputs | {"bias": view}, grad)
+                assert_same_bits(got[1:], expected[1:], (head_dim, rows, layout))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_many_tiles(head_dim: int, kind: str, device: str) -> None:
+    """More tiles than multiprocessors, a block each and walked, and every head as in a call of its own."""
+    for options in ({}, {"causal": True}):
+        inputs = make_inputs((4, 20, 777, head_dim), (4, 20, 777, head_dim), dtype=HALF[0], device=device)
+        scores = read_by_sm90(scores_of(kind, (1, 20, 777, 777), HALF[0], device))
+        grad = torch.randn(4, 20, 777, head_dim, device=device, dtype=HALF[0])
+        whole = gradients(inputs | scores, grad, **options)
+        for b, h in ((0, 0), (1, 13), (3, 19)):
+            alone = {name: tensor[b : b + 1, h : h + 1] for name, tensor in inputs.items()}
+            alone |= {name: tensor[:, h : h + 1] for name, tensor in scores.items()}
+            got = gradients(alone, grad[b : b + 1, h : h + 1], **options)
+            assert_same_bits(tuple(t[0, 0] for t in got[1:]), tuple(t[b, h] for t in whole[1:]), (b, h))
+            torch.testing.assert_close(got[0][0, 0], whole[0][b, h], rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("kind", ["bool", "both"])
+@pytest.mark.parametrize("heads", [(4, 2), (8, 1), (6, 3)], ids=name_of)
+def test_grouped_heads(heads: tuple[int, int], kind: str, device: str) -> None:
+    for head_dim, (i, band) in product((64, 128), enumerate(BANDS.values())):
+        shapes = (2, heads[0], 300, head_dim), (2, heads[1], 200, head_dim)
+        inputs = make_inputs(*shapes, dtype=HALF[i % 2], device=device)
+        check_gradients(inputs, read_by_sm90(scores_of(kind, (2, heads[0], 300, 200), HALF[i % 2], device)), band)
+
+
+@pytest.mark.parametrize("mean", MEANS)
+@pytest.mark.parametrize("dtype", HALF, ids=name_of)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_means(head_dim: int, dtype: torch.dtype, mean: float, device: str) -> None:
+    inputs = make_inputs((1, 2, 300, head_dim), (1, 2, 500, head_dim), dtype=dtype, device=device, mean=mean)
+    for kind in ("bias", "both float32"):
+        check_gradients(inputs, read_by_sm90(scores_of(kind, (1, 2, 300, 500), dtype, device, mean)))
+
+
+@pytest.mark.parametrize("kind", ["bool", "bias", "float32"])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_rows_without_keys(head_dim: int, kind: str, device: str) -> None:
+    """By False or by -inf, with and without a band that leaves some rows nothing: a dq of 0; so dk and dv of keys that
+    nobody sees."""
+    keep = torch.rand(2, 1, 300, 500, device=device) > 0.5
+    keep[0, :, [0, 70, 299]] = False
+    keep[1, :, 64:192] = False
+    keep[:, :, 200, :490] = False
+    keep[..., 130:260] = False
+    for dtype in HALF:
+        inputs = make_inputs((2, 3, 300, head_dim), (2, 3, 500, head_dim), dtype=dtype, device=device)
+        if kind == "bool":
+            scores = {"mask": keep}
+        else:
+            zeros = torch.zeros(keep.shape, dtype=torch.float32 if kind == "float32" else dtype, device=device)
+            scores = {"bias": aligned(zeros.masked_fill(~keep, -torch.inf))}
+        for options in ({}, {"window": (40, 10)}):
+            got = check_gradients(inputs, scores, options)
+            assert (got["grad of query"][0, :, 70] == 0).all() and (got["grad of query"][1, :, 64:192] == 0).all()
+            assert all((got[f"grad of {name}"][:, :, 130:260] == 0).all() for name in ("key", "value"))
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=name_of)
+@pytest.mark.parametrize("bias_dtype", ["same", "float32"])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_finfo_min_is_an_ordinary_number(head_dim: int, bias_dtype: str, dtype: torch.dtype, device: str) -> None:
+    """A row full of it sees every key alike; its lse, a float, does not say how many there are. Nor does that of the
+    truth, a double, whose own gradient is left out therefore."""
+    wide = torch.float32 if bias_dtype == "float32" else dtype
+    lowest = torch.finfo(wide).min
+    bias = torch.zeros(200, 400, dtype=wide)
+    bias[0] = lowest
+    bias[1, :300] = lowest
+    bias[2, 1:] = lowest
+    bias[3, ::2] = lowest
+    bias[4] = lowest / 2
+    bias[5, :390] = lowest
+    bias[5, 390:] = lowest / 2
+    bias[70] = 40000
+    bias[130:140] = lowest
+    bias[150, 50:] = lowest
+    mask = torch.rand(1, 1, 200, 400) > 0.3
+    mask[..., 0] = True
+    for options in ({}, {"causal": True, "align": "bottom_right"}, {"mask": mask}):
+        inputs = make_inputs((1, 2, 200, head_dim), (1, 1, 400, head_dim), dtype=dtype, device=device)
+        scores = {"bias": bias.to(device)} | {name: t.to(device) for name, t in options.items() if name == "mask"}
+        check_gradients(inputs, scores, {name: value for name, value in options.items() if name != "mask"}, False)
+
+
+@pytest.mark.parametrize(("dtype", "wide"), [(HALF[0], HALF[0]), *((dtype, torch.float32) for dtype in HALF)])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_a_row_of_finfo_min_is_one_of_zeros(head_dim: int, dtype: torch.dtype, wide: torch.dtype, device: str) -> None:
+    """Where it is too large for scores to change it: the dq of such rows and all of dv are those of queries of 0."""
+    rows = [0, 5, 63, 64, *range(130, 140), 199]
+    inputs = make_inputs((1, 2, 200, head_dim), (1, 1, 400, head_dim), dtype=dtype, device=device)
+    grad = torch.randn(1, 2, 200, head_dim, device=device, dtype=dtype)
+    bias = torch.randn(200, 400, device=device).to(wide)
+    bias[rows] = torch.finfo(wide).min
+    got = gradients(inputs | {"bias": bias}, grad, causal=True, align="bottom_right")
+    bias[rows] = 0
+    inputs["query"][:, :, rows] = 0
+    expected = gradients(inputs | {"bias": bias}, grad, causal=True, align="bottom_right")
+    torch.testing.assert_close(got[0][:, :, rows], expected[0][:, :, rows], rtol=2e-2, atol=2e-3)
+    torch.testing.assert_close(got[2], expected[2], rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("kind", ["bias", "both"])
+@pytest.mark.parametrize("loss_scale", [65536.0, 2.0**-8])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_loss_scales(head_dim: int, loss_scale: float, kind: str, device: str) -> None:
+    """Gradients of fp16 follow a power of two, as long as they are representable."""
+    inputs = make_inputs((1, 2, 300, head_dim), (1, 2, 400, head_dim), dtype=torch.float16, device=device)
+    inputs |= scores_of(kind, (1, 2, 300, 400), torch.float16, device)
+    grad = torch.randn(1, 2, 300, head_dim, device=device) / 64
+    plain = gradients(inputs, grad.half())
+    scaled = gradients(inputs, (grad.half().float() * loss_scale).half())
+    for a, b in zip(scaled, plain, strict=True):
+        assert a.isfinite().all()
+        torch.testing.assert_close(a.float() / loss_scale, b.float(), rtol=2e-2, atol=2e-3 * float(b.abs().max()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_twenty_runs(kind: str, device: str) -> None:
+    for head_dim in (64, 128):
+        inputs = make_inputs((2, 16, 600, head_dim), (2, 4, 600, head_dim), dtype=HALF[0], device=device)
+        inputs |= scores_of(kind, (2, 1, 600, 600), HALF[0], device)
+        grad = torch.randn(2, 16, 600, head_dim, device=device, dtype=HALF[0])
+        first = gradients(inputs, grad, causal=True)
+        for run in range(19):
+            assert_same_bits(gradients(inputs, grad, causal=True)[1:], first[1:], run)
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("seed", range(10))
+def test_random_calls(seed: int, device: str) -> None:
+    """300 of shapes, bands, groupings, layouts, broadcasts and kinds."""
+    chance = random.Random(seed)
+    done = 0
+    while done < 30:
+        batch, group, dtype = chance.randint(1, 3), chance.choice([1, 2, 3]), chance.choice(HALF)
+        queries, keys = 2 + int(2 ** chance.uniform(0, 10)), 16 + int(2 ** chance.uniform(0, 10))
+        head_dim, options = 8 * chance.randint(1, 16), random_options(chance)
+        shapes = (batch, 6, max(queries, 65), head_dim), (batch, 6 // group, keys, head_dim)
+        inputs = make_inputs(*shapes, dtype=dtype, device=device)
+        inputs = {name: random_layout(chance, tensor) for name, tensor in inputs.items()}
+        scores = scores_of(chance.choice(KINDS), (batch, 6, shapes[0][2], keys), dtype, device)
+        for name, tensor in scores.items():
+            for dim in range(4):
+                if chance.random() < 0.3:
+                    tensor = tensor.narrow(dim, 0, 1)
+            layout = chance.choice(["dense", *SCORE_LAYOUTS])
+            scores[name] = tensor if layout == "dense" else laid_out(tensor, layout)
+        if "bias" in scores and scores["bias"].shape[2] > 1:
+            scores["bias"] = aligned(scores["bias"].expand(-1, -1, -1, keys))
+        wanted = {name: tensor.detach().requires_grad_() for name, tensor in inputs.items()}
+        if flash_ext.explain(**wanted, **scores, **options).backward.backend != "sm90":  # a band of few keys
+            continue
+        check_gradients(inputs, scores, options)
+        done += 1
