@@ -33,11 +33,9 @@ ARRAYS_BIAS_GRADIENT = 32
 # other at all. They are open, not meant.
 SPILLS = {
     (torch.float16, 64): (8, 0),
-    (torch.float16, 128): (48, 104),
-    (torch.float16, 256): (16, 0),
-    (torch.bfloat16, 128): (0, 8),
+    (torch.float16, 128): (48, 32),
     (torch.float32, 96): (8, 0),
-    (torch.float32, 256): (104, 264),
+    (torch.float32, 256): (104, 272),
 }
 
 

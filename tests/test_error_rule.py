@@ -70,7 +70,7 @@ def test_value_head_dim_may_differ(dtype: torch.dtype, dims: tuple[int, int], de
 
 
 @pytest.mark.parametrize(
-    "length", [(1, 1), (1, 300), (300, 1), (15, 17), (64, 64), (129, 257), (257, 129)], ids=name_of
+    "length", [(1, 1), (1, 300), (300, 1), (15, 17), (24, 300), (64, 64), (129, 257), (257, 129)], ids=name_of
 )
 @pytest.mark.parametrize("align", ["top_left", "bottom_right"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)

@@ -38,6 +38,9 @@ struct Tiles<ComputeF64> {
 // 1x8x1x4096x64 fp32, 1 query, packing took 3x the time of the products; with bf16 and 8 queries, AMX earns it back.
 template <class Compute>
 constexpr int64_t kFewQueries = Compute::kPairs ? 4 : 16;
+// In fp16, where packing converts, too. NOTE: at 1x8x512x128, forward, 17 queries 275 us, packed 573; 24 queries 358
+// and 465, 32 queries 606 and 572.
+constexpr int64_t kFewHalfQueries = 24;
 // The same with the parts of Q and K exchanged, for this many keys.
 constexpr int64_t kFewKeys = 8;
 // Up to this many queries, fp32 scores and dP are sums in a tree (Products::by_tree) where few_queries() does not

@@ -61,7 +61,9 @@ Left<Compute> staged_rows(const VectorKernels<Compute>& kernels, const Source& s
 // Whether few_scores and few_outputs serve this call.
 template <class Compute>
 bool few_queries(const ForwardArgs& args) {
-  return args.problem.len_q <= kFewQueries<Compute> && args.k.col_stride == 1 && args.v.col_stride == 1;
+  const bool converts = args.problem.dtype == DType::kFloat16 && !Compute::kPairs;
+  return args.problem.len_q <= (converts ? kFewHalfQueries : kFewQueries<Compute>)&&args.k.col_stride == 1 &&
+         args.v.col_stride == 1;
 }
 
 inline bool few_keys(const ForwardArgs& args) {
