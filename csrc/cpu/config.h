@@ -56,7 +56,7 @@ constexpr int kTreeLeaf = 16;
 constexpr int kTreeTile = Tiles<ComputeF32>::kBackwardN * kPad;
 // A chunk of forward keeps O for all of its rows while it walks over the keys.
 constexpr int64_t kMaxChunkRows = 4096;
-// Below this many floating-point operations one thread is faster than waking the others (some 10 us).
+// Below this many floating-point operations (work_flops) one thread is faster than waking the others (some 10 us).
 constexpr double kSerialFlops = 2e6;
 // The same for adding so many numbers up.
 constexpr int64_t kSerialSums = 1 << 15;

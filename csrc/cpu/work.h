@@ -43,12 +43,13 @@ struct Partition {
   }
 };
 
-// Floating-point operations, with those of the softmax as so much head dim.
+// Floating-point operations, with those of the softmax as so much head dim, and a number of Q, K, V or out as so many.
 inline double work_flops(const Problem& problem, int products) {
-  constexpr double kSoftmaxDims = 32.0;
-  return 2.0 * products * static_cast<double>(problem.batch * problem.heads_q) * static_cast<double>(problem.len_q) *
-         static_cast<double>(problem.len_k) *
-         (static_cast<double>(problem.head_dim + problem.head_dim_v) / 2.0 + kSoftmaxDims);
+  constexpr double kSoftmaxDims = 32.0, kNumber = 8.0;
+  const double heads = static_cast<double>(problem.batch * problem.heads_q),
+               cols = static_cast<double>(problem.head_dim + problem.head_dim_v),
+               len_q = static_cast<double>(problem.len_q), len_k = static_cast<double>(problem.len_k);
+  return heads * products * (len_q * len_k * (cols + 2.0 * kSoftmaxDims) + kNumber / 2.0 * (len_q + len_k) * cols);
 }
 
 // max_rows: most rows of a chunk. Chunks beyond that are made only where groups alone leave threads idle.
