@@ -38,8 +38,8 @@ struct Tiles<ComputeF64> {
 // 1x8x1x4096x64 fp32, 1 query, packing took 3x the time of the products; with bf16 and 8 queries, AMX earns it back.
 template <class Compute>
 constexpr int64_t kFewQueries = Compute::kPairs ? 4 : 16;
-// In fp16, where packing converts, too. NOTE: at 1x8x512x128, forward, 17 queries 275 us, packed 573; 24 queries 358
-// and 465, 32 queries 606 and 572.
+// In fp16, where packing converts, too. NOTE: at 1x8x512x128, forward, PyTorch's time over ours was 1.16 in place and
+// 0.83 packed with 17 queries, 1.02 and 1.03 with 24 (1.11 and 1.04 at 64 columns), 0.86 and 1.01 with 32.
 constexpr int64_t kFewHalfQueries = 24;
 // The same with the parts of Q and K exchanged, for this many keys.
 constexpr int64_t kFewKeys = 8;

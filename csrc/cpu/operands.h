@@ -62,8 +62,8 @@ Left<Compute> staged_rows(const VectorKernels<Compute>& kernels, const Source& s
 template <class Compute>
 bool few_queries(const ForwardArgs& args) {
   const bool converts = args.problem.dtype == DType::kFloat16 && !Compute::kPairs;
-  return args.problem.len_q <= (converts ? kFewHalfQueries : kFewQueries<Compute>)&&args.k.col_stride == 1 &&
-         args.v.col_stride == 1;
+  const int64_t most = converts ? kFewHalfQueries : kFewQueries<Compute>;
+  return args.problem.len_q <= most && args.k.col_stride == 1 && args.v.col_stride == 1;
 }
 
 inline bool few_keys(const ForwardArgs& args) {
