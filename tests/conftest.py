@@ -37,7 +37,7 @@ REFUSALS = {
     r"|(a softcap|dropout) is not supported|alibi_slopes are not supported|scale is not between"
     r"|a mask or bias of at most 64 queries by 64 keys is not supported|bias has rows that do not start at"
     r"|(a mask|a bias|a band of one key) is not supported in (deterministic )?backward"
-    r"|the gradient of a bias is not supported"
+    r"|the gradient of a bias that is not broadcast is not supported"
     r"|(other heads of value than of key|fewer than 16 keys) are not supported in backward"
     r"|a backward without (grad_out|the gradient of (query|key|value)) is not supported"
     r"|the gradient of a broadcast (query|key|value) is not supported"

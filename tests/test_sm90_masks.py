@@ -206,13 +206,18 @@ def test_twenty_runs(kind: str, device: str) -> None:
 
 
 def test_the_gradient_of_a_bias_comes_from_sm80(device: str) -> None:
-    """Which recomputes the scores that this forward saw."""
-    for kind in KINDS:
+    """Which recomputes the scores that this forward saw: all gradients where the bias has an element for each of them,
+    else that of the bias alone."""
+    for kind, whole in product(KINDS, (True, False)):
         inputs = make_inputs((2, 4, 150, 64), (2, 2, 208, 64), dtype=HALF[0], device=device)
-        inputs |= scores_of(kind, (2, 1, 150, 208), HALF[0], device)
+        inputs |= scores_of(kind, (2, 4 if whole else 1, 150, 208), HALF[0], device)
         leaves = {name: t.requires_grad_(t.is_floating_point()) for name, t in inputs.items()}
         plan = flash_ext.explain(**leaves)
-        assert (plan.forward.backend, plan.backward.backend) == ("sm90", "sm90" if kind == "bool" else "sm80")
+        assert (plan.forward.backend, plan.backward.backend) == (
+            "sm90",
+            "sm80" if whole and kind != "bool" else "sm90",
+        )
+        assert plan.backward.kernel.endswith(", sm80.bias_gradient") == (not whole and kind != "bool")
         check(flash_ext.attention, inputs, {"return_lse": True})
 
 

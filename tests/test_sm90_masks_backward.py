@@ -120,6 +120,19 @@ def test_every_edge_of_queries_and_keys(head_dim: int, kind: str, device: str) -
             check_gradients(inputs, read_by_sm90(scores_of(kind, (1, 2, length, keys), dtype, device)))
 
 
+@pytest.mark.parametrize("kind", KINDS[1:])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_the_gradient_of_every_broadcast(head_dim: int, kind: str, device: str) -> None:
+    """Of a bias; in fp16 and bf16, under bands, with grouped heads and lse's own gradient."""
+    for i, shape in enumerate(product((1, B), (1, H), (1, L), (1, 208))):
+        if shape == (B, H, L, 208) or (shape[2] > 1 and shape[3] == 1):  # sm80's
+            continue
+        dtype, band = HALF[i % 2], list(BANDS.values())[i % len(BANDS)]
+        inputs = make_inputs((B, H, L, head_dim), (B, 2, 208, head_dim), dtype=dtype, device=device)
+        inputs |= scores_of(kind, shape, dtype, device)
+        check(attention, inputs, band | {"return_lse": True})
+
+
 @pytest.mark.parametrize("layout", SCORE_LAYOUTS)
 def test_layouts_of_a_mask(layout: str, device: str) -> None:
     """Bit for bit in dk and dv; dq is summed in any order."""

@@ -351,8 +351,8 @@ ALL = ("query", "key", "value")
 BACKWARD: dict[str, tuple[dict[str, Tensor], dict[str, Any], str]] = {
     "bias gradient": (
         wanting(*ALL),
-        {"bias": half(256, 256).requires_grad_()},
-        "the gradient of a bias is not supported",
+        {"bias": half(2, 4, 256, 256).requires_grad_()},
+        "the gradient of a bias that is not broadcast is not supported",
     ),
     "wide mask": (
         wanting(*ALL, shape=(2, 4, 256, 136)),

@@ -114,6 +114,16 @@ struct BackwardArgs {
   void* dalibi = nullptr;  // [b, h_q] contiguous, float32 (float64 for float64)
 };
 
+// Whether every score has an element of its own in a bias or mask.
+inline bool is_whole(const Problem& problem, const TensorView& scores) {
+  bool whole = (scores.head_stride != 0 || problem.heads_q == 1) && (scores.row_stride != 0 || problem.len_q == 1) &&
+               (scores.col_stride != 0 || problem.len_k == 1);
+  for (int i = 0; i < problem.batch_rank; ++i) {
+    whole = whole && (scores.batch_stride[i] != 0 || problem.batch_size[i] == 1);
+  }
+  return whole;
+}
+
 // Element offset of flat batch index b in a view.
 FLASH_DEVICE int64_t batch_offset(const Problem& problem, const TensorView& view, int64_t b) {
   if (problem.batch_rank == 0) return 0;

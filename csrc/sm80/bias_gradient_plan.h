@@ -74,16 +74,6 @@ struct BiasGradientPlan {
   }
 };
 
-// True where the main kernel writes the gradient, element by element.
-inline bool bias_is_whole(const Problem& problem, const TensorView& dbias) {
-  bool whole = (dbias.head_stride != 0 || problem.heads_q == 1) && (dbias.row_stride != 0 || problem.len_q == 1) &&
-               (dbias.col_stride != 0 || problem.len_k == 1);
-  for (int i = 0; i < problem.batch_rank; ++i) {
-    whole = whole && (dbias.batch_stride[i] != 0 || problem.batch_size[i] == 1);
-  }
-  return whole;
-}
-
 // Elements of the gradient: the bias's own shape, which is dense.
 inline int64_t bias_elements(const Problem& problem, const TensorView& dbias) {
   int64_t count = (dbias.head_stride != 0 ? problem.heads_q : 1) * (dbias.row_stride != 0 ? problem.len_q : 1) *

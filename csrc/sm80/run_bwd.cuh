@@ -147,13 +147,15 @@ void run_backward(const BackwardArgs& args, const Plan& plan, void* workspace) {
     if (is_dlse_apart(problem)) scratch.d_lse = static_cast<const float*>(args.d_lse);
     cuda::delta(args, scratch.delta, scratch.bounds, scratch.d_lse != nullptr);
     if (may_be_inexact(problem)) run_measure<Element, kHeadDim>(args, scratch);
-    if (problem.wants_dbias && bias_is_whole(problem, args.dbias)) {
+    if (problem.wants_dbias && is_whole(problem, args.dbias)) {
       scratch.direct_dbias = true;  // tiles outside the band are not visited
       const int64_t bytes = bias_elements(problem, args.dbias) * 4;
       cuda::check(cudaMemsetAsync(args.dbias.data, 0, bytes, static_cast<cudaStream_t>(args.fwd.stream)), "memset");
     } else if (problem.wants_dbias) {
       run_bias_gradient<Element, kHeadDim>(args, scratch, plan.on_chip_limit);
     }
+    const bool has_tiles = problem.wants_dq || problem.wants_dk || problem.wants_dv || problem.wants_dalibi;
+    if (!has_tiles && !scratch.direct_dbias) return;
     const auto launch = [&](const BackwardArgs& part, const BackwardScratch& part_scratch, int64_t groups) {
       TileSchedule schedule = backward_schedule<Traits>(problem, groups);
       schedule.batch_inner = batch_shares_scores(problem, part.fwd);

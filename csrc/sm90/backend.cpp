@@ -58,7 +58,6 @@ std::string refuses_backward(const Problem& problem) {
   const Band band = make_band(problem);
   if (is_scored(problem)) {
     const std::string scores = problem.has_mask ? "a mask" : "a bias";
-    if (problem.wants_dbias) return "the gradient of a bias is not supported";
     if (std::max(problem.head_dim, problem.head_dim_v) > kNarrow) {
       return scores + " is not supported in backward above head dim " + std::to_string(kNarrow);
     }
@@ -151,6 +150,9 @@ std::string refuses_views(const ForwardArgs& args, const BackwardArgs* backward)
     if (in_accum) return std::string("the gradient of a broadcast ") + name + " is not supported";
   }
   if (!backward->d_out) return "a backward without grad_out is not supported";
+  if (problem.wants_dbias && is_whole(problem, backward->dbias)) {
+    return "the gradient of a bias that is not broadcast is not supported";
+  }
   ask("grad_out", backward->d_out, problem.heads_q, problem.len_q);
   ask("out", args.out, problem.heads_q, problem.len_q);
   return reason;
@@ -232,6 +234,17 @@ Plan plan_wide_backward(const Problem& problem, const Instance& instance, const 
   return plan;
 }
 
+// The gradient of a broadcast bias is a pass of its own, sm80's, which reads the same lse (sm80/bias_gradient.cuh).
+Problem bias_part_of(Problem problem) {
+  problem.wants_dq = problem.wants_dk = problem.wants_dv = false;
+  return problem;
+}
+
+// The workspace of the other part comes first.
+int64_t own_scratch_bytes(const Problem& problem) {
+  return (instance_of(problem, Pass::kBackward).backward_scratch_bytes(problem) + 127) / 128 * 128;
+}
+
 Plan plan_backward(const Problem& problem, const DeviceInfo& device) {
   const Instance& instance = instance_of(problem, Pass::kBackward);
   if (instance.head_dim > kNarrow) return plan_wide_backward(problem, instance, device);
@@ -241,7 +254,9 @@ Plan plan_backward(const Problem& problem, const DeviceInfo& device) {
   const bool ordered = is_ordered(problem);
   const TileSchedule schedule =
       ordered ? ordered_schedule(problem, shape.block_n) : backward_schedule(problem, shape.block_n);
-  const char* const kernel = scored ? "sm90.backward.scored" : "sm90.backward";
+  const char* const kernel = problem.wants_dbias ? "sm90.backward.scored, sm80.bias_gradient"
+                             : scored            ? "sm90.backward.scored"
+                                                 : "sm90.backward";
   Plan plan = plan_of(kernel, shape.threads, shape.consumer_registers(), shape.producer_registers(), device);
   const bool persistent = ordered || is_backward_persistent(problem);
   plan.schedule = ordered ? "dq in order, persistent" : persistent ? "persistent" : "a tile of keys a block";
@@ -259,6 +274,11 @@ Plan plan_backward(const Problem& problem, const DeviceInfo& device) {
   plan.on_chip[next++] = {"lse and delta", smem.barriers - smem.stats};
   plan.on_chip[next] = {"barriers and alignment", smem.total - smem.barriers};
   plan.scratch_bytes = instance.backward_scratch_bytes(problem);
+  if (problem.wants_dbias) {
+    const Plan part = sm80_backend.plan(bias_part_of(problem), Pass::kBackward, device);
+    plan.scratch_bytes = own_scratch_bytes(problem) + part.scratch_bytes;
+    plan.small_tiles = part.small_tiles;
+  }
   set_grid(plan, schedule, schedule.size(), persistent, device);
   return plan;
 }
@@ -278,7 +298,13 @@ void forward(const ForwardArgs& args, const Plan& plan, void* workspace) {
 }
 
 void backward(const BackwardArgs& args, const Plan& plan, void* workspace) {
-  instance_of(args.fwd.problem, Pass::kBackward).run_backward(args, plan.grid, workspace);
+  const Problem& problem = args.fwd.problem;
+  instance_of(problem, Pass::kBackward).run_backward(args, plan.grid, workspace);
+  if (!problem.wants_dbias) return;
+  BackwardArgs part = args;
+  part.fwd.problem = bias_part_of(problem);
+  part.dq = part.dk = part.dv = TensorView();
+  sm80_backend.backward(part, plan, static_cast<char*>(workspace) + own_scratch_bytes(problem));
 }
 
 }  // namespace
