@@ -1,8 +1,9 @@
 # flash_ext_add_cuda_units(target): adds what a build with CUDA has more, where CUDA_ENABLED. Sets CUDA_BACKENDS.
 #
-# The kernels of sm80/ are templates over (element, head dimension). Each instance of each pass is a unit of its own,
-# written here from csrc/sm80/fwd.cu.in and bwd.cu.in, so that ninja builds them side by side and a changed pass rebuilds
-# its own. The same lists become the types of sm80_instances.h, which dispatch reads: they exist once, and an instance
+# The kernels of sm80/ are templates over (element, head dimension). Instances of a pass are units, written here from
+# csrc/sm80/fwd.cu.in and bwd.cu.in, so that ninja builds them side by side and a changed pass rebuilds its own: of
+# backward each one, of forward all of an element, because what a unit takes beside its kernels (5 s of 20) would be a
+# quarter of it. The same lists become the types of sm80_instances.h, which dispatch reads: they exist once, and an instance
 # that dispatch names and nobody compiles is an undefined symbol, which the linker refuses.
 #
 # Those of sm90/ (fwd.cu.in, bwd.cu.in, sm90_instances.h) are compiled for sm_90a and nothing else, because wgmma is an instruction
@@ -94,19 +95,23 @@ function(flash_ext_add_cuda_units target)
   if(NOT largest IN_LIST tf32_head_dims)
     list(APPEND tf32_head_dims ${largest})
   endif()
+  file(READ ${folder}/fwd.cu.in forward)
+  set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${folder}/fwd.cu.in)
   foreach(ELEMENT IN LISTS FLASH_EXT_ELEMENTS)
+    string(TOLOWER ${ELEMENT} element)
+    set(instances "")
     set(head_dims ${FLASH_EXT_HEAD_DIMS})
     if(ELEMENT STREQUAL "Tf32")
       set(head_dims ${tf32_head_dims})
     endif()
     foreach(HEAD_DIM IN LISTS head_dims)
-      string(TOLOWER ${ELEMENT} element)
-      foreach(pass fwd bwd)
-        set(unit ${generated}/sm80_${pass}_${element}_${HEAD_DIM}.cu)
-        configure_file(${folder}/${pass}.cu.in ${unit} @ONLY)
-        target_sources(${target} PRIVATE ${unit})
-      endforeach()
+      string(CONFIGURE "${forward}" instance @ONLY)
+      string(APPEND instances "${instance}")
+      configure_file(${folder}/bwd.cu.in ${generated}/sm80_bwd_${element}_${HEAD_DIM}.cu @ONLY)
+      target_sources(${target} PRIVATE ${generated}/sm80_bwd_${element}_${HEAD_DIM}.cu)
     endforeach()
+    file(CONFIGURE OUTPUT ${generated}/sm80_fwd_${element}.cu CONTENT "${instances}" @ONLY)
+    target_sources(${target} PRIVATE ${generated}/sm80_fwd_${element}.cu)
   endforeach()
   list(JOIN FLASH_EXT_ELEMENTS ", " ELEMENTS)
   list(JOIN FLASH_EXT_HEAD_DIMS ", " HEAD_DIMS)

@@ -14,8 +14,9 @@ from flash_ext.ops import require_c
 def use_backend(name: str) -> Iterator[None]:
     """Within the context, in this thread, only backend ``name`` is asked, forward and backward.
 
-    Its refusal is then the error, of backward also where its forward ran. Names: "cpu", "sm80" and "sm90" (in a build
-    with CUDA) and "chunked". ``FLASH_EXT_BACKEND`` sets the same for a process.
+    Its refusal is then the error, of backward also where its forward ran. What ``torch.utils.checkpoint`` computes
+    again runs in autograd's own thread for a GPU, where it is not asked for. Names: "cpu", "sm80" and "sm90" (in a
+    build with CUDA) and "chunked". ``FLASH_EXT_BACKEND`` sets the same for a process.
 
     Raises:
         AttentionError: no backend of that name is in this build.
