@@ -136,9 +136,10 @@ def short_cases() -> list[Case]:
 
 
 def decode_cases() -> list[Case]:
-    """One query of 32 heads against long keys and values of 8: memory bound."""
+    """One query of 32 heads, then eight, against long keys and values of 8: memory bound."""
     sizes = [(b, s) for b in (1, 16, 64) for s in (2048, 16384, 65536) if b * s <= 1 << 20]
-    return [Case(b, 32, 1, 128, hkv=8, sk=s) for b, s in sizes]
+    few = [Case(b, 32, 8, 128, hkv=8, sk=s) for b, s in ((1, 16384), (16, 2048), (16, 16384))]
+    return [Case(b, 32, 1, 128, hkv=8, sk=s) for b, s in sizes] + few
 
 
 def flash_cases() -> list[Case]:

@@ -96,10 +96,11 @@ def test_every_edge_of_many_keys(head_dim: int, device: str) -> None:
     assert ("sm90.forward", 192 if head_dim <= 128 else 128) in kernels
 
 
-def decoding(batch: int, heads: int, groups: int, keys: int, head_dim: int, dtype: torch.dtype, device: str) -> Inputs:
-    return make_inputs(
-        (batch, heads, 1, head_dim), (batch, heads // groups, keys, head_dim), dtype=dtype, device=device
-    )
+def decoding(
+    batch: int, heads: int, groups: int, keys: int, head_dim: int, dtype: torch.dtype, device: str, queries: int = 1
+) -> Inputs:
+    shapes = (batch, heads, queries, head_dim), (batch, heads // groups, keys, head_dim)
+    return make_inputs(*shapes, dtype=dtype, device=device)
 
 
 @pytest.mark.parametrize("band", BANDS)
@@ -117,9 +118,10 @@ def test_one_query(head_dim: int, band: str, device: str) -> None:
     assert len(splits) > 2 or band in ("causal", "sliding", "window")
 
 
-def test_one_query_in_every_run_and_graph(device: str) -> None:
+@pytest.mark.parametrize("queries", [1, 6])
+def test_few_queries_in_every_run_and_graph(queries: int, device: str) -> None:
     """The same bits: parts are joined in one order."""
-    inputs = decoding(2, 32, 4, 9000, 128, torch.bfloat16, device)
+    inputs = decoding(2, 32, 4, 9000, 128, torch.bfloat16, device, queries)
     assert flash_ext.explain(**inputs).forward.splits > 4
     first = forward(inputs)
     for run in range(19):
@@ -127,11 +129,37 @@ def test_one_query_in_every_run_and_graph(device: str) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = forward(inputs)
-    for name, tensor in decoding(2, 32, 4, 9000, 128, torch.bfloat16, device).items():
+    for name, tensor in decoding(2, 32, 4, 9000, 128, torch.bfloat16, device, queries).items():
         inputs[name].copy_(tensor)
     graph.replay()
     assert_same_bits(captured, forward(inputs), "replay")
     assert not torch.equal(captured[0], first[0])
+
+
+@pytest.mark.parametrize("band", BANDS)
+@pytest.mark.parametrize("head_dim", [72, *HEAD_DIMS])
+def test_few_queries_of_grouped_heads(head_dim: int, band: str, device: str) -> None:
+    """Heads of a group share tiles, in which each has a power of two of rows; their keys are split or not."""
+    shared, splits = set(), set()
+    shapes = ((1, 6, 2, 700), (2, 32, 4, 129), (1, 16, 1, 5001), (3, 8, 4, 2048), (40, 24, 3, 333))
+    for i, queries in enumerate((2, 3, 5, 8, 13, 16, 31, 33, 64)):
+        for batch, heads, groups, keys in shapes:
+            inputs = decoding(batch, heads, groups, keys, head_dim, HALF[i % 2], device, queries)
+            if batch < 40:
+                inputs = {name: inside_nan(tensor) for name, tensor in inputs.items()}
+            plan = flash_ext.explain(**inputs, **BANDS[band]).forward
+            shared.add("share tiles" in plan.schedule)
+            splits.add(plan.splits > 1)
+            check(poisoned_call, inputs, BANDS[band] | {"return_lse": True}, backward=False)
+    assert True in shared
+    assert True in splits or band in ("causal", "sliding", "window")
+
+
+def test_one_head_of_queries_for_a_group(device: str) -> None:
+    """There is no second row of query heads to share a tile with."""
+    inputs = decoding(2, 8, 2, 700, 64, torch.bfloat16, device, 5)
+    inputs["query"] = inputs["query"][:, :1].expand(-1, 8, -1, -1)
+    check(poisoned_call, inputs, {"return_lse": True}, backward=False)
 
 
 def test_parts_without_keys(device: str) -> None:

@@ -205,9 +205,8 @@ def test_twenty_runs(kind: str, device: str) -> None:
             assert_same_bits(forward(inputs, causal=True), first, run)
 
 
-def test_the_gradient_of_a_bias_comes_from_sm80(device: str) -> None:
-    """Which recomputes the scores that this forward saw: all gradients where the bias has an element for each of them,
-    else that of the bias alone."""
+def test_who_computes_the_gradient_of_a_bias(device: str) -> None:
+    """With a mask or in float sm80: that alone or, where the bias has an element for each score, all gradients."""
     for kind, whole in product(KINDS, (True, False)):
         inputs = make_inputs((2, 4, 150, 64), (2, 2, 208, 64), dtype=HALF[0], device=device)
         inputs |= scores_of(kind, (2, 4 if whole else 1, 150, 208), HALF[0], device)
@@ -215,9 +214,10 @@ def test_the_gradient_of_a_bias_comes_from_sm80(device: str) -> None:
         plan = flash_ext.explain(**leaves)
         assert (plan.forward.backend, plan.backward.backend) == (
             "sm90",
-            "sm80" if whole and kind != "bool" else "sm90",
+            "sm80" if whole and kind not in ("bool", "bias") else "sm90",
         )
-        assert plan.backward.kernel.endswith(", sm80.bias_gradient") == (not whole and kind != "bool")
+        beside = {"bool": "", "bias": ", sm90.bias_gradient"}.get(kind, ", sm80.bias_gradient")
+        assert plan.backward.backend == "sm80" or plan.backward.kernel == "sm90.backward.scored" + beside
         check(flash_ext.attention, inputs, {"return_lse": True})
 
 

@@ -1,7 +1,6 @@
 """Promise: the Hopper backward reads the bool masks and float biases that its forward reads, of every broadcast,
 layout, dtype and length, obeys the error rule with them, and gives rows without keys, finfo.min and loss scales what
-they are due. A bias whose own gradient is wanted is another backend's.
-"""
+they are due. The gradient of a bias itself: test_sm90_bias_gradient.py."""
 
 from __future__ import annotations
 

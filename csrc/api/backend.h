@@ -39,6 +39,7 @@ struct Plan {
   bool small_tiles = false;          // of a backend that has two tiles for a pass, the smaller
   int splits = 0;       // parts of a tile's keys, each the work of a block; 0 where the notion does not exist
   int split_tiles = 0;  // tiles of keys a part
+  int head_rows = 0;    // of a tile that heads of a group share, for each of them; 0: they do not
   Use on_chip[9];       // shared memory (CPU: cache) by what it holds; ends at the first null name
   int64_t on_chip_limit = 0;
   int64_t scratch_bytes = 0;  // memory beside inputs and outputs

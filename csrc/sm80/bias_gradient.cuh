@@ -5,10 +5,10 @@
 //   dbias[tile] = sum over items of dS = P o (dropout(dO V^T) - delta)
 //
 // One stage of each operand, and each is loaded again as soon as nobody reads it: K and Q of the next item while this
-// one's P and dP are made, V and dO while the next S is. What the next item shares stays. bias_gradient_plan.h has the
-// order of the items; where parts share a tile, a second kernel adds their sums up in order. A bias that is broadcast
-// over nothing is written by the main backward kernel (bwd.cuh). Called by run_backward. Invariant: each element of the
-// gradient is written exactly once.
+// one's P and dP are made, V and dO while the next S is. What the next item shares stays.
+// attention/bias_gradient_plan.h has the order of the items; where parts share a tile, a second kernel adds their sums
+// up in order. A bias that is broadcast over nothing is written by the main backward kernel (bwd.cuh). Called by
+// run_backward. Invariant: each element of the gradient is written exactly once.
 #pragma once
 
 #include "cuda/launch.h"
@@ -262,8 +262,8 @@ void run_bias_gradient(const BackwardArgs& args, const BackwardScratch& scratch,
     int device = 0, multiprocessors = 0;
     cuda::check(cudaGetDevice(&device), "device");
     cuda::check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device), "multiprocessors");
-    BiasGradientPlan plan =
-        make_bias_gradient_plan(problem, args.dbias, kTile, int64_t{multiprocessors} * Traits::kBlocksPerSm);
+    BiasGradientPlan plan = make_bias_gradient_plan(problem, args.dbias, kTile.block_m, kTile.block_n,
+                                                    int64_t{multiprocessors} * Traits::kBlocksPerSm);
     if (plan.parts > 1) plan.partial = scratch.bias_partial;
     cuda::launch(bias_gradient_kernel<Traits>, cuda::grid_of(plan.blocks()), Traits::kThreads, bytes(traits),
                  args.fwd.stream, args, scratch.delta, scratch.d_lse, scratch.inverse, plan);

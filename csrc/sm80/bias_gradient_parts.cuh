@@ -1,11 +1,11 @@
 // What bias_gradient.cuh is made of: its traits, how a block of threads finds the items of its units (what
-// bias_gradient_plan.h says, with the places of their tensors), and how a unit's sums leave the registers.
+// attention/bias_gradient_plan.h says, with the places of their tensors), and how a unit's sums leave the registers.
 //
 // Called by bias_gradient.cuh only. Invariant: every sum is taken in an order that depends on nothing but the shapes
 // and the number of multiprocessors.
 #pragma once
 
-#include "sm80/bias_gradient_plan.h"
+#include "attention/bias_gradient_plan.h"
 #include "sm80/bwd_parts.cuh"
 
 namespace flash_ext::sm80 {

@@ -1,7 +1,8 @@
 // Backward of problems whose queries and keys of a head fit one tile, as in windowed vision models: one kernel, which
 // writes dQ, dK and dV itself and adds up the gradient of a broadcast bias, without scratch for dQ, lse or delta.
 //
-//   item = one (batch, head)      unit = items that share a tile of the bias's gradient (bias_gradient_plan.h)
+//   item = one (batch, head)      unit = items that share a tile of the bias's gradient
+//   (attention/bias_gradient_plan.h)
 //
 // A block of threads walks units; the loads of the next item run beside the products of this one. A warp owns 16
 // queries: S, P, dP, dS and dQ are its own, with the whole row at hand, so that the softmax is computed anew (what
@@ -12,9 +13,9 @@
 // len_q are zeros in shared memory, which make dS = 0 and add nothing to dV; keys past len_k are masked.
 #pragma once
 
+#include "attention/bias_gradient_plan.h"
 #include "cuda/launch.h"
 #include "cuda/rows.h"
-#include "sm80/bias_gradient_plan.h"
 #include "sm80/bwd_parts.cuh"
 
 namespace flash_ext::sm80 {
@@ -361,8 +362,8 @@ template <class Traits>
 void run_one_tile(Traits, const BackwardArgs& args, const Plan& plan, void* workspace) {
   const Problem& problem = args.fwd.problem;
   // Items whose bias is the same follow each other.
-  BiasGradientPlan order = make_bias_gradient_plan(problem, problem.wants_dbias ? args.dbias : args.fwd.bias,
-                                                   {kOneTile, kOneTile, Traits::kWarps}, plan.grid);
+  BiasGradientPlan order =
+      make_bias_gradient_plan(problem, problem.wants_dbias ? args.dbias : args.fwd.bias, kOneTile, kOneTile, plan.grid);
   const bool in_parts = problem.wants_dbias && order.parts > 1;
   if (in_parts) order.partial = static_cast<float*>(workspace);
   cuda::launch(one_tile_backward_kernel<Traits>, cuda::grid_of(plan.grid), Traits::kThreads,

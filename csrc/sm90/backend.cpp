@@ -1,7 +1,7 @@
 // The sm90 backend's entry, host code only: refuses, plans, and picks the kernel's instance.
 //
-//   fp16 and bf16 by TMA and wgmma (fwd.cuh, bwd.cuh): bands, grouped heads, lse, bias and mask; no other score
-//   modification, no dropout
+//   fp16 and bf16 by TMA and wgmma (fwd.cuh, bwd.cuh, bias_gradient.cuh): bands, grouped heads, lse, bias and mask; no
+//   other score modification, no dropout
 //
 // Serves compute capability 9.0 exactly, because wgmma is of that one architecture; backward serves less than forward.
 // Called by api/dispatch.cpp. Invariant: what refuses() and refuses_views() let pass has an instance, and its tensor
@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "sm90/bwd_config.h"
+#include "sm90/choose_tiles.h"
 #include "sm90/config.h"
 #include "sm90/tensor_map.h"
 #include "sm90_instances.h"
@@ -52,6 +53,10 @@ std::string refuses_head_dim(const Problem& problem, Pass pass, const char* name
   if (size > largest) return clause("more than " + std::to_string(largest) + where);
   return size % 8 == 0 ? "" : clause("not a multiple of 8");
 }
+
+// The gradient of a bias is a pass of its own, bias_gradient.cuh; beside a mask or in float that of sm80, which reads
+// the same lse.
+bool takes_sm80(const Problem& problem) { return problem.wants_dbias && !has_bias_gradient(problem); }
 
 // What forward serves and backward does not.
 std::string refuses_backward(const Problem& problem) {
@@ -150,15 +155,19 @@ std::string refuses_views(const ForwardArgs& args, const BackwardArgs* backward)
     if (in_accum) return std::string("the gradient of a broadcast ") + name + " is not supported";
   }
   if (!backward->d_out) return "a backward without grad_out is not supported";
-  if (problem.wants_dbias && is_whole(problem, backward->dbias)) {
-    return "the gradient of a bias that is not broadcast is not supported";
+  if (takes_sm80(problem) && is_whole(problem, backward->dbias)) {
+    return "the gradient of a bias that is not broadcast is not supported beside a mask or in float32";
   }
   ask("grad_out", backward->d_out, problem.heads_q, problem.len_q);
   ask("out", args.out, problem.heads_q, problem.len_q);
   return reason;
 }
 
-const char* schedule_name(Schedule schedule, bool counted) {
+const char* schedule_name(Schedule schedule, bool counted, bool shares_tiles) {
+  if (shares_tiles) {
+    return schedule == Schedule::kOverlap ? "overlap, heads of a group share tiles"
+                                          : "ping-pong, heads of a group share tiles";
+  }
   if (schedule == Schedule::kOverlap) return counted ? "overlap, tiles by a counter" : "overlap, tiles in turn";
   return counted ? "ping-pong, tiles by a counter" : "ping-pong, tiles in turn";
 }
@@ -194,10 +203,11 @@ Plan plan_forward(const Problem& problem, const DeviceInfo& device) {
                                  : forward_order(problem, shape.block_m(), device.multiprocessors);
   const char* const kernel = scored ? "sm90.forward.scored" : splits.count > 1 ? "sm90.forward.split" : "sm90.forward";
   Plan plan = plan_of(kernel, shape.threads(), shape.consumer_registers(), shape.producer_registers(), device);
-  plan.schedule = schedule_name(shape.schedule, order.counted);
+  plan.schedule = schedule_name(shape.schedule, order.counted, splits.head_rows > 0);
   plan.small_tiles = tiles == Tiles::kFew;
   plan.splits = splits.count;
   plan.split_tiles = splits.tiles;
+  plan.head_rows = splits.head_rows;
   plan.block_m = shape.block_m();
   plan.block_n = shape.block_n;
   plan.stages = shape.stages;
@@ -234,7 +244,6 @@ Plan plan_wide_backward(const Problem& problem, const Instance& instance, const 
   return plan;
 }
 
-// The gradient of a broadcast bias is a pass of its own, sm80's, which reads the same lse (sm80/bias_gradient.cuh).
 Problem bias_part_of(Problem problem) {
   problem.wants_dq = problem.wants_dk = problem.wants_dv = false;
   return problem;
@@ -254,9 +263,10 @@ Plan plan_backward(const Problem& problem, const DeviceInfo& device) {
   const bool ordered = is_ordered(problem);
   const TileSchedule schedule =
       ordered ? ordered_schedule(problem, shape.block_n) : backward_schedule(problem, shape.block_n);
-  const char* const kernel = problem.wants_dbias ? "sm90.backward.scored, sm80.bias_gradient"
-                             : scored            ? "sm90.backward.scored"
-                                                 : "sm90.backward";
+  const char* const kernel = takes_sm80(problem)          ? "sm90.backward.scored, sm80.bias_gradient"
+                             : has_bias_gradient(problem) ? "sm90.backward.scored, sm90.bias_gradient"
+                             : scored                     ? "sm90.backward.scored"
+                                                          : "sm90.backward";
   Plan plan = plan_of(kernel, shape.threads, shape.consumer_registers(), shape.producer_registers(), device);
   const bool persistent = ordered || is_backward_persistent(problem);
   plan.schedule = ordered ? "dq in order, persistent" : persistent ? "persistent" : "a tile of keys a block";
@@ -274,7 +284,7 @@ Plan plan_backward(const Problem& problem, const DeviceInfo& device) {
   plan.on_chip[next++] = {"lse and delta", smem.barriers - smem.stats};
   plan.on_chip[next] = {"barriers and alignment", smem.total - smem.barriers};
   plan.scratch_bytes = instance.backward_scratch_bytes(problem);
-  if (problem.wants_dbias) {
+  if (takes_sm80(problem)) {
     const Plan part = sm80_backend.plan(bias_part_of(problem), Pass::kBackward, device);
     plan.scratch_bytes = own_scratch_bytes(problem) + part.scratch_bytes;
     plan.small_tiles = part.small_tiles;
@@ -292,7 +302,7 @@ void forward(const ForwardArgs& args, const Plan& plan, void* workspace) {
                                       : plan.splits > 0       ? Tiles::kSplit
                                       : plan.small_tiles      ? Tiles::kFew
                                                               : Tiles::kMany,
-                             .splits = {plan.splits, plan.split_tiles},
+                             .splits = {plan.splits, plan.split_tiles, plan.head_rows},
                              .grid = static_cast<int>(std::min<int64_t>(plan.grid, INT32_MAX))};
   instance_of(args.problem, Pass::kForward).run_forward(args, how, workspace);
 }
@@ -300,7 +310,7 @@ void forward(const ForwardArgs& args, const Plan& plan, void* workspace) {
 void backward(const BackwardArgs& args, const Plan& plan, void* workspace) {
   const Problem& problem = args.fwd.problem;
   instance_of(problem, Pass::kBackward).run_backward(args, plan.grid, workspace);
-  if (!problem.wants_dbias) return;
+  if (!takes_sm80(problem)) return;
   BackwardArgs part = args;
   part.fwd.problem = bias_part_of(problem);
   part.dq = part.dk = part.dv = TensorView();

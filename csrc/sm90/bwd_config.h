@@ -161,6 +161,11 @@ inline bool is_ordered(const Problem& problem) {
          (problem.len_q <= 512 && problem.len_k <= 512 && is_even(problem) && !is_scored(problem));
 }
 
+// Whether the gradient of a bias is computed here (bias_gradient.cuh), and not by sm80's pass.
+inline bool has_bias_gradient(const Problem& problem) {
+  return problem.wants_dbias && !problem.has_mask && problem.bias_dtype == problem.dtype;
+}
+
 // Head dims above kNarrow: two kernels (bwd_wide_parts.cuh), both of tiles of 64 keys, the keys' of 64 queries, the
 // queries' of 128.
 constexpr int kNarrow = 128;

@@ -14,48 +14,9 @@
 // it; where it has one, out goes from registers and Q's stage is handed back after the tile's last S.
 #pragma once
 
-#include <type_traits>
-
-#include "sm90/pipeline.cuh"
-#include "sm90/scores.cuh"
-#include "sm90/wgmma.cuh"
-#include "sm90/work.cuh"
+#include "sm90/fwd_parts.cuh"
 
 namespace flash_ext::sm90 {
-
-template <class T_, int kHeadDim_, ForwardShape kShape_>
-struct ForwardTraits {
-  using T = T_;
-  static constexpr ForwardShape kShape = kShape_;
-  static constexpr int kHeadDim = kHeadDim_, kBlockM = kShape.block_m(), kBlockN = kShape.block_n;
-  static constexpr int kPanels = panels(kHeadDim), kConsumers = kShape.consumers;
-  static constexpr ForwardSmem kSmem = forward_smem(kShape, kHeadDim);
-  static constexpr int kQBytes = tile_bytes(64, kHeadDim), kKvBytes = tile_bytes(kBlockN, kHeadDim);
-  static constexpr int kQTiles = kShape.q_stages * kConsumers;
-  static constexpr bool kStaged = kShape.q_stages > 1;  // out goes through Q's stage
-  static constexpr bool kScored = kShape.scored;
-  using Params = std::conditional_t<kScored, ScoredParams, ForwardParams>;
-  using QPlace = RingPlace<kShape.q_stages>;
-  using KvPlace = RingPlace<kShape.stages>;
-  using WorkPlace = RingPlace<kWorks>;
-
-  // Q: a tile a consumer and stage, at stage * consumers + consumer.
-  struct Rings {
-    Ring<kQBytes> q;
-    Ring<kKvBytes> k, v;
-    Ring<sizeof(Work)> works;
-    Ring<0> scores;  // its stages' size is a parameter
-  };
-  static __device__ __forceinline__ Rings rings(uint32_t base) {
-    const uint32_t q = base + kSmem.barriers, k = q + kQTiles * 16, v = k + kShape.stages * 16;
-    const uint32_t works = v + kShape.stages * 16;
-    return {{base, q},
-            {base + kSmem.k, k},
-            {base + kSmem.v, v},
-            {base + kSmem.works, works},
-            {base + kSmem.scores, works + kWorks * 16}};
-  }
-};
 
 // ---- producer -------------------------------------------------------------------------------------------------------
 
@@ -79,20 +40,23 @@ __device__ __forceinline__ void produce(const ForwardParams& params, const typen
                                         work.box(params.v.steps, work.head / params.group_v, n * kBlockN));
     v.advance();
   };
+  const auto q_box = [&](const Work& work, int consumer) {
+    const auto at = work.template place<Traits>(params, work.first_query + consumer * 64);
+    return work.box(params.q.steps, at.head, at.query);
+  };
   const auto load_q = [&](const Work& work) {
 #pragma unroll 1
     for (int consumer = 0; consumer < kConsumers; ++consumer) {
       const int i = q.stage * kConsumers + consumer;
       barrier_wait(rings.q.empty(i), q.phase ^ 1);
-      load_tile<64, Traits::kPanels>(rings.q, i, params.q,
-                                     work.box(params.q.steps, work.head, work.first_query + consumer * 64));
+      load_tile<64, Traits::kPanels>(rings.q, i, params.q, q_box(work, consumer));
     }
     q.advance();
   };
   const auto prefetch_q = [&](const Work& work) {
 #pragma unroll 1
     for (int consumer = 0; consumer < kConsumers; ++consumer) {
-      BoxStart at = work.box(params.q.steps, work.head, work.first_query + consumer * 64);
+      BoxStart at = q_box(work, consumer);
 #pragma unroll
       for (int panel = 0; panel < Traits::kPanels; ++panel) {
         tma_prefetch(&params.q.map, at);
@@ -138,49 +102,11 @@ __device__ __forceinline__ void produce(const ForwardParams& params, const typen
 
 // ---- consumers ------------------------------------------------------------------------------------------------------
 
-// Named barriers: 1 + w is the turn of consumer warpgroup w, 1 + consumers + w is its own.
-constexpr int kTurnBarrier = 1;
-
-template <class Traits>
-__device__ __forceinline__ void take_turn(int consumer) {
-  if constexpr (Traits::kShape.schedule == Schedule::kPingPong) named_barrier_sync(kTurnBarrier + consumer, 256);
-}
-// Lets the next warpgroup go.
-template <class Traits>
-__device__ __forceinline__ void pass_turn(int consumer) {
-  if constexpr (Traits::kShape.schedule == Schedule::kPingPong) {
-    named_barrier_arrive(kTurnBarrier + (consumer + 1 == Traits::kConsumers ? 0 : consumer + 1), 256);
-  }
-}
-
-// S = Q K^T, not waited for.
-template <class Traits>
-__device__ __forceinline__ void issue_s(float (&s_acc)[Traits::kBlockN / 2], uint32_t q_tile, uint32_t k_tile) {
-  const uint64_t q_desc = k_major(q_tile), k_desc = k_major(k_tile);
-#pragma unroll
-  for (int k = 0; k < Traits::kHeadDim / 16; ++k) {
-    Wgmma<typename Traits::T, Traits::kBlockN>::ss(s_acc, q_desc + k_major_step(64, k),
-                                                   k_desc + k_major_step(Traits::kBlockN, k), k > 0);
-  }
-  wgmma_commit();
-}
-
-// O += P V, not waited for.
-template <class Traits>
-__device__ __forceinline__ void issue_o(float (&o_acc)[Traits::kHeadDim / 2],
-                                        const uint32_t (&p_frag)[Traits::kBlockN / 4], uint32_t v_tile) {
-  const uint64_t v_desc = mn_major(v_tile, Traits::kBlockN);
-#pragma unroll
-  for (int k = 0; k < Traits::kBlockN / 16; ++k) {
-    Wgmma<typename Traits::T, Traits::kHeadDim>::rs(o_acc, p_frag + 4 * k, v_desc + mn_major_step(k), 1);
-  }
-  wgmma_commit();
-}
-
 template <class Traits>
 __device__ __forceinline__ void consume(const typename Traits::Params& params, const typename Traits::Rings& rings,
                                         int consumer) {
   using T = typename Traits::T;
+  constexpr ForwardShape kShape = Traits::kShape;
   constexpr int kBlockN = Traits::kBlockN, kHeadDim = Traits::kHeadDim, kConsumers = Traits::kConsumers;
   const int lane = threadIdx.x % 32;
   const int warp_row = threadIdx.x / 32 % 4 * 16;
@@ -220,12 +146,14 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
       take_scores<T, kBlockN>(s_acc, params.scores, rings.scores, c, consumer * 64 + warp_row);
     }
     if (!Traits::kStaged && n == work.first_n && lane == 0) barrier_arrive(rings.q.empty(q_index()));
-    const int first_query = work.first_query + consumer * 64;
-    if (params.band.is_boundary(first_query, 64, n * kBlockN, kBlockN)) {
-      mask_band(s_acc, params.band, first_query + warp_row + lane / 4, n * kBlockN);
+    const int first_row = work.first_query + consumer * 64;
+    const int row_mask = kShape.shares_keys ? params.shared.row_mask : -1;
+    const int queries = kShape.shares_keys ? params.shared.queries : 64;
+    if (params.band.is_boundary(first_row & row_mask, queries, n * kBlockN, kBlockN)) {
+      mask_band(s_acc, params.band, first_row + warp_row + lane / 4, n * kBlockN, row_mask);
     }
   };
-  constexpr int kSplit = Traits::kShape.split;
+  constexpr int kSplit = kShape.split;
   const auto pack_p = [&](int first, int last) {
 #pragma unroll
     for (int i = 0; i < kBlockN / 4; ++i) {
@@ -243,31 +171,44 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
     __syncwarp();
     if (lane == 0) barrier_arrive(rings.works.empty(w.stage));
     const int row = done.first_query + consumer * 64 + warp_row;
-    const bool is_part = Traits::kShape.shares_keys && params.parts.splits.count > 1;
-    float* const lse_rows =
-        (is_part ? params.parts.lse + done.part * params.parts.rows : params.lse) + done.row(params, 0);
+    const auto place = [&](int half) { return done.template place<Traits>(params, row + lane / 4 + 8 * half); };
+    const bool is_part = kShape.shares_keys && params.parts.splits.count > 1;
+    float* const lse = is_part ? params.parts.lse + done.part * params.parts.rows : params.lse;
     float inverse[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float sum = softmax.total(half);
-      const int query = row + lane / 4 + 8 * half;
+      const auto at = place(half);
       inverse[half] = sum == 0.f ? 0.f : 1.f / sum;
-      if ((is_part || params.lse != nullptr) && lane % 4 == 0 && query < params.len_q) {
-        lse_rows[query] = sum == 0.f ? kMinusInf : softmax.row_max[half] * params.scale + logf(sum);
+      if ((is_part || params.lse != nullptr) && lane % 4 == 0 && at.exists) {
+        lse[done.row(params, at)] = sum == 0.f ? kMinusInf : softmax.row_max[half] * params.scale + logf(sum);
       }
     }
     scale_rows<kHeadDim>(o_acc, inverse);
-    const BoxStart at = done.box(params.out.steps, done.head, row);
     if constexpr (Traits::kStaged) {
       // All four warps have finished with Q; its stage belongs to out now.
       named_barrier_sync(kTurnBarrier + kConsumers + consumer, 128);
-      stage_out<T, kHeadDim>(o_acc, rings.q.tile(index), warp_row, params.out.map, at);
+      stage_out<T, kHeadDim>(o_acc, rings.q.tile(index), warp_row, params.out.map,
+                             done.box(params.out.steps, done.head, row));
     } else if (is_part) {
       const Parts& parts = params.parts;
-      float* const rows = parts.out + (done.part * parts.rows + done.row(params, 0)) * parts.cols;
-      write_part<kHeadDim>(o_acc, rows, parts.cols, row, params.len_q);
+      float* rows[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const auto at = place(half);
+        rows[half] = at.exists ? parts.out + (done.part * parts.rows + done.row(params, at)) * parts.cols : nullptr;
+      }
+      write_part<kHeadDim>(o_acc, rows, parts.cols);
     } else {
-      write_out<T, kHeadDim>(o_acc, params.out_view, done.head, done.b0, done.b1, row, params.len_q);
+      const OutView& out = params.out_view;
+      char* const base = out.data + done.b0 * out.b0 + done.b1 * out.b1;
+      char* rows[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const auto at = place(half);
+        rows[half] = at.exists ? base + at.head * out.head + at.query * out.row : nullptr;
+      }
+      write_out<T, kHeadDim>(o_acc, rows, out.cols);
     }
   };
   // After the store of finish() has read Q's stage.
@@ -300,7 +241,7 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
 
   if (consumer == kConsumers - 1) pass_turn<Traits>(consumer);
   next_work();
-  top_n = work.top_of<kBlockN>(params, consumer);
+  top_n = work.top_of<Traits>(params, consumer);
   barrier_wait(rings.q.full(q_index()), q.phase);
   begin();
   int done_index = -1;
@@ -365,7 +306,7 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
     // The last O of this tile and the first S of the next; out leaves under that S.
     done_index = q_index();
     next_work();
-    top_n = work.top_of<kBlockN>(params, consumer);
+    top_n = work.top_of<Traits>(params, consumer);
     if (work.any() && top_n == work.last_n) {
       barrier_wait(rings.v.full(v.stage), v.phase);
       take_turn<Traits>(consumer);

@@ -68,34 +68,27 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&x)[4]) {
   }
 }
 
-// rows: of the sequence's first query, cols floats each. row: of the warp's first row.
+// rows: this thread's two, cols floats each; null: there is none.
 template <int kHeadDim>
-__device__ __forceinline__ void write_part(const float (&o_acc)[kHeadDim / 2], float* rows, int cols, int row,
-                                           int len_q) {
-  const int lane = threadIdx.x % 32;
+__device__ __forceinline__ void write_part(const float (&o_acc)[kHeadDim / 2], float* const (&rows)[2], int cols) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int query = row + lane / 4 + 8 * half;
-    float* const to = rows + static_cast<int64_t>(query) * cols + 2 * (lane % 4);
+    float* const to = rows[half] + 2 * (threadIdx.x % 4);
 #pragma unroll
     for (int n = 0; n < kHeadDim / 8; ++n) {
-      if (query < len_q && 8 * n < cols) {
+      if (rows[half] != nullptr && 8 * n < cols) {
         *reinterpret_cast<float2*>(to + 8 * n) = make_float2(o_acc[4 * n + 2 * half], o_acc[4 * n + 2 * half + 1]);
       }
     }
   }
 }
 
-// row: of the warp's first row.
+// rows: this thread's two; null: there is none.
 template <class T, int kHeadDim>
-__device__ __forceinline__ void write_out(const float (&o_acc)[kHeadDim / 2], const OutView& out, int head, int b0,
-                                          int b1, int row, int len_q) {
+__device__ __forceinline__ void write_out(const float (&o_acc)[kHeadDim / 2], char* const (&rows)[2], int cols) {
   const int lane = threadIdx.x % 32;
-  char* const base = out.data + head * out.head + b0 * out.b0 + b1 * out.b1;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int query = row + lane / 4 + 8 * half;
-    char* const to = base + query * out.row;
 #pragma unroll
     for (int n = 0; n < kHeadDim / 8; n += 4) {
       uint32_t x[4];
@@ -103,7 +96,9 @@ __device__ __forceinline__ void write_out(const float (&o_acc)[kHeadDim / 2], co
       for (int i = 0; i < 4; ++i) x[i] = pack(o_acc[4 * (n + i) + 2 * half], o_acc[4 * (n + i) + 2 * half + 1], T());
       transpose_quad(x);
       const int col = 8 * (n + lane % 4);
-      if (query < len_q && col < out.cols) *reinterpret_cast<uint4*>(to + 2 * col) = make_uint4(x[0], x[1], x[2], x[3]);
+      if (rows[half] != nullptr && col < cols) {
+        *reinterpret_cast<uint4*>(rows[half] + 2 * col) = make_uint4(x[0], x[1], x[2], x[3]);
+      }
     }
   }
 }

@@ -1,6 +1,6 @@
 // The host side of backward: scratch, tensor maps, and the three launches.
 //
-//   prepare -> main kernel -> finish (bwd_rows.cuh)
+//   prepare -> main kernel -> finish (bwd_rows.cuh) -> the gradient of a bias (bias_gradient.cuh)
 //
 // Called by backend.cpp through kernels.h. Invariant: backward_scratch is what plan() asks for and what is used.
 #pragma once
@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "cuda/launch.h"
+#include "sm90/bias_gradient.cuh"
 #include "sm90/bwd.cuh"
 #include "sm90/bwd_rows.cuh"
 #include "sm90/run_scores.cuh"
@@ -15,11 +16,12 @@
 namespace flash_ext::sm90 {
 
 struct BackwardScratch {
-  float* stats = nullptr;     // [b, h_q, 2 or 3, padded queries]
-  float* dq = nullptr;        // [b, h_q, padded queries, head dim of the instance], in the order of the fragments
-  float* bounds = nullptr;    // [b, h_q, 2], fp16
-  uint32_t* turns = nullptr;  // [b, h_q, m_blocks] and one more, in one order
-  int64_t zeros = 0;          // from here on it must be zero before the kernels run
+  float* stats = nullptr;         // [b, h_q, 2 or 3, padded queries]
+  float* dq = nullptr;            // [b, h_q, padded queries, head dim of the instance], in the order of the fragments
+  float* bounds = nullptr;        // [b, h_q, 2], fp16
+  uint32_t* turns = nullptr;      // [b, h_q, m_blocks] and one more, in one order
+  float* bias_partial = nullptr;  // bias_partial_elements(), with dbias
+  int64_t zeros = 0;              // from here on it must be zero before the kernels run
   int64_t bytes = 0;
 };
 
@@ -35,6 +37,7 @@ BackwardScratch backward_scratch(const Problem& problem, void* workspace) {
   };
   take(scratch.stats, heads * Traits::kStats * padded);
   take(scratch.dq, heads * padded * Traits::kHeadDim);
+  if (has_bias_gradient(problem)) take(scratch.bias_partial, bias_partial_elements(problem));
   scratch.zeros = scratch.bytes;
   if (Traits::kScaled) take(scratch.bounds, heads * 2);
   if (is_ordered(problem)) take(scratch.turns, heads * padded / Traits::kBlockM + 1);
@@ -105,6 +108,12 @@ void launch_backward(const BackwardArgs& args, int64_t grid, void* workspace) {
                          params);
   cuda::launch_dependent(finish_kernel<Rows>, query_tiles, kRowThreads, 0, args.fwd.stream, args, scratch.dq,
                          params.m_blocks);
+  if constexpr (Traits::kScored) {
+    if (has_bias_gradient(problem)) {
+      run_bias_gradient<BiasGradientTraits<typename Traits::T, Traits::kHeadDim>>(args, scratch.stats,
+                                                                                  scratch.bias_partial);
+    }
+  }
 }
 
 }  // namespace flash_ext::sm90

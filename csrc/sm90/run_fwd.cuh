@@ -4,6 +4,7 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <type_traits>
 
 #include "attention/args.h"
@@ -28,23 +29,34 @@ void launch_forward(const ForwardArgs& args, const ForwardLaunch& how, void* wor
   const Problem& problem = args.problem;
   const Band band = make_band(problem);
   const auto clamp = [](int64_t x) { return static_cast<int>(std::clamp<int64_t>(x, -kFar, kFar)); };
-  const ForwardOrder order = how.tiles == Tiles::kSplit ? split_order(problem, Traits::kBlockM, how.splits, how.grid)
+  Splits splits = how.splits;
+  // A query that all heads repeat has no rows to share tiles with.
+  if (args.q.head_stride == 0) splits.head_rows = 0;
+  const ForwardOrder order = how.tiles == Tiles::kSplit ? split_order(problem, Traits::kBlockM, splits, how.grid)
                                                         : forward_order(problem, Traits::kBlockM, how.grid);
   typename Traits::Params params;
   const auto map = [&](const TensorView& view, int64_t heads, int64_t rows, int64_t cols, int box_rows) {
     return make_tensor_map(problem, view, heads, rows, cols, box_rows, Promotion::k128);
   };
-  params.q = map(args.q, problem.heads_q, problem.len_q, problem.head_dim, 64);
+  const int head_rows = splits.head_rows, box_heads = head_rows > 0 ? 64 / head_rows : 1;
+  params.q = make_tensor_map(problem, args.q, problem.heads_q, problem.len_q, problem.head_dim, 64 / box_heads,
+                             Promotion::k128, box_heads);
   params.k = map(args.k, problem.heads_k, problem.len_k, problem.head_dim, Traits::kBlockN);
   params.v = map(args.v, problem.heads_v, problem.len_k, problem.head_dim_v, Traits::kBlockN);
   params.out = map(args.out, problem.heads_q, problem.len_q, problem.head_dim_v, 16);
   params.out_view = make_out_view(problem, args.out);
   params.schedule = order.schedule;
   params.band = {clamp(band.lower), clamp(band.upper), static_cast<int>(problem.len_k)};
-  params.tiles = cuda::grid_of(order.schedule.size() * std::max(how.splits.count, 1)).x;
+  params.tiles = cuda::grid_of(order.schedule.size() * std::max(splits.count, 1)).x;
   params.len_q = static_cast<int>(problem.len_q);
-  params.group_k = static_cast<int>(problem.heads_q / problem.heads_k);
-  params.group_v = static_cast<int>(problem.heads_q / problem.heads_v);
+  const int members = head_rows > 0 ? static_cast<int>(problem.heads_q / problem.heads_k) : 1;
+  params.group_k = static_cast<int>(problem.heads_q / problem.heads_k) / members;
+  params.group_v = static_cast<int>(problem.heads_q / problem.heads_v) / members;
+  params.shared = {-1, 31, 1, params.len_q, 64};
+  if (head_rows > 0) {
+    params.shared = {head_rows - 1, std::countr_zero(static_cast<unsigned>(head_rows)), members, members * head_rows,
+                     head_rows};
+  }
   params.heads_q = static_cast<int>(problem.heads_q);
   params.inner_batch = problem.batch_rank > 0 ? static_cast<int>(problem.batch_size[problem.batch_rank - 1]) : 1;
   params.scale = static_cast<float>(problem.scale);
@@ -61,12 +73,12 @@ void launch_forward(const ForwardArgs& args, const ForwardLaunch& how, void* wor
   }
   params.counter = order.counted ? static_cast<uint32_t*>(workspace) : nullptr;
   params.parts = {};
-  params.parts.splits = how.splits;
-  if (how.splits.count > 1) {
+  params.parts.splits = splits;
+  if (splits.count > 1) {
     params.parts.rows = problem.batch * problem.heads_q * problem.len_q;
     params.parts.cols = static_cast<int>(problem.head_dim_v);
     params.parts.out = static_cast<float*>(workspace);
-    params.parts.lse = params.parts.out + how.splits.count * part_elements(problem);
+    params.parts.lse = params.parts.out + splits.count * part_elements(problem);
   }
   const auto launch = [&](const auto& how_to) {
     how_to(forward_kernel<Traits>, cuda::grid_of(order.grid), Traits::kShape.threads(), Traits::kSmem.total,

@@ -27,13 +27,14 @@ struct TileBand {
   }
 };
 
-// row: of this thread's first half in the sequence; its second half is row + 8.
+// row: of this thread's first half; its second half is row + 8. row_mask: of a row, the query (work.cuh).
 template <int kCount>
-__device__ __forceinline__ void mask_band(float (&s)[kCount], const TileBand& band, int row, int first_key) {
+__device__ __forceinline__ void mask_band(float (&s)[kCount], const TileBand& band, int row, int first_key,
+                                          int row_mask = -1) {
   const int column = 2 * (threadIdx.x % 4);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int query = row + 8 * half;
+    const int query = (row + 8 * half) & row_mask;
     const int low = query + band.lower - first_key - column;
     const int high = min(query + band.upper, band.len_k - 1) - first_key - column;
 #pragma unroll

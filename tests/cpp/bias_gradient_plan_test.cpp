@@ -1,5 +1,5 @@
-// sm80/bias_gradient_plan.h: every score tile is summed once into the tile of the gradient that it belongs to.
-#include "sm80/bias_gradient_plan.h"
+// attention/bias_gradient_plan.h: every score tile is summed once into the tile of the gradient that it belongs to.
+#include "attention/bias_gradient_plan.h"
 
 #include <gtest/gtest.h>
 
@@ -7,10 +7,10 @@
 #include <set>
 #include <tuple>
 
-namespace flash_ext::sm80 {
+namespace flash_ext {
 namespace {
 
-constexpr TileShape kTile{64, 32, 4};
+constexpr int kBlockM = 64, kBlockN = 32;
 
 Problem make_problem(int64_t outer, int64_t inner, int64_t heads, int64_t len_q, int64_t len_k) {
   Problem problem;
@@ -47,7 +47,7 @@ TEST(BiasGradientPlan, SumsEveryTileOnceIntoItsOwn) {
     for (int own = 0; own < 32; ++own) {
       for (int64_t places : {1, 7, 132}) {
         const TensorView gradient = make_gradient(problem, own);
-        const BiasGradientPlan plan = make_bias_gradient_plan(problem, gradient, kTile, places);
+        const BiasGradientPlan plan = make_bias_gradient_plan(problem, gradient, kBlockM, kBlockN, places);
         using Place = std::tuple<int64_t, int64_t, int64_t, int64_t>;  // of a score tile, or of one of the gradient
         std::set<Place> seen;
         std::map<uint32_t, Place> tile_of_unit;
@@ -79,7 +79,8 @@ TEST(BiasGradientPlan, SumsEveryTileOnceIntoItsOwn) {
 
 TEST(BiasGradientPlan, NeighboursShareTiles) {
   const Problem problem = make_problem(1, 4, 2, 4096, 4096);
-  const BiasGradientPlan plan = make_bias_gradient_plan(problem, make_gradient(problem, 0b00111), kTile, 132);
+  const BiasGradientPlan plan =
+      make_bias_gradient_plan(problem, make_gradient(problem, 0b00111), kBlockM, kBlockN, 132);
   ASSERT_GT(plan.run, 1u);
   for (uint32_t unit = 1; unit < plan.run; ++unit) {  // the next block of queries, from the same batch element on
     const BiasGradientItem before = plan.at(problem, unit - 1, plan.items - 1), after = plan.at(problem, unit, 0);
@@ -92,7 +93,7 @@ TEST(BiasGradientPlan, NeighboursShareTiles) {
 TEST(BiasGradientPlan, FillsTheCard) {
   constexpr int64_t kPlaces = 132;
   const auto waves = [&](const Problem& problem, int own) {
-    const BiasGradientPlan plan = make_bias_gradient_plan(problem, make_gradient(problem, own), {128, 128, 8}, kPlaces);
+    const BiasGradientPlan plan = make_bias_gradient_plan(problem, make_gradient(problem, own), 128, 128, kPlaces);
     return static_cast<double>(plan.blocks()) / kPlaces;
   };
   const Problem problem = make_problem(1, 4, 16, 4096, 4096);
@@ -105,4 +106,4 @@ TEST(BiasGradientPlan, FillsTheCard) {
 }
 
 }  // namespace
-}  // namespace flash_ext::sm80
+}  // namespace flash_ext

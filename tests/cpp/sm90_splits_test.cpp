@@ -1,9 +1,10 @@
-// sm90/splits.h: parts cover a tile's keys once, and which calls are split.
+// sm90/splits.h and choose_tiles.h: parts cover a tile's keys once, and which calls are split.
 #include <gtest/gtest.h>
 
 #include <initializer_list>
+#include <utility>
 
-#include "sm90/splits.h"
+#include "sm90/choose_tiles.h"
 
 namespace flash_ext::sm90 {
 namespace {
@@ -75,6 +76,30 @@ TEST(Splits, NoPartIsEmptyWhereHeadsAreOneTile) {
           ASSERT_LT(first, last) << heads << " " << len_q << " " << len_k;
           EXPECT_LE(split_scratch_bytes(p, splits), kMaxPartBytes * 129 / 128);
         }
+}
+
+// Few queries of grouped heads share tiles, each head in a power of two of rows.
+TEST(Splits, HeadsOfAGroupShareTiles) {
+  const auto plan = [](int64_t heads, int64_t heads_k, int64_t len_q, int64_t batch = 1) {
+    Problem p = problem(batch, heads, len_q, 4096);
+    p.heads_k = p.heads_v = heads_k;
+    return choose_tiles(p, 128, kMultiprocessors).splits;
+  };
+  for (const auto& [len_q, rows] : {std::pair{2, 2}, {3, 4}, {5, 8}, {8, 8}, {31, 32}}) {
+    const Splits splits = plan(32, 8, len_q);
+    EXPECT_EQ(splits.head_rows, rows) << len_q;
+    Problem p = problem(1, 32, len_q, 4096);
+    p.heads_k = 8;
+    const Problem shared = with_shared_tiles(p, splits.head_rows);
+    EXPECT_EQ(shared.len_q, 4 * rows);
+    EXPECT_EQ(split_order(p, 128, splits, 1000).schedule.size(), 8);
+  }
+  EXPECT_EQ(plan(32, 32, 8).head_rows, 0);     // no group
+  EXPECT_EQ(plan(32, 8, 65).head_rows, 0);     // more than a warpgroup's
+  EXPECT_EQ(plan(16, 1, 64, 1).head_rows, 0);  // as many rows either way
+  Problem p = problem(1, 32, 8, 4096);
+  p.heads_k = 8;  // and 32 of values
+  EXPECT_EQ(choose_tiles(p, 128, kMultiprocessors).splits.head_rows, 0);
 }
 
 // A last round that is nearly empty costs as much as a full one.

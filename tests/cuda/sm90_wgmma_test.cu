@@ -343,13 +343,15 @@ struct Strided {
   }
 };
 
+// box_heads: that share a box, kRows / box_heads rows each.
 template <int kRows>
-void test_load(int cols, int row, bool broadcast_head) {
+void test_load(int cols, int row, bool broadcast_head, int head = 3, int box_heads = 1) {
   Strided tensor(cols, broadcast_head);
   for (size_t i = 0; i < tensor.memory.count; ++i) tensor.memory[i] = __half(random_number());
-  const TensorMap map =
-      make_tensor_map(tensor.problem, tensor.view, Strided::kHeads, Strided::kRows, cols, kRows, Promotion::k128);
-  const int b1 = 1, b0 = 2, head = 3;
+  const int rows = kRows / box_heads;
+  const TensorMap map = make_tensor_map(tensor.problem, tensor.view, Strided::kHeads, Strided::kRows, cols, rows,
+                                        Promotion::k128, box_heads);
+  const int b1 = 1, b0 = 2;
   Managed<char> image(tile_bytes(kRows, 128), '\x7f');
   allow_shared(load_kernel<kRows>, tile_bytes(kRows, 128) + kTileAlign);
   load_kernel<kRows><<<1, 128, tile_bytes(kRows, 128) + kTileAlign>>>(
@@ -357,12 +359,13 @@ void test_load(int cols, int row, bool broadcast_head) {
   must(cudaDeviceSynchronize(), "load");
   compare(
       "tma load, " + std::to_string(kRows) + " rows from " + std::to_string(row) + ", cols " + std::to_string(cols) +
-          (broadcast_head ? ", one head" : ""),
+          (broadcast_head ? ", one head" : "") + (box_heads > 1 ? ", " + std::to_string(box_heads) + " heads" : ""),
       kRows, 128, 0,
       [&](int i, int j) { return static_cast<float>(*reinterpret_cast<__half*>(&image[tile_offset(kRows, i, j)])); },
       [&](int i, int j) {
-        if (row + i >= Strided::kRows || j >= cols) return 0.f;
-        return static_cast<float>(tensor.memory[tensor.at(b1, b0, head, row + i, j)]);
+        const int of_head = head + i / rows, of_row = row + i % rows;
+        if (of_head >= Strided::kHeads || of_row >= Strided::kRows || j >= cols) return 0.f;
+        return static_cast<float>(tensor.memory[tensor.at(b1, b0, of_head, of_row, j)]);
       });
 }
 
@@ -404,6 +407,7 @@ int main() {
     test_load<128>(cols, 0, false);
     test_load<80>(cols, 16, false);
     test_load<16>(cols, 32, true);
+    for (const int heads : {2, 8, 64}) test_load<64>(cols, 0, false, heads > 4 ? 0 : 2, heads);
     test_store(cols, 0);
     test_store(cols, 32);
   }

@@ -1,13 +1,14 @@
-// Which scores each block of threads of bias_gradient.cuh sums up, and in which order: a pure function of the shapes.
+// Which scores each block of threads sums up to the gradient of a bias, and in which order: a pure function of the
+// shapes.
 //
 //   unit = (part, tile of the gradient)      item = one tile of scores that is summed into a unit
 //
 // The gradient has some of the dimensions (batch, head, query, key) for its own; over the others it is summed. A unit's
 // items run over those, queries fastest, then keys, then heads, so that successive items share K and V, or Q and dO,
 // and odd units run backwards, so that the first item of a unit shares what it can with the last one before. Where the
-// gradient has fewer tiles than the card has places, several parts share a tile's items. Called by bias_gradient.cuh on
-// host and device and by run_bwd.cuh. Invariant: at() is a bijection from (unit, index) to all pairs of a tile of the
-// gradient and one of its items.
+// gradient has fewer tiles than the card has places, several parts share a tile's items. Called by bias_gradient.cuh of
+// sm80/ and of sm90/, on host and device, and by what asks for their scratch. Invariant: at() is a bijection from
+// (unit, index) to all pairs of a tile of the gradient and one of its items.
 #pragma once
 
 #include <algorithm>
@@ -15,9 +16,8 @@
 
 #include "attention/args.h"
 #include "attention/tile_schedule.h"
-#include "sm80/config.h"
 
-namespace flash_ext::sm80 {
+namespace flash_ext {
 
 struct BiasGradientItem {
   uint32_t part = 0, m_block = 0, n_block = 0;  // blocks of the scores
@@ -90,14 +90,13 @@ inline int64_t bias_partial_elements(const Problem& problem) {
   return std::min(scores, std::clamp(scores / 16, kLeast, kMost));
 }
 
-// `places`: how many blocks of threads run at once.
-inline BiasGradientPlan make_bias_gradient_plan(const Problem& problem, const TensorView& dbias, TileShape tile,
-                                                int64_t places) {
+// For tiles of block_m queries by block_n keys. `places`: how many blocks of threads run at once.
+inline BiasGradientPlan make_bias_gradient_plan(const Problem& problem, const TensorView& dbias, int64_t block_m,
+                                                int64_t block_n, int64_t places) {
   constexpr int64_t kWaves = 8;     // so that the last one, half empty, is a small part of the whole
   constexpr int64_t kLongRun = 32;  // items beside which a block's start counts for little
   BiasGradientPlan plan;
-  const int64_t m_blocks = block_count(problem.len_q, tile.block_m),
-                n_blocks = block_count(problem.len_k, tile.block_n);
+  const int64_t m_blocks = block_count(problem.len_q, block_m), n_blocks = block_count(problem.len_k, block_n);
   int64_t tiles = 1, items = 1;
   const auto add = [&](bool own, int64_t size) {
     (own ? tiles : items) *= size;
@@ -128,4 +127,4 @@ inline BiasGradientPlan make_bias_gradient_plan(const Problem& problem, const Te
   return plan;
 }
 
-}  // namespace flash_ext::sm80
+}  // namespace flash_ext

@@ -1,0 +1,266 @@
+// The gradient of a bias on Hopper, broadcast or not, as a pass of its own behind the backward of q, k and v:
+//
+//   dbias[tile] = sum over items of dS = P o (dO V^T - delta)
+//
+// A block owns a tile of the gradient, 128 queries by 128 keys, and walks over everything that shares it (batch
+// elements, heads, tiles of queries or keys), in a fixed order, with the sum in registers;
+// attention/bias_gradient_plan.h has the order, and where parts share a tile a second kernel adds their sums up. One
+// producer thread finds the items and brings, by TMA, the pairs of operands (Q, K) and (dO, V) in one ring, and the
+// queries' numbers with the item; two consumer warpgroups own 64 queries each. Scores are not transposed here: nothing
+// but their sum is wanted. The bias comes from global memory, while S is computed: items of one tile share it, so L2
+// has it.
+//
+// Called by run_bwd.cuh, behind prepare_kernel, whose stats it reads. Invariant: each element of the gradient is
+// written exactly once; a ring's barriers as in pipeline.cuh, where the full one of an item is completed by its
+// numbers.
+#pragma once
+
+#include <algorithm>
+
+#include "cuda/rows.h"
+#include "sm90/bias_gradient_parts.cuh"
+
+namespace flash_ext::sm90 {
+
+// ---- producer -------------------------------------------------------------------------------------------------------
+
+template <class Traits>
+__device__ __forceinline__ void produce_items(const BiasGradientParams& params, const typename Traits::Tiles& tiles) {
+  constexpr int kBlock = Traits::kBlock;
+  const Problem& problem = params.args.fwd.problem;
+  const BiasGradientPlan& plan = params.plan;
+  const int len_q = static_cast<int>(problem.len_q);
+  const auto entries = tiles.entries();
+  const auto operands = tiles.operands();
+  RingPlace<kItemStages> item_place;
+  RingPlace<Traits::kStages> place;
+  const uint32_t first_unit = blockIdx.x * plan.run, end_unit = min(first_unit + plan.run, plan.units());
+#pragma unroll 1
+  for (uint32_t unit = first_unit; unit < end_unit; ++unit) {
+    const uint32_t count = plan.items_of(unit);
+#pragma unroll 1
+    for (uint32_t index = 0; index < count; ++index) {
+      const BiasGradientItem item = plan.at(problem, unit, index);
+      const auto offset = [&](const TensorView& view) {
+        int64_t at = item.head * view.head_stride;
+#pragma unroll
+        for (int i = 0; i < kMaxBatchDims; ++i) at += item.batch[i] * view.batch_stride[i];
+        return at;
+      };
+      BiasGradientEntry entry;
+      entry.first_query = static_cast<int>(item.m_block) * kBlock;
+      entry.first_key = static_cast<int>(item.n_block) * kBlock;
+      const int end_query = min(entry.first_query + kBlock, len_q);
+      const int first_key = max(entry.first_key, entry.first_query + params.band.lower);
+      const int end_key = min(min(entry.first_key + kBlock, params.band.len_k), end_query + params.band.upper);
+      entry.visible = first_key < end_key;
+      entry.last = item.last;
+      if (!entry.visible && !item.last) continue;
+      const auto corner = [&](const TensorView& view) {
+        return offset(view) + entry.first_query * view.row_stride + entry.first_key * view.col_stride;
+      };
+      entry.bias = corner(params.args.fwd.bias);
+      entry.to = corner(params.args.dbias) + item.part * plan.part_elements;
+      const uint32_t full = entries.full(item_place.stage);
+      barrier_wait(entries.empty(item_place.stage), item_place.phase ^ 1);
+      store_shared(entries.tile(item_place.stage), entry);
+      if (!entry.visible) {
+        barrier_arrive(full);
+        item_place.advance();
+        continue;
+      }
+      const int rows = min(kBlock, params.padded - entry.first_query);
+      const uint32_t to = tiles.numbers(item_place.stage);
+      barrier_expect(full, 3 * rows * 4);
+      const int64_t row = (int64_t{item.b} * problem.heads_q + item.head) * 3 * params.padded + entry.first_query;
+#pragma unroll
+      for (int i = 0; i < 3; ++i) {
+        bulk_load(to + i * kBlock * 4, params.stats + row + i * params.padded, full, rows * 4);
+      }
+      item_place.advance();
+      const int b1 = static_cast<int>(item.b) / params.inner_batch;
+      const int b0 = static_cast<int>(item.b) - b1 * params.inner_batch;
+      const auto load = [&](const TensorMap& queries, const TensorMap& keys) {
+        const uint32_t barrier = operands.full(place.stage), tile = operands.tile(place.stage);
+        barrier_wait(operands.empty(place.stage), place.phase ^ 1);
+        barrier_expect(barrier, Traits::kPair);
+        const auto box = [&](const BoxSteps& steps, int head, int first) -> BoxStart {
+          return {0, first, head * steps.head, b0 * steps.b0, b1 * steps.b1};
+        };
+        const int head = static_cast<int>(item.head);
+        load_panels<kBlock, Traits::kPanels>(tile, barrier, queries, box(queries.steps, head, entry.first_query));
+        load_panels<kBlock, Traits::kPanels>(tile + Traits::kTile, barrier, keys,
+                                             box(keys.steps, head / params.group, entry.first_key));
+        place.advance();
+      };
+      load(params.q, params.k);
+      load(params.d_out, params.v);
+    }
+  }
+  BiasGradientEntry end = {};
+  end.last = kEnd;
+  barrier_wait(entries.empty(item_place.stage), item_place.phase ^ 1);
+  store_shared(entries.tile(item_place.stage), end);
+  barrier_arrive(entries.full(item_place.stage));
+}
+
+// ---- consumers ------------------------------------------------------------------------------------------------------
+
+template <class Traits>
+__device__ __forceinline__ void consume_items(const BiasGradientParams& params, const typename Traits::Tiles& tiles,
+                                              int consumer) {
+  using T = typename Traits::T;
+  constexpr int kBlock = Traits::kBlock;
+  const Problem& problem = params.args.fwd.problem;
+  const int lane = threadIdx.x % 32, warp_row = consumer * 64 + threadIdx.x / 32 % 4 * 16;
+  const int row = warp_row + lane / 4;
+  const auto entries = tiles.entries();
+  const auto operands = tiles.operands();
+  RingPlace<kItemStages> item_place;
+  RingPlace<Traits::kStages> place;
+  float sum[64];
+#pragma unroll
+  for (float& x : sum) x = 0.f;
+  const auto release = [&] {
+    __syncwarp();
+    if (lane == 0) barrier_arrive(operands.empty(place.stage));
+    place.advance();
+  };
+  while (true) {
+    barrier_wait(entries.full(item_place.stage), item_place.phase);
+    BiasGradientEntry entry;
+    load_shared(entry, entries.tile(item_place.stage));
+    if (entry.last == kEnd) break;
+    const int rows = static_cast<int>(problem.len_q) - entry.first_query, cols = params.band.len_k - entry.first_key;
+    if (entry.visible && rows <= consumer * 64) {  // no query is this warpgroup's
+      barrier_wait(operands.full(place.stage), place.phase);
+      release();
+      barrier_wait(operands.full(place.stage), place.phase);
+      release();
+    } else if (entry.visible) {
+      const uint32_t numbers = tiles.numbers(item_place.stage) + row * 4;
+      const auto number = [&](int which, int half) {
+        return load_shared_float(numbers + (which * kBlock + 8 * half) * 4);
+      };
+      float s_acc[64], dp_acc[64];
+      const auto issue = [&](float(&c)[64]) {
+        barrier_wait(operands.full(place.stage), place.phase);
+        const uint32_t tile = operands.tile(place.stage);
+        hold(c);
+        wgmma_fence();
+        issue_scores<T, kBlock, kBlock, Traits::kHeadDim>(c, k_major(tile + consumer * 64 * kPanelBytes),
+                                                          tile + Traits::kTile);
+      };
+      issue(s_acc);
+      BiasWords words;
+      const TensorView& bias = params.args.fwd.bias;
+      read_bias(words, static_cast<const T*>(bias.data) + entry.bias, bias, params.reads_chunks, row, rows, cols);
+      wgmma_wait<0>();
+      hold(s_acc);
+      release();
+      if (load_shared_float(tiles.numbers(item_place.stage) + (2 * kBlock + consumer * 64) * 4) == kNotFar) {
+        with_bias<T>(s_acc, words, [&](float& x, float of_pair, int) { x = fmaf(of_pair, params.inverse_scale, x); });
+      } else {
+        const float minus_lse[2] = {number(2, 0), number(2, 1)};
+        with_bias<T>(s_acc, words, [&](float& x, float of_pair, int half) {
+          x = (fmaf(x, params.scale, of_pair) + minus_lse[half]) * params.inverse_scale;
+        });
+      }
+      const int first_query = entry.first_query + consumer * 64;
+      if (params.band.is_boundary(first_query, 64, entry.first_key, kBlock)) {
+        mask_band(s_acc, params.band, entry.first_query + row, entry.first_key);
+      }
+      issue(dp_acc);
+      const float minus_lse[2] = {number(0, 0), number(0, 1)}, delta[2] = {number(1, 0), number(1, 1)};
+#pragma unroll
+      for (int i = 0; i < 64; ++i) s_acc[i] = exp2_fast(fmaf(s_acc[i], params.to_log2, minus_lse[i / 2 % 2]));
+      wgmma_wait<0>();
+      hold(dp_acc);
+      release();
+#pragma unroll
+      for (int i = 0; i < 64; ++i) sum[i] = fmaf(s_acc[i], dp_acc[i] - delta[i / 2 % 2], sum[i]);
+    }
+    __syncwarp();
+    if (lane == 0) barrier_arrive(entries.empty(item_place.stage));
+    item_place.advance();
+    if (entry.last != 0) {
+      float* const gradient =
+          params.plan.partial != nullptr ? params.plan.partial : static_cast<float*>(params.args.dbias.data);
+      store_sums<Traits>(sum, params, gradient + entry.to, tiles.partial(), warp_row, rows, cols);
+#pragma unroll
+      for (float& x : sum) x = 0.f;
+    }
+  }
+}
+
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kThreads, 1)
+    bias_gradient_kernel(const __grid_constant__ BiasGradientParams params) {
+  extern __shared__ char smem[];
+  const typename Traits::Tiles tiles{(shared_address(smem) + kTileAlign - 1) & ~(kTileAlign - 1)};
+  if (threadIdx.x == 0) {
+    const auto init = [](const auto& ring, int stages) {
+      for (int stage = 0; stage < stages; ++stage) {
+        barrier_init(ring.full(stage), 1);
+        barrier_init(ring.empty(stage), Traits::kWarps);
+      }
+    };
+    init(tiles.operands(), Traits::kStages);
+    init(tiles.entries(), kItemStages);
+    fence_barrier_init();
+    for (const TensorMap* map : {&params.q, &params.k, &params.v, &params.d_out}) prefetch_map(&map->map);
+  }
+  __syncthreads();
+  // The same in all lanes, and the compiler knows.
+  const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);
+  if (warpgroup == 0) {
+    fewer_registers<Traits::kProducerRegisters>();
+    if (threadIdx.x < 32 && elect_one()) produce_items<Traits>(params, tiles);
+  } else {
+    more_registers<Traits::kConsumerRegisters>();
+    consume_items<Traits>(params, tiles, warpgroup - 1);
+  }
+}
+
+// ---- host -----------------------------------------------------------------------------------------------------------
+
+// stats: prepare_kernel's, of this shape with scores. partial: of bias_partial_elements() floats.
+template <class Traits>
+void run_bias_gradient(const BackwardArgs& args, const float* stats, float* partial) {
+  constexpr int kFar = 1 << 30, kBlock = Traits::kBlock;
+  const Problem& problem = args.fwd.problem;
+  const Band band = make_band(problem);
+  const auto clamp = [](int64_t x) { return static_cast<int>(std::clamp<int64_t>(x, -kFar, kFar)); };
+  const auto map = [&](const TensorView& view, int64_t heads, int64_t rows, int64_t cols) {
+    return make_tensor_map(problem, view, heads, rows, cols, kBlock, Promotion::k256);
+  };
+  int device = 0, multiprocessors = 0;
+  cuda::check(cudaGetDevice(&device), "device");
+  cuda::check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device), "multiprocessors");
+  BiasGradientParams params;
+  params.q = map(args.fwd.q, problem.heads_q, problem.len_q, problem.head_dim);
+  params.k = map(args.fwd.k, problem.heads_k, problem.len_k, problem.head_dim);
+  params.v = map(args.fwd.v, problem.heads_k, problem.len_k, problem.head_dim_v);
+  params.d_out = map(args.d_out, problem.heads_q, problem.len_q, problem.head_dim_v);
+  params.args = args;
+  params.plan = make_bias_gradient_plan(problem, args.dbias, kBlock, kBlock, multiprocessors);
+  if (params.plan.parts > 1) params.plan.partial = partial;
+  params.stats = stats;
+  params.padded = static_cast<int>(block_count(problem.len_q, Traits::kStatsBlock) * Traits::kStatsBlock);
+  params.band = {clamp(band.lower), clamp(band.upper), static_cast<int>(problem.len_k)};
+  params.group = static_cast<int>(problem.heads_q / problem.heads_k);
+  params.inner_batch = problem.batch_rank > 0 ? static_cast<int>(problem.batch_size[problem.batch_rank - 1]) : 1;
+  params.reads_chunks = reads_chunks(problem, args.fwd.bias, 2);
+  params.stores_pairs = args.dbias.col_stride == 1 && args.dbias.row_stride % 2 == 0 && problem.len_k % 2 == 0;
+  params.scale = static_cast<float>(problem.scale);
+  params.to_log2 = static_cast<float>(problem.scale * kLog2e);
+  params.inverse_scale = static_cast<float>(1.0 / problem.scale);
+  cuda::launch(bias_gradient_kernel<Traits>, cuda::grid_of(params.plan.blocks()), Traits::kThreads, Traits::kSmem.total,
+               args.fwd.stream, params);
+  if (params.plan.parts > 1) {
+    cuda::sum_parts(static_cast<float*>(args.dbias.data), partial, params.plan.part_elements, params.plan.parts,
+                    args.fwd.stream);
+  }
+}
+
+}  // namespace flash_ext::sm90
