@@ -282,7 +282,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--time-budget", type=float, default=math.inf, metavar="SECONDS", help=budget)
     add("--quick", action="store_true", help="one small case of each kind, 3 rounds: a minute, for CI")
     add("--no-check", dest="check", action="store_false", help="do not compute err")
-    add("--no-host", dest="host", action="store_false", help="skip the host time of tiny calls (suite cpu only)")
+    add("--no-host", dest="host", action="store_false", help="skip the host time of tiny calls (suites cpu and short)")
     add(
         "--out", type=Path, metavar="DIR",
         help="folder of attention_SUITE and host_overhead, each .csv, .md, .tex, .png; or FILE.csv, others beside it",
@@ -403,7 +403,7 @@ def main() -> None:
         print(*refusals(cells), *([args.limits] if args.limits.tflops else []), sep="\n")
     if args.csv is not None:
         print(write_results(args.csv, [cell.row() for cell in cells], origin, tables, draw_attention))
-    if args.host and args.suite == "cpu":
+    if args.host and args.suite in ("cpu", "short"):
         ours = load_flash_ext().scaled_dot_product_attention if OURS in peers else None
         host_rows = host_overhead(ours, args.device, rounds=5 if args.quick else 15)
         console.print(host_table(host_rows))

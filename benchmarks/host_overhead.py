@@ -14,15 +14,17 @@ from harness import interleave
 from tables import Table
 from torch import Tensor
 
-SHAPE = (1, 2, 4, 16)  # B, H, S, D
+TENSORS = {"cpu": ((1, 2, 4, 16), torch.float32), "cuda": ((1, 8, 128, 64), torch.bfloat16)}  # (B, H, S, D), dtype
 OURS, NATIVE, FUNCTIONAL = "flash_ext", "aten op", "F.sdpa"
 PASSES = ("no grad", "with grad", "fwd + bwd")
 
 
 def calls_of_pass(sdpa: Callable[..., Tensor], direction: str, device: str, causal: bool) -> Callable[[], Any]:
     """A closure that makes one call in the given way."""
-    q, k, v = (torch.randn(SHAPE, device=device, requires_grad=direction != "no grad") for _ in range(3))
-    grad = torch.randn(SHAPE, device=device)
+    shape, dtype = TENSORS[device]
+    wanted = direction != "no grad"
+    q, k, v = (torch.randn(shape, dtype=dtype, device=device, requires_grad=wanted) for _ in range(3))
+    grad = torch.randn(shape, dtype=dtype, device=device)
     options = {"is_causal": True} if causal else {}
     if direction == "fwd + bwd":
         return lambda: torch.autograd.grad(sdpa(q, k, v, **options), (q, k, v), grad)
@@ -30,12 +32,14 @@ def calls_of_pass(sdpa: Callable[..., Tensor], direction: str, device: str, caus
 
 
 def host_overhead(ours: Callable[..., Tensor] | None, device: str, rounds: int) -> list[dict[str, Any]]:
-    """One row a (pass, arguments, peer): {"pass", "arguments", "peer", "us", "best_us"}."""
+    """One row a (pass, arguments, peer): {"tensors", "pass", "arguments", "peer", "us", "best_us"}."""
     peers = {NATIVE: torch.ops.aten.scaled_dot_product_attention.default, FUNCTIONAL: F.scaled_dot_product_attention}
     if ours is not None:
         peers[OURS] = ours
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # waking a second thread would cost more than everything that is measured here
+    shape, dtype = TENSORS[device]
+    tensors = f"{'x'.join(map(str, shape))} {str(dtype).removeprefix('torch.')}"
     rows = []
     for direction in PASSES:
         for causal in (False, True):
@@ -43,7 +47,8 @@ def host_overhead(ours: Callable[..., Tensor] | None, device: str, rounds: int) 
             # "cpu": the host's clock, also for calls that launch on a GPU
             timings = interleave(calls, "cpu", rounds=rounds, sample_s=0.01)
             for name, t in timings.items():
-                row = {"pass": direction, "arguments": "is_causal" if causal else "", "peer": name}
+                arguments = "is_causal" if causal else ""
+                row = {"tensors": tensors, "pass": direction, "arguments": arguments, "peer": name}
                 rows.append({**row, "us": f"{t.median * 1e6:.2f}", "best_us": f"{t.best * 1e6:.2f}"})
     torch.set_num_threads(threads)
     return rows
@@ -51,13 +56,12 @@ def host_overhead(ours: Callable[..., Tensor] | None, device: str, rounds: int) 
 
 def host_table(rows: list[dict[str, Any]]) -> Table:
     """Microseconds per call, one line a (pass, arguments), and ours over each of PyTorch's."""
-    shape = "x".join(map(str, SHAPE))
-    table = Table("pass", "arguments", title=f"Host time of one call on {shape} float32, microseconds (median)")
+    table = Table("tensors", "pass", "arguments", title="Host time of one call, microseconds (median)")
     names = list(dict.fromkeys(row["peer"] for row in rows))
     for name in [*names, *([f"ours / {n}" for n in names if n != OURS] if OURS in names else [])]:
         table.add_column(name, justify="right")
-    for key in dict.fromkeys((row["pass"], row["arguments"]) for row in rows):
-        us = {row["peer"]: float(row["us"]) for row in rows if (row["pass"], row["arguments"]) == key}
+    for key in dict.fromkeys((row["tensors"], row["pass"], row["arguments"]) for row in rows):
+        us = {row["peer"]: float(row["us"]) for row in rows if (row["tensors"], row["pass"], row["arguments"]) == key}
         ratios = [f"{us[OURS] / us[n]:.2f}" for n in names if n != OURS] if OURS in us else []
         table.add_row(*key, *(f"{us[n]:.2f}" for n in names), *ratios)
     return table

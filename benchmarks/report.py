@@ -87,12 +87,12 @@ def attention_table(rows: Rows) -> Table:
 
 
 def host_table(rows: Rows) -> Table:
-    """One line a pass and arguments: microseconds of every peer."""
+    """One line a kind of tensors, pass and arguments: microseconds of every peer."""
     peers = [peer for (peer,) in grouped(rows, "peer")]
-    table = Table("pass", "arguments")
+    table = Table("tensors", "pass", "arguments")
     for peer in peers:
         table.add_column(f"{peer}, us", justify="right")
-    for key, of_line in grouped(rows, "pass", "arguments").items():
+    for key, of_line in grouped(rows, "tensors", "pass", "arguments").items():
         table.add_row(*key, *(next(row["us"] for row in of_line if row["peer"] == peer) for peer in peers))
     return table
 
@@ -118,7 +118,7 @@ def step_table(rows: Rows) -> Table:
 # title, which files, which of their columns tell that they are of this kind, the table
 KINDS: tuple[tuple[str, str, str, Callable[[Rows], Table]], ...] = (
     ("Attention alone", "attention_*.csv", "Sq", attention_table),
-    ("Host time of one call on tensors of 1x2x4x16", "*host_overhead.csv", "us", host_table),
+    ("Host time of one call", "*host_overhead.csv", "us", host_table),
     ("A language model's step", "train_lm*.csv", "step_ms", step_table),
 )
 
