@@ -5,7 +5,7 @@
 # Environment variables of these names win over the cache. A toolkit is an nvcc of torch's CUDA major version: CUDACXX,
 # PATH, then PyPI's packages beside torch.
 # Sets CUDA_ENABLED, CUDA_REASON (one clause), CUDA_TOOLKIT (nvcc's version or empty), CUDA_TOOLKIT_ROOT and CUDA_ARCHS:
-# "90" is machine code for 9.0, "90-virtual" PTX, which later cards translate.
+# "90" is machine code for 9.0, "80-virtual" PTX of 8.0, which later cards translate.
 
 set(FLASH_EXT_CUDA AUTO CACHE STRING "CUDA kernels: AUTO, ON or OFF")
 set_property(CACHE FLASH_EXT_CUDA PROPERTY STRINGS AUTO ON OFF)
@@ -69,7 +69,7 @@ endif()
 
 if(nvcc)
   set(CUDA_ENABLED ON)
-  set(CUDA_ARCHS 80 90 90-virtual)
+  set(CUDA_ARCHS 80 90 80-virtual)
   set(CUDA_REASON "FLASH_EXT_CUDA=ON")
   if(FLASH_EXT_CUDA STREQUAL "AUTO")
     set(CUDA_ARCHS ${gpus})

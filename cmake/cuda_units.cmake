@@ -26,9 +26,12 @@ function(flash_ext_cuda_options target)
   set(options -std=c++20 --expt-relaxed-constexpr --expt-extended-lambda -Xcompiler=-Wall,-Wextra,-fvisibility=hidden
               -Xptxas=-v)
   if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 12.8)
-    list(APPEND options --compress-mode=size)
+    list(APPEND options --compress-mode=balance) # NOTE: size is a fifth smaller and 4 s of a unit slower
   else()
     list(APPEND options -Xfatbin=-compress-all)
+  endif()
+  if("90-virtual" IN_LIST CUDA_ARCHS)
+    list(APPEND options -DFLASH_EXT_WITH_PTX_90)
   endif()
   target_compile_options(${target} PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:${options}>")
 endfunction()

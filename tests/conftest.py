@@ -34,10 +34,10 @@ REFUSALS = {
     "sm80": r"head_dim(_v)? \d+ (is more than 256|in .* needs [\d,]+ bytes of shared memory)",
     "sm90": r"compute capability \d+\.\d is not 9\.0|only fp16 and bf16 are supported"
     r"|head_dim(_v)? \d+ is (more than 256|not a multiple of 8)"
-    r"|(a softcap|dropout) is not supported|alibi_slopes are not supported|scale is not between"
-    r"|a mask or bias of at most 64 queries by 64 keys is not supported|bias has rows that do not start at"
-    r"|(a mask|a bias|a band of one key) is not supported in (deterministic )?backward"
-    r"|the gradient of a bias that is not broadcast is not supported"
+    r"|(a softcap|dropout) is not supported|scale is not between"
+    r"|a mask, bias or slopes of at most 64 queries by 64 keys are not supported|bias has rows that do not start at"
+    r"|(a mask is|a bias is|alibi_slopes are|a band of one key is) not supported in (deterministic )?backward"
+    r"|the gradient of (alibi_slopes|a bias|a bias that is not broadcast) is not supported"
     r"|(other heads of value than of key|fewer than 16 keys) are not supported in backward"
     r"|a backward without (grad_out|the gradient of (query|key|value)) is not supported"
     r"|the gradient of a broadcast (query|key|value) is not supported"
@@ -52,6 +52,7 @@ hypothesis.settings.load_profile("random" if os.environ.get("FLASH_EXT_FUZZ") ==
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA GPU; skips visibly where there is none")
+    config.addinivalue_line("markers", "sm90: needs the Hopper kernels and a GPU that runs them; skips visibly without")
     config.addinivalue_line("markers", "slow: heavier than the rest; -m 'not slow' leaves it out")
     config.addinivalue_line("markers", "fuzz: many random examples")
     if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
@@ -79,6 +80,11 @@ def device(request: pytest.FixtureRequest) -> str:
     """'cpu' or 'cuda'."""
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU")
+    if request.node.get_closest_marker("sm90"):
+        if "sm90" not in flash_ext.build_info()["cuda"]["backends"]:
+            pytest.skip("this build has no sm90 kernels")
+        if torch.cuda.get_device_capability() != (9, 0):
+            pytest.skip("needs a GPU of compute capability 9.0")
     return request.param
 
 

@@ -1,8 +1,9 @@
-"""What the tests of the Hopper kernels share: bands, layouts that TMA reads, and poisoned memory."""
+"""What the tests of the Hopper kernels share: bands, layouts that TMA reads, poisoned memory, and plans."""
 
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -23,13 +24,6 @@ BANDS: dict[str, dict[str, Any]] = {
 
 KINDS = ("bool", "bias", "float32", "both", "both float32")
 SCORE_LAYOUTS = ("transposed", "every second column", "heads last", "off by one", "wide rows", "inside")
-
-
-def skip_without_sm90() -> None:
-    if "sm90" not in flash_ext.build_info()["cuda"]["backends"]:
-        pytest.skip("this build has no sm90 kernels")
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs a GPU of compute capability 9.0")
 
 
 def poison_free_memory(device: str) -> None:
@@ -118,3 +112,31 @@ def laid_out(tensor: Tensor, layout: str) -> Tensor:
     shift, pad = {"off by one": (1, 0), "wide rows": (0, 48), "inside": (3, 29)}[layout]
     buffer = tensor.new_full((b, h + 2, rows + 2, cols + shift + pad), nothing)
     return buffer[:, 1:-1, 1:-1, shift : shift + cols].copy_(tensor)
+
+
+# Of tests that look at plans, which need no GPU and are made for an H200 where there is none.
+PLANS_ALONE = [
+    pytest.mark.skipif(
+        "sm90" not in flash_ext.build_info()["cuda"]["backends"], reason="needs a build with sm90 kernels"
+    ),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="plans for the card that is there"),
+]
+
+
+def explain(query: Tensor, key: Tensor, value: Tensor | None = None, **options: Any) -> flash_ext.Explanation:
+    plan = flash_ext.explain(query, key, key if value is None else value, device="cuda", **options)
+    for refused in plan.refusals:
+        narrowed = r"this build has no .*kernels|is more than (64|96|192)|more than 128$|more than 64 in backward"
+        if refused.backend == "sm90" and re.search(narrowed, refused.reason):
+            pytest.skip(refused.reason)
+    return plan
+
+
+def half(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def wanting(
+    *names: str, shape: tuple[int, ...] = (2, 4, 256, 64), dtype: torch.dtype = torch.bfloat16
+) -> dict[str, Tensor]:
+    return {name: half(*shape, dtype=dtype).requires_grad_(name in names) for name in ("query", "key", "value")}

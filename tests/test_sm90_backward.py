@@ -22,22 +22,16 @@ from sm90_helpers import (
     inside_nan,
     poison_free_memory,
     random_layout,
-    skip_without_sm90,
 )
 from torch import Tensor
 
 import flash_ext
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 
 HEAD_DIMS = (64, 128, 192, 256)
 EDGES = sorted({n * 64 + i for n in (1, 2, 3, 4) for i in (-1, 0, 1)})
 QUERIES, KEYS = [1, 2, 15, 33, *EDGES], [16, 17, 33, *EDGES]
-
-
-@pytest.fixture(autouse=True)
-def _needs_sm90(device: str) -> None:
-    skip_without_sm90()
 
 
 def attention(**arguments: Any) -> Any:

@@ -18,22 +18,16 @@ from sm90_helpers import (
     poison_free_memory,
     random_layout,
     random_options,
-    skip_without_sm90,
 )
 from torch import Tensor
 
 import flash_ext
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 
 HEAD_DIMS = (40, 64, 96, 128)
 QUERIES = (2, 63, 64, 65, 127, 128, 129, 191, 192, 193, 256, 257, 700)
 KEYS = (65, 127, 128, 129, 200, 255, 256, 257, 513)
-
-
-@pytest.fixture(autouse=True)
-def _has_sm90(device: str) -> None:
-    skip_without_sm90()
 
 
 def attention(**arguments: Any) -> Any:

@@ -18,13 +18,12 @@ from sm90_helpers import (
     poison_free_memory,
     random_layout,
     random_options,
-    skip_without_sm90,
 )
 from torch import Tensor
 
 import flash_ext
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
 BLOCKS = (64, 80, 96, 128, 192, 256)  # of queries or keys, in one tile or another
@@ -35,7 +34,6 @@ LONG = sorted({-(-2600 // block) * block + i for block in BLOCKS for i in (-1, 0
 
 @pytest.fixture(autouse=True)
 def _only_sm90(device: str) -> Iterator[None]:
-    skip_without_sm90()
     with flash_ext.use_backend("sm90"):
         yield
 

@@ -21,23 +21,17 @@ from sm90_helpers import (
     random_layout,
     random_options,
     scores_of,
-    skip_without_sm90,
 )
 from torch import Tensor
 
 import flash_ext
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
 BLOCKS = (48, 80, 96, 128, 192)  # of queries or keys, in one tile or another
 EDGES = sorted({n * block + i for block in BLOCKS for n in (1, 2) for i in (-1, 0, 1)} | {1, 2, 15, 33, 1000})
 B, H, L, S = 2, 4, 150, 203
-
-
-@pytest.fixture(autouse=True)
-def _has_sm90(device: str) -> None:
-    skip_without_sm90()
 
 
 def poisoned_call(**arguments: Any) -> Any:

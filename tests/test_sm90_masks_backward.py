@@ -23,24 +23,18 @@ from sm90_helpers import (
     random_layout,
     random_options,
     scores_of,
-    skip_without_sm90,
 )
 from torch import Tensor
 
 import flash_ext
 from flash_ext import reference
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 
 HEAD_DIMS = (64, 96, 128)
 EDGES = sorted({n * 64 + i for n in (1, 2, 3, 4) for i in (-1, 0, 1)})
 QUERIES, KEYS = [1, 2, 15, 33, *EDGES, 1000], [16, 17, 33, *EDGES, 1000]
 B, H, L, S = 2, 4, 150, 203
-
-
-@pytest.fixture(autouse=True)
-def _has_sm90(device: str) -> None:
-    skip_without_sm90()
 
 
 def attention(**arguments: Any) -> Any:

@@ -1,7 +1,10 @@
 // See allocation.h: what at::empty_strided ends in, for the two devices that have kernels.
 #include "api/allocation.h"
 
+#include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
 #include <c10/core/CPUAllocator.h>
 
 #include "api/cuda_runtime.h"

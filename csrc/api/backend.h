@@ -43,6 +43,7 @@ struct Plan {
   Use on_chip[9];       // shared memory (CPU: cache) by what it holds; ends at the first null name
   int64_t on_chip_limit = 0;
   int64_t scratch_bytes = 0;  // memory beside inputs and outputs
+  bool narrow_dbias = false;  // dbias is wanted in the bias's own dtype, not in float
   int64_t grid = 0;           // work items
   double waves = 0.0;
   int64_t l2_section = 0;  // key heads whose tiles run together, so that their K and V stay in the L2 cache; 0: no such

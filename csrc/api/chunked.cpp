@@ -7,6 +7,7 @@
 // The derivative of backward is derived the same way, see double_backward.
 #include "api/chunked.h"
 
+#include <ATen/ATen.h>
 #include <ATen/ExpandUtils.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 

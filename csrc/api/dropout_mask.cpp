@@ -1,6 +1,7 @@
 // The operator dropout_mask on every device: the map of attention/dropout.h, by the CPU backend's vector code, by a
 // CUDA kernel or, where there are no kernels, by torch's integer operations. `chunked` and the tests draw the same bits
 // through it.
+#include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 

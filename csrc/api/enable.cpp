@@ -4,6 +4,7 @@
 // calls inside a sdpa_kernel(...) context, which asks for one of PyTorch's own backends.
 #include "api/enable.h"
 
+#include <ATen/Context.h>
 #include <ATen/ops/scaled_dot_product_attention_native.h>
 #include <c10/util/Exception.h>
 #include <torch/library.h>

@@ -1,6 +1,7 @@
 // JSON by hand: numbers and our own names. flash_ext/explain.py turns it into a dataclass and a table.
 #include "api/explain.h"
 
+#include <ATen/ops/empty_strided.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 

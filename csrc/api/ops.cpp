@@ -13,6 +13,7 @@
 #include "api/chunked.h"
 #include "api/cuda_runtime.h"
 #include "api/dispatch.h"
+#include "api/grad_buffer.h"
 #include "api/nvtx.h"
 #include "api/problem.h"
 #include "api/schemas.h"
@@ -22,47 +23,6 @@
 
 namespace flash_ext {
 namespace {
-
-// ---- allocation -----------------------------------------------------------------------------------------------------
-
-Tensor empty_in_order_of(const Sizes<int64_t>& sizes, const Tensor& like, at::ScalarType dtype) {
-  return allocate_strided(sizes, strides_in_order_of<int64_t>(sizes, like), like, dtype);
-}
-
-Tensor empty_in_order_of(const Sizes<c10::SymInt>& sizes, const Tensor& like, at::ScalarType dtype) {
-  return at::empty_strided_symint(sizes, strides_in_order_of<c10::SymInt>(sizes, like), like.options().dtype(dtype));
-}
-
-// A gradient's buffer: the tensor itself, or where its input was broadcast, a whole one in the accumulate dtype.
-struct GradBuffer {
-  Tensor buffer;
-  bool reduced = false;
-
-  static GradBuffer make(const Tensor& input, const Sizes<int64_t>& whole) {
-    if (input.sizes() == c10::IntArrayRef(whole)) {
-      return {empty_in_order_of(whole, input, input.scalar_type()), false};
-    }
-    return {allocate(whole, input, accumulate_type(input.scalar_type())), true};
-  }
-
-  Tensor finish(const Tensor& input) const {
-    return reduced ? cast_like(at::sum_to(buffer, input.sizes()), input) : buffer;
-  }
-
-  // A buffer of ours that has the dtype and stride order of the input already is the result.
-  static Tensor as_result(const Tensor& grad, const Tensor& input) {
-    const Sizes<int64_t> sizes(input.sizes());
-    const auto strides = strides_in_order_of<int64_t>(sizes, input);
-    if (grad.scalar_type() == input.scalar_type() && grad.strides() == c10::IntArrayRef(strides)) return grad;
-    return cast_like(grad, input);
-  }
-
-  // In the dtype and stride order of the input.
-  static Tensor cast_like(const Tensor& grad, const Tensor& input) {
-    Tensor result = empty_in_order_of(Sizes<int64_t>(input.sizes()), input, input.scalar_type());
-    return result.copy_(grad);
-  }
-};
 
 // No query or no key: the results are known, and no backend has to think of it.
 bool attends_to_nothing(const Shape<int64_t>& shape) {
@@ -189,10 +149,9 @@ Gradients backward(c10::DispatchKeySet, const Tensor& grad_out, const Tensor& gr
                 i == 2 ? shape.head_dim_v : shape.head_dim);
   }
   const auto accumulate = accumulate_type(in.query.scalar_type());
-  Tensor dbias, dalibi;
   if (wanted[3]) {
-    dbias = allocate(in.bias.sizes(), in.query, accumulate);
-    builder.add(args.dbias, dbias, shape.heads_q, shape.len_q, shape.len_k);
+    builder.add(args.dbias, at::empty(in.bias.sizes(), in.bias.options().device(at::kMeta)), shape.heads_q, shape.len_q,
+                shape.len_k);
   }
   Problem& problem = args.fwd.problem;
   builder.finish(problem);
@@ -208,6 +167,7 @@ Gradients backward(c10::DispatchKeySet, const Tensor& grad_out, const Tensor& gr
     return result;
   }
 
+  Tensor dbias, dalibi;
   if (wanted[4]) {
     auto sizes = shape.lse_sizes();
     sizes.pop_back();
@@ -221,6 +181,10 @@ Gradients backward(c10::DispatchKeySet, const Tensor& grad_out, const Tensor& gr
   if (options.dropout_p > 0) args.fwd.rng_state = saved.rng_state.const_data_ptr<int64_t>();
   args.fwd.stream = current_stream(in.query);
   const Plan plan = backend->plan(problem, Pass::kBackward, device);
+  if (wanted[3]) {
+    dbias = allocate(in.bias.sizes(), in.query, plan.narrow_dbias ? in.bias.scalar_type() : accumulate);
+    args.dbias.data = dbias.mutable_data_ptr();
+  }
   {
     // Given back before the sums and casts below: the stream orders who writes to its memory next.
     const Tensor workspace = make_workspace(in.query, plan.scratch_bytes);

@@ -2,7 +2,7 @@
 // The operators themselves take everything flat (schemas.h); signatures.h turns one form into the other.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <array>
 #include <optional>

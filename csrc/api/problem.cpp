@@ -2,6 +2,7 @@
 #include "api/problem.h"
 
 #include <ATen/Context.h>
+#include <ATen/ops/empty_strided.h>
 
 #include <cmath>
 #include <string>

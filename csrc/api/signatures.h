@@ -2,6 +2,8 @@
 // structures of options.h. Each signature stands here once; CPU, CUDA, Meta, Autograd and Autocast share it.
 #pragma once
 
+#include <ATen/ops/empty.h>
+
 #include "api/options.h"
 
 namespace flash_ext {

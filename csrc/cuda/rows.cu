@@ -110,13 +110,14 @@ __global__ void sum_slopes_kernel(float* sums, const float* partial, int64_t row
   if (threadIdx.x % 32 == 0) sums[row] = sum;
 }
 
-__global__ void sum_parts_kernel(float* sums, const float* partial, int64_t count, int64_t parts) {
+template <class T>
+__global__ void sum_parts_kernel(T* sums, const float* partial, int64_t count, int64_t parts) {
   const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if (i >= count) return;
   float sum = 0.f;
 #pragma unroll 16  // loads in flight: few elements may have hundreds of parts
   for (int64_t part = 0; part < parts; ++part) sum += partial[part * count + i];
-  sums[i] = sum;
+  sums[i] = T(sum);
 }
 
 dim3 grid_of_rows(int64_t rows) { return grid_of((rows + kWarps - 1) / kWarps); }
@@ -152,8 +153,11 @@ void sum_slopes(const BackwardArgs& args, const float* partial, int64_t count) {
          partial, rows, count);
 }
 
-void sum_parts(float* sums, const float* partial, int64_t count, int64_t parts, void* stream) {
-  launch(sum_parts_kernel, grid_of((count + 255) / 256), 256, 0, stream, sums, partial, count, parts);
+void sum_parts(void* sums, DType dtype, const float* partial, int64_t count, int64_t parts, void* stream) {
+  with_type(dtype, [&]<class T>(T) {
+    launch(sum_parts_kernel<T>, grid_of((count + 255) / 256), 256, 0, stream, static_cast<T*>(sums), partial, count,
+           parts);
+  });
 }
 
 }  // namespace flash_ext::cuda

@@ -17,6 +17,6 @@ void convert_dq(const BackwardArgs& args, const float* dq_accum);
 void sum_slopes(const BackwardArgs& args, const float* partial, int64_t count);
 
 // sums [count] = partial [parts, count] over its first dimension, in order.
-void sum_parts(float* sums, const float* partial, int64_t count, int64_t parts, void* stream);
+void sum_parts(void* sums, DType dtype, const float* partial, int64_t count, int64_t parts, void* stream);
 
 }  // namespace flash_ext::cuda

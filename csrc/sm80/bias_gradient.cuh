@@ -268,7 +268,7 @@ void run_bias_gradient(const BackwardArgs& args, const BackwardScratch& scratch,
     cuda::launch(bias_gradient_kernel<Traits>, cuda::grid_of(plan.blocks()), Traits::kThreads, bytes(traits),
                  args.fwd.stream, args, scratch.delta, scratch.d_lse, scratch.inverse, plan);
     if (plan.parts > 1) {
-      cuda::sum_parts(static_cast<float*>(args.dbias.data), scratch.bias_partial, plan.part_elements, plan.parts,
+      cuda::sum_parts(args.dbias.data, DType::kFloat32, scratch.bias_partial, plan.part_elements, plan.parts,
                       args.fwd.stream);
     }
   };

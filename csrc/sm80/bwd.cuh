@@ -15,8 +15,23 @@
 
 #include "attention/tile_schedule.h"
 #include "sm80/bwd_parts.cuh"
+#include "sm80/shared_memory.h"
 
 namespace flash_ext::sm80 {
+
+// Small tiles are for cards with less shared memory than 9.0 has. Machine code for it has none of them where the others
+// always fit: a tenth of what the compiler has to do. PTX of 9.0, if there is any, is for other cards, too.
+template <class Traits>
+__device__ constexpr bool is_reachable() {
+#if __CUDA_ARCH__ == 900 && !defined(FLASH_EXT_WITH_PTX_90)
+  constexpr int kLimit = 227 * 1024, kBiasBytes = Traits::kPlain ? 0 : 4, kElement = sizeof(typename Traits::T);
+  constexpr BackwardShape kLarge = backward_shape(kElement, Traits::kHeadDim, false, Traits::kPlain);
+  constexpr BackwardSmem kSmem = backward_smem(kLarge, Traits::kHeadDim, kElement, kBiasBytes, !Traits::kPlain);
+  return !Traits::kSmall || kSmem.total + kStaticSharedBytes > kLimit;
+#else
+  return true;
+#endif
+}
 
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
@@ -31,6 +46,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   constexpr bool kScaled = std::is_same_v<typename Traits::Element, Fp16>;
   // One multiply-add before ex2. Not in float, where measure.cuh must find the same bits.
   constexpr bool kFolded = Traits::kPlain && sizeof(T) == 2;
+  if constexpr (!is_reachable<Traits>()) return;
   extern __shared__ __align__(128) char smem[];
 
   const Problem& problem = args.fwd.problem;

@@ -25,6 +25,7 @@ struct BackwardScratch {
   int64_t zeroed_bytes = 0;
   int64_t bytes = 0;
   float* bias_partial = nullptr;  // bias_partial_elements(), with dbias
+  float* zeros = nullptr;         // [d_v], float with one key
   const float* d_lse = nullptr;   // [b, h_q, s_q], where delta is without it, see is_dlse_apart
   bool direct_dbias = false;      // no dimension of the bias is broadcast: the main kernel writes its gradient
 };
@@ -40,7 +41,7 @@ struct BackwardTraits {
   using Frag = Fragments<Element>;
   using T = typename Frag::Storage;
   static constexpr int kHeadDim = kHeadDim_;
-  static constexpr bool kPlain = kPlain_;
+  static constexpr bool kSmall = kSmall_, kPlain = kPlain_;
   static constexpr BackwardShape kShape = backward_shape(sizeof(T), kHeadDim, kSmall_, kPlain_);
   static constexpr int kBlockM = kShape.tile.block_m, kBlockN = kShape.tile.block_n;
   static constexpr int kWarps = kShape.tile.warps, kThreads = kWarps * 32;

@@ -370,8 +370,7 @@ void run_one_tile(Traits, const BackwardArgs& args, const Plan& plan, void* work
                one_tile_smem(Traits::kHeadDim, bias_bytes_of(problem), problem.has_mask).total, args.fwd.stream, args,
                order, problem.wants_dbias);
   if (in_parts) {
-    cuda::sum_parts(static_cast<float*>(args.dbias.data), order.partial, order.part_elements, order.parts,
-                    args.fwd.stream);
+    cuda::sum_parts(args.dbias.data, DType::kFloat32, order.partial, order.part_elements, order.parts, args.fwd.stream);
   }
 }
 

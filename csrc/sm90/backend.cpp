@@ -1,7 +1,7 @@
 // The sm90 backend's entry, host code only: refuses, plans, and picks the kernel's instance.
 //
-//   fp16 and bf16 by TMA and wgmma (fwd.cuh, bwd.cuh, bias_gradient.cuh): bands, grouped heads, lse, bias and mask; no
-//   other score modification, no dropout
+//   fp16 and bf16 by TMA and wgmma (fwd.cuh, bwd.cuh, bias_gradient.cuh): bands, grouped heads, lse, bias, ALiBi and
+//   mask; no softcap, no dropout
 //
 // Serves compute capability 9.0 exactly, because wgmma is of that one architecture; backward serves less than forward.
 // Called by api/dispatch.cpp. Invariant: what refuses() and refuses_views() let pass has an instance, and its tensor
@@ -62,12 +62,14 @@ bool takes_sm80(const Problem& problem) { return problem.wants_dbias && !has_bia
 std::string refuses_backward(const Problem& problem) {
   const Band band = make_band(problem);
   if (is_scored(problem)) {
-    const std::string scores = problem.has_mask ? "a mask" : "a bias";
+    const std::string scores = problem.has_mask ? "a mask is" : problem.has_bias ? "a bias is" : "alibi_slopes are";
     if (std::max(problem.head_dim, problem.head_dim_v) > kNarrow) {
-      return scores + " is not supported in backward above head dim " + std::to_string(kNarrow);
+      return scores + " not supported in backward above head dim " + std::to_string(kNarrow);
     }
-    if (problem.deterministic) return scores + " is not supported in deterministic backward";
+    if (problem.deterministic) return scores + " not supported in deterministic backward";
   }
+  if (problem.wants_dalibi) return "the gradient of alibi_slopes is not supported";
+  if (problem.wants_dbias && problem.has_alibi) return "the gradient of a bias is not supported beside alibi_slopes";
   if (problem.heads_k != problem.heads_v) return "other heads of value than of key are not supported in backward";
   if (band.upper <= band.lower) return "a band of one key is not supported in backward";
   if (problem.len_k < kFewKeys) return "fewer than 16 keys are not supported in backward";
@@ -95,9 +97,8 @@ std::string refuses(const Problem& problem, Pass pass, const DeviceInfo& device)
   if (reason.empty()) reason = refuses_head_dim(problem, pass, "head_dim_v", problem.head_dim_v);
   if (!reason.empty()) return reason;
   if (is_scored(problem) && std::max(problem.len_q, problem.len_k) <= kSmallScores) {
-    return "a mask or bias of at most 64 queries by 64 keys is not supported";
+    return "a mask, bias or slopes of at most 64 queries by 64 keys are not supported";
   }
-  if (problem.has_alibi) return "alibi_slopes are not supported";
   if (problem.softcap != 0.0) return "a softcap is not supported";
   if (problem.dropout_p != 0.0) return "dropout is not supported";
   // The maximum is taken before scaling.
@@ -284,6 +285,7 @@ Plan plan_backward(const Problem& problem, const DeviceInfo& device) {
   plan.on_chip[next++] = {"lse and delta", smem.barriers - smem.stats};
   plan.on_chip[next] = {"barriers and alignment", smem.total - smem.barriers};
   plan.scratch_bytes = instance.backward_scratch_bytes(problem);
+  plan.narrow_dbias = has_bias_gradient(problem);
   if (takes_sm80(problem)) {
     const Plan part = sm80_backend.plan(bias_part_of(problem), Pass::kBackward, device);
     plan.scratch_bytes = own_scratch_bytes(problem) + part.scratch_bytes;

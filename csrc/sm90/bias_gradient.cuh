@@ -5,14 +5,12 @@
 // A block owns a tile of the gradient, 128 queries by 128 keys, and walks over everything that shares it (batch
 // elements, heads, tiles of queries or keys), in a fixed order, with the sum in registers;
 // attention/bias_gradient_plan.h has the order, and where parts share a tile a second kernel adds their sums up. One
-// producer thread finds the items and brings, by TMA, the pairs of operands (Q, K) and (dO, V) in one ring, and the
-// queries' numbers with the item; two consumer warpgroups own 64 queries each. Scores are not transposed here: nothing
-// but their sum is wanted. The bias comes from global memory, while S is computed: items of one tile share it, so L2
-// has it.
+// producer thread finds the items and brings, by TMA, the pairs of operands (Q, K) and (dO, V) in one ring; two
+// consumer warpgroups own 64 queries each. Scores are not transposed here: nothing but their sum is wanted. What is
+// shared by the items of a tile is its bias: each thread reads that of its scores once and keeps it in shared memory.
 //
 // Called by run_bwd.cuh, behind prepare_kernel, whose stats it reads. Invariant: each element of the gradient is
-// written exactly once; a ring's barriers as in pipeline.cuh, where the full one of an item is completed by its
-// numbers.
+// written exactly once; a ring's barriers as in pipeline.cuh.
 #pragma once
 
 #include <algorithm>
@@ -61,23 +59,12 @@ __device__ __forceinline__ void produce_items(const BiasGradientParams& params, 
       };
       entry.bias = corner(params.args.fwd.bias);
       entry.to = corner(params.args.dbias) + item.part * plan.part_elements;
-      const uint32_t full = entries.full(item_place.stage);
+      entry.stats = (int64_t{item.b} * problem.heads_q + item.head) * 3 * params.padded + entry.first_query;
       barrier_wait(entries.empty(item_place.stage), item_place.phase ^ 1);
       store_shared(entries.tile(item_place.stage), entry);
-      if (!entry.visible) {
-        barrier_arrive(full);
-        item_place.advance();
-        continue;
-      }
-      const int rows = min(kBlock, params.padded - entry.first_query);
-      const uint32_t to = tiles.numbers(item_place.stage);
-      barrier_expect(full, 3 * rows * 4);
-      const int64_t row = (int64_t{item.b} * problem.heads_q + item.head) * 3 * params.padded + entry.first_query;
-#pragma unroll
-      for (int i = 0; i < 3; ++i) {
-        bulk_load(to + i * kBlock * 4, params.stats + row + i * params.padded, full, rows * 4);
-      }
+      barrier_arrive(entries.full(item_place.stage));
       item_place.advance();
+      if (!entry.visible) continue;
       const int b1 = static_cast<int>(item.b) / params.inner_batch;
       const int b0 = static_cast<int>(item.b) - b1 * params.inner_batch;
       const auto load = [&](const TensorMap& queries, const TensorMap& keys) {
@@ -116,8 +103,10 @@ __device__ __forceinline__ void consume_items(const BiasGradientParams& params, 
   const int row = warp_row + lane / 4;
   const auto entries = tiles.entries();
   const auto operands = tiles.operands();
+  const uint32_t kept = tiles.bias(warp_row / 16) + lane * 16;
   RingPlace<kItemStages> item_place;
   RingPlace<Traits::kStages> place;
+  bool keeps = false;  // the bias of this unit
   float sum[64];
 #pragma unroll
   for (float& x : sum) x = 0.f;
@@ -138,40 +127,47 @@ __device__ __forceinline__ void consume_items(const BiasGradientParams& params, 
       barrier_wait(operands.full(place.stage), place.phase);
       release();
     } else if (entry.visible) {
-      const uint32_t numbers = tiles.numbers(item_place.stage) + row * 4;
-      const auto number = [&](int which, int half) {
-        return load_shared_float(numbers + (which * kBlock + 8 * half) * 4);
+      // Of a query beyond the sequence lse is infinite, so that its P is 0.
+      const auto number = [&](int which, int half, float beyond) {
+        const int of = row + 8 * half;
+        return of < rows ? __ldg(params.stats + entry.stats + int64_t{which} * params.padded + of) : beyond;
       };
+      const float is_far = __ldg(params.stats + entry.stats + int64_t{2} * params.padded + consumer * 64);
+      const float minus_lse[2] = {number(0, 0, kMinusInf), number(0, 1, kMinusInf)};
+      const float delta[2] = {number(1, 0, 0.f), number(1, 1, 0.f)};
       float s_acc[64], dp_acc[64];
-      const auto issue = [&](float(&c)[64]) {
-        barrier_wait(operands.full(place.stage), place.phase);
-        const uint32_t tile = operands.tile(place.stage);
+      const auto issue = [&](float(&c)[64], const auto& at) {
+        barrier_wait(operands.full(at.stage), at.phase);
+        const uint32_t tile = operands.tile(at.stage);
         hold(c);
         wgmma_fence();
         issue_scores<T, kBlock, kBlock, Traits::kHeadDim>(c, k_major(tile + consumer * 64 * kPanelBytes),
                                                           tile + Traits::kTile);
       };
-      issue(s_acc);
-      BiasWords words;
-      const TensorView& bias = params.args.fwd.bias;
-      read_bias(words, static_cast<const T*>(bias.data) + entry.bias, bias, params.reads_chunks, row, rows, cols);
-      wgmma_wait<0>();
+      issue(s_acc, place);
+      if (!keeps) {
+        const TensorView& bias = params.args.fwd.bias;
+        keep_bias(kept, static_cast<const T*>(bias.data) + entry.bias, bias, params.reads_chunks, row, rows, cols);
+        keeps = true;
+      }
+      auto next = place;
+      next.advance();
+      issue(dp_acc, next);
+      wgmma_wait<1>();
       hold(s_acc);
       release();
-      if (load_shared_float(tiles.numbers(item_place.stage) + (2 * kBlock + consumer * 64) * 4) == kNotFar) {
-        with_bias<T>(s_acc, words, [&](float& x, float of_pair, int) { x = fmaf(of_pair, params.inverse_scale, x); });
+      if (is_far == kNotFar) {
+        with_bias<T>(s_acc, kept, [&](float& x, float of_pair, int) { x = fmaf(of_pair, params.inverse_scale, x); });
       } else {
-        const float minus_lse[2] = {number(2, 0), number(2, 1)};
-        with_bias<T>(s_acc, words, [&](float& x, float of_pair, int half) {
-          x = (fmaf(x, params.scale, of_pair) + minus_lse[half]) * params.inverse_scale;
+        const float far[2] = {number(2, 0, 0.f), number(2, 1, 0.f)};
+        with_bias<T>(s_acc, kept, [&](float& x, float of_pair, int half) {
+          x = (fmaf(x, params.scale, of_pair) + far[half]) * params.inverse_scale;
         });
       }
       const int first_query = entry.first_query + consumer * 64;
       if (params.band.is_boundary(first_query, 64, entry.first_key, kBlock)) {
         mask_band(s_acc, params.band, entry.first_query + row, entry.first_key);
       }
-      issue(dp_acc);
-      const float minus_lse[2] = {number(0, 0), number(0, 1)}, delta[2] = {number(1, 0), number(1, 1)};
 #pragma unroll
       for (int i = 0; i < 64; ++i) s_acc[i] = exp2_fast(fmaf(s_acc[i], params.to_log2, minus_lse[i / 2 % 2]));
       wgmma_wait<0>();
@@ -184,11 +180,15 @@ __device__ __forceinline__ void consume_items(const BiasGradientParams& params, 
     if (lane == 0) barrier_arrive(entries.empty(item_place.stage));
     item_place.advance();
     if (entry.last != 0) {
-      float* const gradient =
-          params.plan.partial != nullptr ? params.plan.partial : static_cast<float*>(params.args.dbias.data);
-      store_sums<Traits>(sum, params, gradient + entry.to, tiles.partial(), warp_row, rows, cols);
+      if (params.plan.partial != nullptr) {
+        store_sums<Traits>(sum, params, params.plan.partial + entry.to, tiles, warp_row, rows, cols);
+      } else {
+        T* const gradient = static_cast<T*>(params.args.dbias.data);
+        store_sums<Traits>(sum, params, gradient + entry.to, tiles, warp_row, rows, cols);
+      }
 #pragma unroll
       for (float& x : sum) x = 0.f;
+      keeps = false;
     }
   }
 }
@@ -251,14 +251,14 @@ void run_bias_gradient(const BackwardArgs& args, const float* stats, float* part
   params.group = static_cast<int>(problem.heads_q / problem.heads_k);
   params.inner_batch = problem.batch_rank > 0 ? static_cast<int>(problem.batch_size[problem.batch_rank - 1]) : 1;
   params.reads_chunks = reads_chunks(problem, args.fwd.bias, 2);
-  params.stores_pairs = args.dbias.col_stride == 1 && args.dbias.row_stride % 2 == 0 && problem.len_k % 2 == 0;
+  params.stores_wide = reads_chunks(problem, args.dbias, 2);
   params.scale = static_cast<float>(problem.scale);
   params.to_log2 = static_cast<float>(problem.scale * kLog2e);
   params.inverse_scale = static_cast<float>(1.0 / problem.scale);
   cuda::launch(bias_gradient_kernel<Traits>, cuda::grid_of(params.plan.blocks()), Traits::kThreads, Traits::kSmem.total,
                args.fwd.stream, params);
   if (params.plan.parts > 1) {
-    cuda::sum_parts(static_cast<float*>(args.dbias.data), partial, params.plan.part_elements, params.plan.parts,
+    cuda::sum_parts(args.dbias.data, problem.bias_dtype, partial, params.plan.part_elements, params.plan.parts,
                     args.fwd.stream);
   }
 }

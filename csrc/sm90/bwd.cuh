@@ -128,7 +128,8 @@ __device__ __forceinline__ void consume_backward(const typename Traits::Params& 
     for (int i = 0; i < kHeadDim / 2; ++i) dk_acc[i] = dv_acc[i] = 0.f;
     float ds_scale = 1.f, ds_unscale = 1.f;
 
-    int m = work.first_m;                      // the tile of queries; ordered: what the producer says
+    int m = work.first_m;  // the tile of queries; ordered: what the producer says
+    [[maybe_unused]] int head = work.head_k * params.members;
     [[maybe_unused]] int dq_m = work.first_m;  // kDefers: that of `dq`
     // dQ of a tile of queries, from its staging to global memory; after a fence. parity: of the tile, in this block.
     const auto add_dq = [&](int parity) {
@@ -201,12 +202,15 @@ __device__ __forceinline__ void consume_backward(const typename Traits::Params& 
     const auto step = [&]<bool kFirst, bool kLast>(std::bool_constant<kFirst>, std::bool_constant<kLast>) {
       float dp_acc[kBlockM / 2], dq_acc[kDqCols / 2];
       uint32_t p_frag[kBlockM / 4], ds_frag[kBlockM / 4];
+      [[maybe_unused]] float slope = 0.f;
+      if constexpr (Traits::kScored) slope = params.scores.alibi.of(head, work.b0, work.b1);
       barrier_wait(d_out_ring.full(place.stage), place.phase);
       if constexpr (Traits::kOrdered) m = load_shared_int(tiles.m_block(place.stage));
       wgmma_fence();
       issue_scores<T, kBlockN, kBlockM, kHeadDim>(dp_acc, v_desc, d_out_ring.tile(place.stage));
       if constexpr (Traits::kScored) {
-        take_backward_scores<Traits>(s_acc, params, tiles, place.stage, scores, warp_row);
+        const int distance = row - (m * kBlockM + lane % 4 * 2) - params.scores.alibi.offset;
+        take_backward_scores<Traits>(s_acc, params, tiles, place.stage, scores, warp_row, slope, distance);
       }
       if (params.band.is_boundary(m * kBlockM, kBlockM, work.first_key + consumer * 64, 64)) {
         mask_band_transposed(s_acc, params.band, row, m * kBlockM);
@@ -247,7 +251,10 @@ __device__ __forceinline__ void consume_backward(const typename Traits::Params& 
       if (lane == 0) barrier_arrive(ds_ring.full(ds_at.stage));
       ds_place.advance();
       if (total - left > kDefers) add_dq(place.stage ^ !kDefers);
-      if (++m == work.last_m) m = work.first_m;
+      if (++m == work.last_m) {
+        m = work.first_m;
+        ++head;
+      }
       hold(ds_frag);
       hold(dk_acc);
       wgmma_fence();

@@ -36,7 +36,7 @@ struct QueryTile {
 // Where the distance of two floats is more than one of a 16-bit type's in P. Neither infinite nor a number: not far.
 __device__ __forceinline__ bool is_far(float lse) { return fabsf(lse) > 32768.f && lse != kMinusInf; }
 
-// A bias or mask element of a query and a key, for code that reads few of them.
+// What is added to the score of a query and a key, for code that reads few of them.
 template <class T>
 struct ScoreReader {
   const Problem& problem;
@@ -53,14 +53,18 @@ struct ScoreReader {
     mask_row = args.mask.row_stride, mask_col = args.mask.col_stride;
   }
 
-  // scale * product + bias, -inf where the mask holds 0.
-  __device__ __forceinline__ float score(float product, int64_t query, int64_t key) const {
+  // scale * product + bias - slope |i + offset - j|, -inf where the mask holds 0.
+  __device__ __forceinline__ float score(float product, float slope, int query, int key) const {
     if (problem.has_mask && mask[query * mask_row + key * mask_col] == 0) return kMinusInf;
     float added = 0.f;
     if (problem.has_bias) {
       const int64_t at = query * bias_row + key * bias_col;
       added = problem.bias_dtype == DType::kFloat32 ? reinterpret_cast<const float*>(bias)[at]
                                                     : static_cast<float>(reinterpret_cast<const T*>(bias)[at]);
+    }
+    if (problem.has_alibi) {
+      const int offset = problem.bottom_right ? static_cast<int>(problem.len_k - problem.len_q) : 0;
+      added = fmaf(-slope, fabsf(static_cast<float>(query + offset - key)), added);
     }
     return fmaf(product, static_cast<float>(problem.scale), added);
   }
@@ -71,7 +75,7 @@ template <class Traits>
 __device__ __forceinline__ void measure_rows(const BackwardArgs& args, const QueryTile<Traits>& tile, float* stats) {
   using T = typename Traits::T;
   constexpr int kSteps = (Traits::kHeadDim + 31) / 32;
-  __shared__ float sums[Traits::kBlockM];
+  __shared__ float sums[Traits::kBlockM], slope;  // in a register it would be one too many
   const Problem& problem = args.fwd.problem;
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   const int len_q = static_cast<int>(problem.len_q), len_k = static_cast<int>(problem.len_k);
@@ -82,6 +86,10 @@ __device__ __forceinline__ void measure_rows(const BackwardArgs& args, const Que
   const T* const k_rows = static_cast<const T*>(args.fwd.k.data) + batch_offset(problem, args.fwd.k, tile.b) +
                           tile.head / (problem.heads_q / problem.heads_k) * args.fwd.k.head_stride + 8 * t;
   for (int row = threadIdx.x; row < Traits::kBlockM; row += kRowThreads) sums[row] = 0.f;
+  if (threadIdx.x == 0 && problem.has_alibi) {
+    const int64_t at = batch_offset(problem, args.fwd.alibi, tile.b) + tile.head * args.fwd.alibi.head_stride;
+    slope = static_cast<const float*>(args.fwd.alibi.data)[at];
+  }
   __syncthreads();
 #pragma unroll 1
   for (int first = 0; first < Traits::kBlockM && tile.first_query + first < len_q; first += 16) {
@@ -121,7 +129,7 @@ __device__ __forceinline__ void measure_rows(const BackwardArgs& args, const Que
         const int query = tile.first_query + first + g + i / 2 * 8, column = key + 2 * t + i % 2;
         const float of_row = i < 2 ? lse[0] : lse[1], product = i == 0 ? c[0] : i == 1 ? c[1] : i == 2 ? c[2] : c[3];
         if (!is_far(of_row) || column >= len_k || !band.keep(query, column)) continue;
-        const float p = exp2f((scores.score(product, query, column) - of_row) * static_cast<float>(kLog2e));
+        const float p = exp2f((scores.score(product, slope, query, column) - of_row) * static_cast<float>(kLog2e));
         (i < 2 ? sum[0] : sum[1]) += p;
       }
     }

@@ -1,7 +1,10 @@
 // Bias and mask of the backward: the tiles of scores.cuh, read transposed.
 //
-//   s^T = q k^T + bias / scale                     -inf where the mask holds 0
-//   s^T = (scale * q k^T + bias - lse) / scale     in a tile of queries with one whose lse is far from 0 (bwd_rows.cuh)
+//   s^T = q k^T + added / scale                     -inf where the mask holds 0
+//   s^T = (scale * q k^T + added - lse) / scale     in a tile of queries with one whose lse is far from 0
+//   (bwd_rows.cuh)
+//
+//   added = bias - slope |i + offset - j|
 //
 // Three warps beside the producer bring a slot of 64 queries by 128 keys after the other, a tile of queries being one
 // or two: the bias as it is, [query][key], the mask as bits, a word of 32 queries a key. Called by bwd.cuh, parameters
@@ -146,7 +149,7 @@ __device__ __forceinline__ void for_slots(const ScoredBackwardParams& params, co
 // A slot is full when these threads have arrived: the bias' warp with its stores and with its copies, one of the
 // mask's.
 __device__ __forceinline__ int slot_arrivals(const ScoreParams& scores) {
-  return (scores.bias.data != nullptr ? 64 : 0) + (scores.mask.data != nullptr ? 32 : 0);
+  return max((scores.bias.data != nullptr ? 64 : 0) + (scores.mask.data != nullptr ? 32 : 0), 1);
 }
 
 // What the three warps do: the first brings the bias; those that are left take turns with the mask.
@@ -250,12 +253,16 @@ template <class Traits, bool kFar>
 __device__ __forceinline__ void apply_backward_scores(float (&s)[Traits::kBlockM / 2],
                                                       const ScoredBackwardParams& params,
                                                       const typename Traits::Tiles& tiles, ScorePlace& place,
-                                                      int warp_key) {
+                                                      int warp_key, float slope, int distance) {
+  if (params.scores.alibi.slopes != nullptr) {
+    add_alibi(s, -slope * params.inverse_scale, distance);
+  }
   const Ring<0> ring = tiles.scores();
   const auto take = [&]<int kSlot>(std::integral_constant<int, kSlot>) {
-    barrier_wait(ring.full(place.stage), place.phase);
+    if (params.scores.stage_bytes > 0) barrier_wait(ring.full(place.stage), place.phase);
     apply_slot<typename Traits::T, Traits::kBlockN, kFar, kSlot>(
         s, params, ring.tile(0) + place.stage * params.scores.stage_bytes, warp_key);
+    if (params.scores.stage_bytes == 0) return;
     __syncwarp();
     if (threadIdx.x % 32 == 0) barrier_arrive(ring.empty(place.stage));
     place.advance();
@@ -270,11 +277,11 @@ template <class Traits>
 __device__ __forceinline__ void take_backward_scores(float (&s)[Traits::kBlockM / 2],
                                                      const ScoredBackwardParams& params,
                                                      const typename Traits::Tiles& tiles, int stage, ScorePlace& place,
-                                                     int warp_key) {
+                                                     int warp_key, float slope, int distance) {
   if (load_shared_float(tiles.stats_far(stage)) == kNotFar) {
-    apply_backward_scores<Traits, false>(s, params, tiles, place, warp_key);
+    apply_backward_scores<Traits, false>(s, params, tiles, place, warp_key, slope, distance);
   } else {
-    apply_backward_scores<Traits, true>(s, params, tiles, place, warp_key);
+    apply_backward_scores<Traits, true>(s, params, tiles, place, warp_key, slope, distance);
     with_queries(s, tiles.stats_far(stage), [&](float& x, float& y, float2 minus_lse, int) {
       x = (x + minus_lse.x) * params.inverse_scale;
       y = (y + minus_lse.y) * params.inverse_scale;

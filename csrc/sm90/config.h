@@ -29,7 +29,7 @@ struct ForwardShape {
   Schedule schedule;
   int split;  // columns of S whose maximum is taken before the first exponential; the others' is taken meanwhile
   bool shares_keys = false;  // the keys of a tile of queries may be several blocks', see splits.h
-  bool scored = false;       // with a bias or a mask, which the producer's other three warps bring (scores.cuh)
+  bool scored = false;  // with a bias or a mask, which the producer's other three warps bring, or slopes (scores.cuh)
 
   constexpr int block_m() const { return consumers * 64; }
   constexpr int threads() const { return (consumers + 1) * 128; }
@@ -77,7 +77,7 @@ constexpr ForwardShape forward_shape(int head_dim, Tiles tiles) {
   return {2, 64, 2, 1, Schedule::kPingPong, 32};
 }
 
-inline bool is_scored(const Problem& problem) { return problem.has_mask || problem.has_bias; }
+inline bool is_scored(const Problem& problem) { return problem.has_mask || problem.has_bias || problem.has_alibi; }
 
 // Whether a bias or mask can be read in chunks of 16 bytes. element: bytes. A dimension of one index has no stride.
 inline bool reads_chunks(const Problem& problem, const TensorView& view, int element) {

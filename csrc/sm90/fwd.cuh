@@ -118,7 +118,8 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
   uint32_t p_frag[kBlockN / 4];
   RowSoftmax<Traits::kScored> softmax(params.to_log2);
   Work work;
-  int top_n = 0;  // this warpgroup sees no key of tiles from here on
+  [[maybe_unused]] float slope = 0.f;  // of the work's head
+  int top_n = 0;                       // this warpgroup sees no key of tiles from here on
 
   const auto q_index = [&] { return q.stage * kConsumers + consumer; };
   const auto release = [&](auto& ring, auto& place) {
@@ -138,12 +139,17 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
     barrier_wait(rings.works.full(w.stage), w.phase);
     load_shared(work, rings.works.tile(w.stage));
     w.advance();
+    if constexpr (Traits::kScored) {
+      if (work.any()) slope = params.scores.alibi.of(work.head, work.b0, work.b1);
+    }
   };
   // S of the tile n is there.
   const auto after_s = [&](int n) {
     release(rings.k, k);
     if constexpr (Traits::kScored) {
-      take_scores<T, kBlockN>(s_acc, params.scores, rings.scores, c, consumer * 64 + warp_row);
+      const int row = consumer * 64 + warp_row, first = work.first_query + row + lane / 4 - lane % 4 * 2;
+      take_scores<T, kBlockN>(s_acc, params.scores, rings.scores, c, row, slope,
+                              first + params.scores.alibi.offset - n * kBlockN);
     }
     if (!Traits::kStaged && n == work.first_n && lane == 0) barrier_arrive(rings.q.empty(q_index()));
     const int first_row = work.first_query + consumer * 64;
@@ -225,7 +231,7 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
     for (int i = 0; i < skipped; ++i) {
       barrier_wait(rings.k.full(k.stage), k.phase);
       release(rings.k, k);
-      if constexpr (Traits::kScored) skip_scores(rings.scores, c);
+      if constexpr (Traits::kScored) skip_scores(params.scores, rings.scores, c);
       take_turn<Traits>(consumer);
       pass_turn<Traits>(consumer);
       barrier_wait(rings.v.full(v.stage), v.phase);

@@ -1,4 +1,4 @@
-// The parameters of a bias and a mask, for both passes: views, and what fits the room in shared memory.
+// The parameters of a bias, slopes and a mask, for both passes: views, and what fits the room in shared memory.
 // Called by run_fwd.cuh and run_bwd.cuh.
 #pragma once
 
@@ -43,7 +43,16 @@ inline ScoreParams make_scores(const ForwardArgs& args, int rows, int cols, int 
     scores.mask = make_score_view(problem, args.mask, 1);
     scores.stage_bytes += mask_bytes > 0 ? mask_bytes : tile(scores.mask, 1);
   }
-  scores.stages = std::min(kScoreStages, room / scores.stage_bytes);
+  scores.stages = scores.stage_bytes > 0 ? std::min(kScoreStages, room / scores.stage_bytes) : 1;
+  if (problem.has_alibi) {
+    const auto batch = [&](int from_last) {
+      const int dim = problem.batch_rank - 1 - from_last;
+      return dim >= 0 && problem.batch_size[dim] > 1 ? args.alibi.batch_stride[dim] : 0;
+    };
+    const int64_t offset = problem.bottom_right ? problem.len_k - problem.len_q : 0;
+    scores.alibi = {static_cast<const float*>(args.alibi.data), problem.heads_q > 1 ? args.alibi.head_stride : 0,
+                    batch(0), batch(1), static_cast<int>(offset)};
+  }
   return scores;
 }
 

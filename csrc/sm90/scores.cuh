@@ -1,8 +1,9 @@
-// Bias and mask of the forward: from global memory, whatever their strides, through a ring in shared memory to the
-// accumulators of S = Q K^T.
+// Bias, ALiBi and mask of the forward: the first and the last from global memory, whatever their strides, through a
+// ring in shared memory to the accumulators of S = Q K^T.
 //
-//   s = scale * q k^T + bias    in natural units; without a bias s stays q k^T;    -inf where the mask holds 0
+//   s = scale * q k^T + bias - slope |i + offset - j|    -inf where the mask holds 0
 //
+// in natural units; with a mask alone s stays q k^T.
 // Three warps beside the producer copy a tile [query][key] of each for every tile of keys, as many ahead as there is
 // room; where the rows are all the same the tile is one row. Called by fwd.cuh, and its copies by bwd_scores.cuh;
 // parameters are made by run_scores.cuh.
@@ -29,12 +30,24 @@ struct ScoreView {
   __device__ __forceinline__ const char* of(const Work& work) const { return of(work.head, work.b0, work.b1); }
 };
 
+// ALiBi (arXiv:2108.12409): slopes of heads, null: absent. Strides of elements.
+struct AlibiView {
+  const float* slopes;
+  int64_t head, b0, b1;
+  int offset;  // of the diagonal
+
+  __device__ __forceinline__ float of(int of_head, int of_b0, int of_b1) const {
+    return slopes == nullptr ? 0.f : __ldg(slopes + of_head * head + of_b0 * b0 + of_b1 * b1);
+  }
+};
+
 struct ScoreParams {
   ScoreView bias, mask;
-  float scale;  // of q k^T, with a bias
+  AlibiView alibi;
+  float scale;  // of q k^T, with a bias or slopes
   bool bias_is_float;
-  int mask_at;  // offset in a stage, behind the bias
-  int stage_bytes, stages;
+  int mask_at;              // offset in a stage, behind the bias
+  int stage_bytes, stages;  // 0 bytes: slopes alone, and nothing is brought
 };
 
 struct ScoredParams : ForwardParams {
@@ -159,6 +172,7 @@ __device__ __forceinline__ void load_scores(const ScoredParams& params, const ty
     if (threadIdx.x % 32 == 0) barrier_arrive(rings.works.empty(w.stage));
     w.advance();
     if (!work.any()) break;
+    if (scores.stage_bytes == 0) continue;
     for (int n = work.last_n - 1; n >= work.first_n; --n) {
       barrier_wait(rings.scores.empty(place.stage), place.phase ^ 1);
       const uint32_t tile = rings.scores.tile(0) + place.stage * scores.stage_bytes;
@@ -185,10 +199,20 @@ __device__ __forceinline__ void load_scores(const ScoredParams& params, const ty
 
 // ---- use ------------------------------------------------------------------------------------------------------------
 
-// S, 16 rows a warp from row `warp_row` of the tile on.
+// A fragment of S or S^T; distance: of its first number, row - column + offset or the negative of it.
+template <int kCount>
+__device__ __forceinline__ void add_alibi(float (&s)[kCount], float minus_slope, int distance) {
+  const auto first = static_cast<float>(distance);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    s[i] = fmaf(minus_slope, fabsf(first + static_cast<float>(i / 2 % 2 * 8 - i / 4 * 8 - i % 2)), s[i]);
+  }
+}
+
+// S, 16 rows a warp from row `warp_row` of the tile on. distance: of a thread's first number, as above.
 template <class T, int kCols>
 __device__ __forceinline__ void apply_scores(float (&s)[kCols / 2], const ScoreParams& params, uint32_t stage,
-                                             int warp_row) {
+                                             int warp_row, float slope, int distance) {
   const int lane = threadIdx.x % 32;
   if (params.bias.data != nullptr) {
     const int step = params.bias.row != 0;
@@ -223,6 +247,13 @@ __device__ __forceinline__ void apply_scores(float (&s)[kCols / 2], const ScoreP
       }
     }
   }
+  if (params.alibi.slopes != nullptr) {
+    if (params.bias.data == nullptr) {
+#pragma unroll
+      for (float& x : s) x *= params.scale;
+    }
+    add_alibi(s, -slope, distance);
+  }
   if (params.mask.data != nullptr) {
     constexpr int kPitch = score_pitch(kCols, 1);
     const int step = params.mask.row != 0;
@@ -243,15 +274,17 @@ __device__ __forceinline__ void apply_scores(float (&s)[kCols / 2], const ScoreP
 // The next stage: applied to S, or only handed back.
 template <class T, int kCols, class Ring>
 __device__ __forceinline__ void take_scores(float (&s)[kCols / 2], const ScoreParams& params, const Ring& ring,
-                                            ScorePlace& place, int warp_row) {
-  barrier_wait(ring.full(place.stage), place.phase);
-  apply_scores<T, kCols>(s, params, ring.tile(0) + place.stage * params.stage_bytes, warp_row);
+                                            ScorePlace& place, int warp_row, float slope, int distance) {
+  if (params.stage_bytes > 0) barrier_wait(ring.full(place.stage), place.phase);
+  apply_scores<T, kCols>(s, params, ring.tile(0) + place.stage * params.stage_bytes, warp_row, slope, distance);
+  if (params.stage_bytes == 0) return;
   __syncwarp();
   if (threadIdx.x % 32 == 0) barrier_arrive(ring.empty(place.stage));
   place.advance();
 }
 template <class Ring>
-__device__ __forceinline__ void skip_scores(const Ring& ring, ScorePlace& place) {
+__device__ __forceinline__ void skip_scores(const ScoreParams& params, const Ring& ring, ScorePlace& place) {
+  if (params.stage_bytes == 0) return;
   barrier_wait(ring.full(place.stage), place.phase);
   if (threadIdx.x % 32 == 0) barrier_arrive(ring.empty(place.stage));
   place.advance();

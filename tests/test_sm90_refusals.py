@@ -1,0 +1,218 @@
+"""Promise: explain names why the Hopper kernels stand aside, and by name they refuse with the same words; nothing here
+needs a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import name_of
+from sm90_helpers import PLANS_ALONE, explain, half, wanting
+from torch import Tensor
+
+import flash_ext
+
+pytestmark = PLANS_ALONE
+
+
+def reason_of(plan: flash_ext.Explanation, pass_name: str) -> str:
+    (reason,) = (r.reason for r in plan.refusals if (r.backend, r.pass_name) == ("sm90", pass_name))
+    return reason
+
+
+def refusal(*tensors: Tensor, **options: Any) -> str:
+    plan = explain(*tensors, **options)
+    assert plan.forward.backend != "sm90"
+    reason = reason_of(plan, "forward")
+    with flash_ext.use_backend("sm90"), pytest.raises(flash_ext.AttentionError) as caught:
+        explain(*tensors, **options)
+    assert str(caught.value) == f"sm90 refuses: {reason}"
+    return reason
+
+
+def backward_refusal(*tensors: Tensor, **options: Any) -> str:
+    """Of a call that forward serves: by name, too, because it may need no gradients."""
+    plan = explain(*tensors, **options)
+    assert (plan.forward.backend, plan.backward.backend) == ("sm90", "sm80")
+    with flash_ext.use_backend("sm90"):
+        named = explain(*tensors, **options)
+    assert (named.forward.backend, named.backward.backend) == ("sm90", "none")
+    assert named.forward == plan.forward
+    assert reason_of(named, "backward") == reason_of(plan, "backward")
+    assert f"sm90 refuses (backward): {reason_of(plan, 'backward')}" in str(named)
+    return reason_of(plan, "backward")
+
+
+OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "softcap": ({"softcap": 5.0}, "a softcap is not supported"),
+    "dropout": ({"dropout_p": 0.1}, "dropout is not supported"),
+    "zero": ({"scale": 0.0}, "scale is not between 1e-30 and 1e30"),
+    "negative": ({"scale": -1.0}, "scale is not between 1e-30 and 1e30"),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_refused_options(name: str) -> None:
+    options, reason = OPTIONS[name]
+    q = half(2, 4, 256, 64)
+    assert explain(q, q).forward.backend == "sm90"
+    assert refusal(q, q, **options) == reason
+
+
+def test_small_scores_are_refused() -> None:
+    """sm80 is faster there; one query more, or eight keys, and it is not."""
+
+    def call(queries: int, keys: int) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+        q, k = half(2, 4, queries, 64), half(2, 4, keys, 64)
+        return q, k, k, {"bias": half(4, queries, keys)}
+
+    *tensors, options = call(64, 64)
+    assert refusal(*tensors, **options) == "a mask, bias or slopes of at most 64 queries by 64 keys are not supported"
+    for lengths in ((65, 64), (64, 72), (1, 4096)):
+        *tensors, options = call(*lengths)
+        assert explain(*tensors, **options).forward.backend == "sm90"
+
+
+def test_a_bias_of_unaligned_rows() -> None:
+    """Up to head dim 128 sm80 is faster; one row for all queries is no obstacle."""
+    for head_dim, backend in ((64, "sm80"), (128, "sm80"), (192, "sm90"), (256, "sm90")):
+        q, k = half(1, 2, 300, head_dim), half(1, 2, 301, head_dim)
+        assert explain(q, k, bias=half(300, 301)).forward.backend == backend
+        assert explain(q, k, bias=half(300, 302).T.contiguous().T[:, :301]).forward.backend == backend
+        assert explain(q, k, bias=half(300, 304)[:, :301]).forward.backend == "sm90"
+        assert explain(q, k, bias=half(301)).forward.backend == "sm90"
+        assert explain(q, k, mask=half(300, 301).bool()).forward.backend == "sm90"
+    for head_dim in (64, 128):
+        query, key = half(1, 2, 300, head_dim).requires_grad_(), half(1, 2, 301, head_dim).requires_grad_()
+        value = half(1, 2, 301, head_dim).requires_grad_()
+        for options, backend in (
+            ({"bias": half(300, 301)}, "sm80"),
+            ({"bias": half(300, 304)[:, :301]}, "sm90"),
+            ({"bias": half(301)}, "sm90"),
+            ({"mask": half(300, 301).bool()}, "sm90"),
+        ):
+            assert explain(query, key, value, **options).backward.backend == backend
+    q = half(1, 2, 300, 64)
+    reason = "bias has rows that do not start at multiples of 16 bytes or are not contiguous"
+    assert refusal(q, q, bias=half(300, 300)) == reason
+
+
+ALL = ("query", "key", "value")
+
+
+BACKWARD: dict[str, tuple[dict[str, Tensor], dict[str, Any], str]] = {
+    "bias gradient": (
+        wanting(*ALL),
+        {"bias": half(2, 4, 256, 256, dtype=torch.float32).requires_grad_()},
+        "the gradient of a bias that is not broadcast is not supported beside a mask or in float32",
+    ),
+    "wide mask": (
+        wanting(*ALL, shape=(2, 4, 256, 136)),
+        {"mask": half(256, 256).bool()},
+        "a mask is not supported in backward above head dim 128",
+    ),
+    "wide bias": (
+        wanting(*ALL, shape=(2, 4, 256, 256)),
+        {"bias": half(256, 256)},
+        "a bias is not supported in backward above head dim 128",
+    ),
+    "wide slopes": (
+        wanting(*ALL, shape=(2, 4, 256, 256)),
+        {"alibi_slopes": half(4, dtype=torch.float32)},
+        "alibi_slopes are not supported in backward above head dim 128",
+    ),
+    "slopes in order": (
+        wanting(*ALL),
+        {"alibi_slopes": half(4, dtype=torch.float32), "deterministic": True},
+        "alibi_slopes are not supported in deterministic backward",
+    ),
+    "slopes gradient": (
+        wanting(*ALL),
+        {"alibi_slopes": half(4, dtype=torch.float32).requires_grad_()},
+        "the gradient of alibi_slopes is not supported",
+    ),
+    "bias gradient beside slopes": (
+        wanting(*ALL),
+        {"alibi_slopes": half(4, dtype=torch.float32), "bias": half(256, 256).requires_grad_()},
+        "the gradient of a bias is not supported beside alibi_slopes",
+    ),
+    "mask in order": (
+        wanting(*ALL),
+        {"mask": half(256, 256).bool(), "deterministic": True},
+        "a mask is not supported in deterministic backward",
+    ),
+    "bias in order": (
+        wanting(*ALL),
+        {"bias": half(256, 256), "deterministic": True},
+        "a bias is not supported in deterministic backward",
+    ),
+    "one key": (wanting(), {"window": (0, 0)}, "a band of one key is not supported in backward"),
+    "own key": (wanting(), {"window": (0, None), "causal": True}, "a band of one key is not supported in backward"),
+    "few keys": (
+        {"query": half(2, 4, 256, 64), "key": half(2, 4, 15, 64), "value": half(2, 4, 15, 64)},
+        {},
+        "fewer than 16 keys are not supported in backward",
+    ),
+    "value heads": (
+        wanting() | {"value": half(2, 2, 256, 64)},
+        {},
+        "other heads of value than of key are not supported in backward",
+    ),
+    "no dq": (wanting("key", "value"), {}, "a backward without the gradient of query is not supported"),
+    "no dk": (wanting("query", "value"), {}, "a backward without the gradient of key is not supported"),
+    "only dq": (wanting("query"), {}, "a backward without the gradient of key is not supported"),
+    "no dv": (wanting("query", "key"), {}, "a backward without the gradient of value is not supported"),
+    "broadcast query": (
+        wanting() | {"query": half(4, 256, 64)},
+        {"sdpa": True},
+        "the gradient of a broadcast query is not supported",
+    ),
+    "broadcast key": (
+        wanting() | {"key": half(1, 4, 256, 64)},
+        {"sdpa": True},
+        "the gradient of a broadcast key is not supported",
+    ),
+    "broadcast value": (
+        wanting() | {"value": half(1, 4, 256, 64)},
+        {"sdpa": True},
+        "the gradient of a broadcast value is not supported",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BACKWARD)
+def test_refused_in_backward(name: str) -> None:
+    tensors, options, reason = BACKWARD[name]
+    assert backward_refusal(*tensors.values(), **options) == reason
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=name_of)
+def test_refused_dtypes(dtype: torch.dtype) -> None:
+    q = half(2, 4, 256, 64, dtype=dtype)
+    assert refusal(q, q) == "only fp16 and bf16 are supported"
+
+
+def test_refused_head_dims() -> None:
+    q = half(2, 4, 256, 60)
+    assert refusal(q, q) == "head_dim 60 is not a multiple of 8"
+    q, v = half(2, 4, 256, 64), half(2, 4, 256, 33)
+    assert refusal(q, q, v) == "head_dim_v 33 is not a multiple of 8"
+
+
+def test_refused_layouts() -> None:
+    q = half(2, 4, 256, 64)
+    assert refusal(half(2, 4, 256, 65)[..., :64], q) == "query has a stride that is not a multiple of 16 bytes"
+    assert refusal(q, q, half(2, 4, 256, 72)[..., 1:65]) == "value does not start at a multiple of 16 bytes"
+    assert refusal(q, q, half(2, 4, 1, 64).expand(2, 4, 256, 64)) == "value repeats one row"
+    turned = half(3, 2, 2, 4, 256, 64).permute(2, 1, 0, 3, 4, 5)
+    other = half(2, 2, 3, 4, 256, 64)
+    assert "batch dimensions that do not merge" in refusal(turned, other, sdpa=True)
+
+
+def test_the_start_of_a_real_tensor_counts_too() -> None:
+    """explain looks at meta copies, which start where the tensor does in its storage."""
+    buffer = torch.empty(4 * 256 * 64 + 8, dtype=torch.bfloat16)
+    for offset, backend in ((0, "sm90"), (8, "sm90"), (3, "sm80")):
+        q = buffer[offset : offset + 4 * 256 * 64].view(1, 4, 256, 64)
+        assert explain(q, q).forward.backend == backend
