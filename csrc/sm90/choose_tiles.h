@@ -67,21 +67,22 @@ inline TileChoice choose_tiles(const Problem& problem, int head_dim, int multipr
   const auto keys_at = [&](int64_t first_query, int64_t queries) {
     return band.keys({first_query, std::min(first_query + queries, problem.len_q)}, problem.len_k);
   };
-  // The keys that a tile of queries meets, its mean and the most.
+  // The keys that a tile of queries meets, in whole tiles of block_n: their mean, of some, and the most.
   struct Keys {
     double mean, most;
   };
-  const auto keys_of_tiles = [&](const ForwardShape& shape) -> Keys {
-    const int64_t block_m = shape.block_m(), block_n = shape.block_n;
-    const int64_t count = block_count(problem.len_q, block_m), sample = std::min<int64_t>(count, 8);
-    Keys keys{};
-    for (int64_t i = 0; i < sample; ++i) {
-      const int64_t tile = i == sample - 1 ? count - 1 : (2 * i + 1) * count / (2 * sample);
+  const auto keys_of_tiles = [&](int64_t block_m, int64_t block_n) -> Keys {
+    const auto size = [&](int64_t tile) {
       const Range range = keys_at(tile * block_m, block_m);
       const int64_t tiles = range.empty() ? 1 : block_count(range.last, block_n) - range.first / block_n;
-      const auto size = static_cast<double>(tiles * block_n);
-      keys.mean += size;
-      keys.most = std::max(keys.most, size);
+      return static_cast<double>(tiles * block_n);
+    };
+    const int64_t count = block_count(problem.len_q, block_m), sample = std::min<int64_t>(count, 8);
+    Keys keys{0, std::max(size(0), size(count - 1))};
+    for (int64_t i = 0; i < sample; ++i) {
+      const double keys_of_one = size((2 * i + 1) * count / (2 * sample));
+      keys.mean += keys_of_one;
+      keys.most = std::max(keys.most, keys_of_one);
     }
     keys.mean /= static_cast<double>(sample);  // of equal ones exactly what they are
     return keys;
@@ -89,8 +90,8 @@ inline TileChoice choose_tiles(const Problem& problem, int head_dim, int multipr
   const SplitModel model{problem, head_dim, multiprocessors};
   const auto time_of = [&](Tiles tiles) {
     const ForwardShape shape = forward_shape(head_dim, tiles);
-    const Keys keys = keys_of_tiles(shape);
     const int64_t block_m = shape.block_m();
+    const Keys keys = keys_of_tiles(block_m, shape.block_n);
     return model.time(heads * block_count(problem.len_q, block_m), block_m, keys.mean, keys.most, tiles);
   };
   double best_time = time_of(best.tiles);
@@ -109,8 +110,8 @@ inline TileChoice choose_tiles(const Problem& problem, int head_dim, int multipr
   const auto tiles_of = [&](const Range& range) {
     return range.empty() ? 1 : block_count(range.last, block_n) - range.first / block_n;
   };
-  const Keys keys = keys_of_tiles(forward_shape(head_dim, Tiles::kSplit));
-  int64_t most = 1;  // tiles of keys
+  const Keys keys = keys_of_tiles(split_m, 1);  // `consider` rounds to parts
+  int64_t most = 1;                             // tiles of keys
   for (const int64_t query : {int64_t{0}, problem.len_q / 2, problem.len_q - 1}) {
     most = std::max(most, tiles_of(keys_at(query / split_m * split_m, split_m)));
   }
