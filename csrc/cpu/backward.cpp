@@ -187,11 +187,11 @@ class BackwardWorker : BackwardTileWorker<Compute> {
   void step(const Panel& panel, Range keys) {
     const bool takes_bias = bias_.kind == BiasRoute::kTiles || bias_.kind == BiasRoute::kKeys;
     const bool d_scores = problem_.wants_dq || problem_.wants_dk || problem_.wants_dalibi || takes_bias;
-    if (takes_bias) std::fill_n(at_.bias_tile, tiles_.block_n * kPanel, Acc(0));
     const SlopeSums<Acc> slope = slope_sums(panel);
-    const int rows = this->evaluate(panel, keys, d_scores, takes_bias ? at_.bias_tile : nullptr, kPanel,
-                                    problem_.wants_dalibi ? &slope : nullptr);
-    if (takes_bias) store_bias(panel, keys);
+    Acc* bias_tile = takes_bias ? at_.bias_tile : nullptr;
+    const BiasSink sink = takes_bias ? bias_sink(panel, keys) : BiasSink{};
+    const int rows = this->evaluate(panel, keys, d_scores, bias_tile, problem_.wants_dalibi ? &slope : nullptr, &sink);
+    if (bias_tile != nullptr) store_bias(panel, keys);
     const int width = panel.width;
     const int64_t row = int64_t{panel.index} * kPanel;
     const int64_t in_block = keys.first % tiles_.block_n, key = at_.streams ? in_block : keys.first;
@@ -229,16 +229,24 @@ class BackwardWorker : BackwardTileWorker<Compute> {
     product_(keys, cols, queries, left, ld, right, cols, sums, cols, add);
   }
 
+  // Of a tile; sums over queries have none.
+  BiasSink bias_sink(const Panel& panel, Range keys) const {
+    if (bias_.kind != BiasRoute::kTiles) return {};
+    return {
+        sink_at(problem_, args_.dbias, kAccElement<Acc>, this->batch_, this->head_, panel.queries.first, keys.first),
+        !bias_.is_first(this->batch_, this->head_)};
+  }
+
   // dS^T of one tile, in bias_tile.
   void store_bias(const Panel& panel, Range keys) {
     if (bias_.kind == BiasRoute::kKeys) {
       kernels_.add_row_sums(at_.bias_tile, kPanel, static_cast<int>(keys.size()), panel.width,
                             key_sums_ + this->head_ % at_.cut.heads * at_.keys + keys.first);
     } else {
-      const int64_t size = int64_t{tiles_.block_n} * kPanel;
-      write_bias_tile<Compute>(args_, kernels_, this->batch_, this->head_, panel, keys, at_.bias_tile,
-                               at_.bias_tile + size, at_.bias_tile + 2 * size,
-                               /*add=*/!bias_.is_first(this->batch_, this->head_));
+      const BiasSink sink = bias_sink(panel, keys);
+      kernels_.store_transposed(at_.bias_tile, kPanel, static_cast<int>(keys.size()),
+                                static_cast<int>(panel.queries.size()), static_cast<Acc*>(sink.to.data),
+                                sink.to.row_stride, sink.adds);
     }
   }
 

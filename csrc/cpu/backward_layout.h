@@ -113,7 +113,7 @@ struct BackwardLayout {
   Operand* k_transposed = nullptr;  // [n_blocks][cols][block_n]
   Acc* dq_transposed = nullptr;     // [panels][cols][kPanel]; [panels][kPanel][cols] with few queries or keys
   Acc* dq_rows = nullptr;           // [kPanel][cols]
-  Acc* bias_tile = nullptr;         // [block_n][kPanel] dS^T, and twice the room to transpose and add it
+  Acc* bias_tile = nullptr;         // [block_n][kPanel] dS^T
   Acc* slope = nullptr;             // [panels][kSlopeRows][kPanel] SlopeSums
   Acc* dk = nullptr;                // [keys, cols], or [block_n, cols] if it streams; without chunks
   Acc* dv = nullptr;                // [keys, cols_v], or [block_n, cols_v]; without chunks
@@ -146,7 +146,7 @@ struct BackwardLayout {
       dq_transposed = arena.take<Acc>(dq_size());
       dq_rows = arena.take<Acc>(int64_t{kPanel} * tiles.cols);
     }
-    if (problem.wants_dbias) bias_tile = arena.take<Acc>(int64_t{3} * tiles.block_n * kPanel);
+    if (problem.wants_dbias) bias_tile = arena.take<Acc>(int64_t{tiles.block_n} * kPanel);
     if (problem.wants_dalibi) slope = arena.take<Acc>(int64_t{tiles.panels} * kSlopeRows * kPanel);
     if (cut.chunks == 1) {
       const int64_t rows = streams ? tiles.block_n : keys;

@@ -27,6 +27,12 @@ struct Panel {
   bool exact;
 };
 
+// Where a tile of the gradient of a bias goes, [queries, keys], and whether it is added there.
+struct BiasSink {
+  Sink to{nullptr, Element::kFloat32, 0, 0};
+  bool adds = false;
+};
+
 template <class Compute>
 class BackwardTileWorker {
  public:
@@ -114,17 +120,28 @@ class BackwardTileWorker {
 
   // P^T (at_.probs) and, with d_scores, dS^T (at_.d_scores, d_scores_right) of keys x panel; leading dimension
   // panel.width. Only the keys of one block. Returns the number of keys, padded where brgemm reads them.
-  int evaluate(const Panel& panel, Range keys, bool d_scores, Acc* d_bias, int ld_d_bias, const SlopeSums<Acc>* slope) {
+  // The gradient of the bias is added to d_bias, or goes to `sink` if that is there and can take it at once: d_bias
+  // becomes null then. Else d_bias is only stored, for the caller.
+  int evaluate(const Panel& panel, Range keys, bool d_scores, Acc*& d_bias, const SlopeSums<Acc>* slope,
+               const BiasSink* sink = nullptr) {
     ScoreInputs<Acc> inputs;
     TileBand band;
-    GradientTile<Compute> tile = score_tile(panel, keys, inputs, band);
+    const bool in_place =
+        has_bias_in_place(panel, keys) && (d_bias == nullptr || (sink != nullptr && sink->to.col_stride == 1));
+    GradientTile<Compute> tile = score_tile(panel, keys, inputs, band, in_place);
+    if (in_place && d_bias != nullptr) {
+      tile.bias_sink = sink->to;
+      tile.adds_d_bias = sink->adds;
+      d_bias = nullptr;
+    }
     if (at_.measured[panel.index]) tile.renorm = at_.renorm + panel.index * kPanel;
     if (d_scores) {
       d_prob_tile(panel, keys, tile);
       tile.d_scores = at_.d_scores;
       tile.d_scores_right = at_.d_scores_right;
       tile.d_bias = d_bias;
-      tile.ld_d_bias = ld_d_bias;
+      tile.ld_d_bias = kPanel;
+      if (d_bias != nullptr) tile.adds_d_bias = sink == nullptr;
       tile.slope = slope;
     }
     keep_tile(panel, keys, tile);
@@ -208,7 +225,8 @@ class BackwardTileWorker {
   }
 
   // S^T of a tile in at_.scores, and all that turns it into probabilities.
-  GradientTile<Compute> score_tile(const Panel& panel, Range keys, ScoreInputs<Acc>& inputs, TileBand& band) {
+  GradientTile<Compute> score_tile(const Panel& panel, Range keys, ScoreInputs<Acc>& inputs, TileBand& band,
+                                   bool bias_in_place = false) {
     const int valid = static_cast<int>(keys.size());
     const bool in_place = few_ || few_keys_;
     const int rows = in_place && !Compute::kPairs ? valid : static_cast<int>(round_up(valid, kPad));
@@ -232,11 +250,29 @@ class BackwardTileWorker {
       band = tile_band_transposed(band_, panel.queries.first, keys.first, valid, panel.width);
       tile.band = &band;
     }
-    if (general_) {
+    if (bias_in_place) {
+      tile.bias = bias_at(panel, keys);
+    } else if (general_) {
       inputs = at_.inputs.load(kernels_, args_.fwd, batch_, head_, panel.queries, keys, /*transposed=*/true);
       tile.inputs = &inputs;
     }
     return tile;
+  }
+
+  Source bias_at(const Panel& panel, Range keys) const {
+    const Element type = element_of(problem_.bias_dtype);
+    return source_at(problem_, args_.fwd.bias, type, batch_, head_, panel.queries.first, keys.first);
+  }
+
+  // Whether the tile's scores are changed by a bias alone, which the kernel can read as it lies.
+  bool has_bias_in_place(const Panel& panel, Range keys) const {
+    const bool is_alone = problem_.has_bias && !problem_.has_mask && !problem_.has_alibi && problem_.softcap == 0.0 &&
+                          problem_.dropout_p == 0.0;
+    if (!is_alone || panel.exact || at_.measured[panel.index] || few_ || few_keys_) return false;
+    const TensorView& bias = args_.fwd.bias;
+    const bool is_double = problem_.dtype == DType::kFloat64;
+    return bias.col_stride == 1 && bias.row_stride != 0 && (problem_.bias_dtype == DType::kFloat64) == is_double &&
+           panel.width == panel.queries.size() && keys.size() % kPad == 0;
   }
 
   // dP^T of a tile in at_.d_probs, before dropout.

@@ -100,7 +100,8 @@ class BiasWorker : BackwardTileWorker<Compute> {
     for (int64_t key = cols.first; key < cols.last; key += at_.tiles.block_n) {
       const Range keys{key, std::min(key + at_.tiles.block_n, cols.last)};
       if (seen.first >= keys.last || keys.first >= seen.last) continue;
-      this->evaluate(panel, keys, /*d_scores=*/true, at_.sums + (key - cols.first) * kPanel, kPanel, nullptr);
+      Acc* sums = at_.sums + (key - cols.first) * kPanel;
+      this->evaluate(panel, keys, /*d_scores=*/true, sums, nullptr);
     }
   }
 

@@ -83,22 +83,4 @@ struct BiasRoute {
   }
 };
 
-// Stores or adds a tile of dS^T, [keys, panel], into dbias.
-template <class Compute>
-void write_bias_tile(const BackwardArgs& args, const VectorKernels<Compute>& kernels, int64_t batch, int64_t head,
-                     const Panel& panel, Range keys, const typename Compute::Acc* tile,
-                     typename Compute::Acc* transposed, typename Compute::Acc* sum, bool add) {
-  const Problem& problem = args.fwd.problem;
-  const Element type = problem.dtype == DType::kFloat64 ? Element::kFloat64 : Element::kFloat32;
-  const int rows = static_cast<int>(panel.queries.size()), cols = static_cast<int>(keys.size());
-  const int ld = static_cast<int>(round_up(cols, kPad));
-  kernels.transpose_acc(tile, kPanel, ld, panel.width, transposed, ld);
-  const Sink sink = sink_at(problem, args.dbias, type, batch, head, panel.queries.first, keys.first);
-  if (add) {
-    kernels.load_acc({sink.data, type, sink.row_stride, sink.col_stride}, rows, cols, sum, ld, rows, ld);
-    kernels.add(sum, transposed, int64_t{rows} * ld);
-  }
-  kernels.store(add ? sum : transposed, ld, rows, cols, 1, nullptr, sink);
-}
-
 }  // namespace flash_ext::cpu

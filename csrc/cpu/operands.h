@@ -6,10 +6,14 @@
 #pragma once
 
 #include <climits>
+#include <type_traits>
 
 #include "cpu/work.h"
 
 namespace flash_ext::cpu {
+
+template <class Acc>
+constexpr Element kAccElement = std::is_same_v<Acc, double> ? Element::kFloat64 : Element::kFloat32;
 
 template <class Compute>
 constexpr Element kNative = std::is_same_v<Compute, ComputeBf16>  ? Element::kBFloat16
@@ -121,6 +125,12 @@ class ScoreInputLoader {
                 Acc* dst) const {
     int rows = static_cast<int>(queries), cols = static_cast<int>(keys);
     int rows_padded = static_cast<int>(round_up(rows, kPad)), cols_padded = static_cast<int>(round_up(cols, kPad));
+    if (transposed && src.col_stride == 1 && src.row_stride != 0 && src.type == kAccElement<Acc> &&
+        cols == cols_padded && src.row_stride <= INT_MAX) {
+      kernels.transpose_acc(static_cast<const Acc*>(src.data), static_cast<int>(src.row_stride), rows, cols, dst,
+                            rows_padded);
+      return rows_padded;
+    }
     if (transposed && src.col_stride == 1 && src.row_stride != 0) {
       kernels.load_acc(src, rows, cols, staged_, cols_padded, rows_padded, cols_padded);
       kernels.transpose_acc(staged_, cols_padded, rows_padded, cols_padded, dst, rows_padded);

@@ -210,6 +210,38 @@ void transpose_acc(const Acc* src, int ld_src, int rows, int cols, Acc* dst, int
 }
 
 template <class Acc>
+void store_transposed(const Acc* src, int ld_src, int rows, int cols, Acc* dst, int64_t ld_dst, bool adds) {
+  using V = Vec<Acc>;
+  constexpr int kLanes = V::kLanes;
+  for (int c0 = 0; c0 < cols; c0 += kLanes) {
+    for (int r0 = 0; r0 < rows; r0 += kLanes) {
+      V block[kLanes];
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) block[i] = V::load(src + int64_t{r0 + i} * ld_src + c0);
+      transpose_steps<1>(block);
+      Acc* const to = dst + c0 * ld_dst + r0;
+      if (c0 + kLanes <= cols && r0 + kLanes <= rows) {
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes; ++i) {
+          Acc* const row = to + i * ld_dst;
+          (adds ? V::load(row) + block[i] : block[i]).store(row);
+        }
+        continue;
+      }
+      Acc numbers[kLanes][kLanes];
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) block[i].store(numbers[i]);
+      for (int i = 0; i < kLanes && c0 + i < cols; ++i) {
+        for (int j = 0; j < kLanes && r0 + j < rows; ++j) {
+          Acc& number = to[i * ld_dst + j];
+          number = adds ? number + numbers[i][j] : numbers[i][j];
+        }
+      }
+    }
+  }
+}
+
+template <class Acc>
 void store_element(Acc value, const Sink& sink, int64_t index) {
   switch (sink.type) {
     case Element::kFloat16:

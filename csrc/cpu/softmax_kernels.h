@@ -214,7 +214,10 @@ void gradient_rows(const GradientTile<Compute>& tile) {
         if constexpr (kGeneral) d_prob = d_prob * keep;
         d_score[i] = p * (d_prob - V::load(tile.delta + c));
         if constexpr (kGeneral) {
-          if (tile.d_bias != nullptr) accumulate(d_score[i], tile.d_bias + int64_t{r} * tile.ld_d_bias + c);
+          if (tile.d_bias != nullptr) {
+            Acc* const to = tile.d_bias + int64_t{r} * tile.ld_d_bias + c;
+            (tile.adds_d_bias ? V::load(to) + d_score[i] : d_score[i]).store(to);
+          }
           if (tile.inputs != nullptr) {
             ScoreGrads<V> grads;
             const V modified = d_score[i];
@@ -239,8 +242,86 @@ void gradient_rows(const GradientTile<Compute>& tile) {
   }
 }
 
+// A bias alone, read and its gradient written where they lie, a square of them at a time. load(i): a
+// vector of elements of so many bytes from the i-th on.
+template <class Compute, class Load>
+void gradient_blocks(const GradientTile<Compute>& tile, int bytes, const Load& load) {
+  using Acc = typename Compute::Acc;
+  using V = Vec<Acc>;
+  constexpr int kLanes = V::kLanes, kRows = Compute::kPairs ? 2 : 1;
+  for (int r0 = 0; r0 < tile.rows; r0 += kLanes) {
+    for (int c = 0; c < tile.cols; c += kLanes) {
+      Acc numbers[kLanes][kLanes];  // [row][column]: bias, then dS
+      V block[kLanes];
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) {
+        const int64_t at = (c + i) * tile.bias.row_stride + r0;
+        block[i] = load(at);
+        __builtin_prefetch(static_cast<const char*>(tile.bias.data) + (at + kLanes) * bytes);  // the rows lie apart
+      }
+      transpose_steps<1>(block);
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) block[i].store(numbers[i]);
+      const V lse = V::load(tile.lse + c), scale(tile.scale);
+      for (int i0 = 0; i0 < kLanes; i0 += kRows) {
+        V d_score[kRows];
+#pragma GCC unroll 2
+        for (int i = 0; i < kRows; ++i) {
+          const int r = r0 + i0 + i;
+          const int64_t index = int64_t{r} * tile.ld + c;
+          V p = exp<Precision::kFull>(V::load(tile.scores + index) * scale + V::load(numbers[i0 + i]) - lse);
+          if (tile.band != nullptr) {
+            const Columns kept = kept_columns(*tile.band, r);
+            p = keep_range(p, c, kept.first, kept.last, V(Acc(0)));
+          }
+          if (tile.probs != nullptr) store_operand(p, tile.probs + index);
+          d_score[i] = V(Acc(0));
+          if (tile.d_probs == nullptr) continue;
+          d_score[i] = p * (V::load(tile.d_probs + index) - V::load(tile.delta + c));
+          d_score[i].store(numbers[i0 + i]);
+          if (tile.d_scores != nullptr) store_operand(d_score[i], tile.d_scores + index);
+        }
+        if constexpr (Compute::kPairs) {
+          if (tile.d_scores_right != nullptr) {
+            uint32_t* pairs = reinterpret_cast<uint32_t*>(tile.d_scores_right);
+            pairs_of(to_bf16(d_score[0]), to_bf16(d_score[1])).store(pairs + int64_t{(r0 + i0) / 2} * tile.ld + c);
+          }
+        }
+      }
+      if (tile.bias_sink.data == nullptr) continue;
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) block[i] = V::load(numbers[i]);
+      transpose_steps<1>(block);
+      Acc* const to = static_cast<Acc*>(tile.bias_sink.data) + c * tile.bias_sink.row_stride + r0;
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) {
+        Acc* const row = to + i * tile.bias_sink.row_stride;
+        (tile.adds_d_bias ? V::load(row) + block[i] : block[i]).store(row);
+        __builtin_prefetch(row + kLanes, 1);
+      }
+    }
+  }
+}
+
+template <class Compute>
+void gradient_blocks(const GradientTile<Compute>& tile) {
+  using V = Vec<typename Compute::Acc>;
+  if constexpr (sizeof(typename Compute::Acc) == 4) {
+    const auto* const halves = static_cast<const uint16_t*>(tile.bias.data);
+    if (tile.bias.type == Element::kBFloat16) {
+      return gradient_blocks<Compute>(tile, 2, [=](int64_t at) { return from_bf16(load_half(halves + at)); });
+    }
+    if (tile.bias.type == Element::kFloat16) {
+      return gradient_blocks<Compute>(tile, 2, [=](int64_t at) { return from_fp16(load_half(halves + at)); });
+    }
+  }
+  const auto* const data = static_cast<const typename Compute::Acc*>(tile.bias.data);
+  gradient_blocks<Compute>(tile, sizeof(*data), [=](int64_t at) { return V::load(data + at); });
+}
+
 template <class Compute>
 void gradient(const GradientTile<Compute>& tile) {
+  if (tile.bias.data != nullptr) return gradient_blocks<Compute>(tile);
   if (tile.inputs != nullptr || tile.renorm != nullptr || tile.keep != nullptr || tile.d_bias != nullptr) {
     gradient_rows<Compute, true>(tile);
   } else {

@@ -137,6 +137,7 @@ VectorKernels<Compute> make_kernels() {
   kernels.dot_rows = dot_rows<Acc>;
   kernels.add_row_sums = add_row_sums<Acc>;
   kernels.add = add<Acc>;
+  kernels.store_transposed = store_transposed<Acc>;
   kernels.keep_tile = keep_tile;
   if constexpr (Compute::kPairs) {
     kernels.load = load_bits;

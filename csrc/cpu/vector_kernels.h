@@ -122,14 +122,17 @@ struct GradientTile {
   const TileBand* band = nullptr;  // null: every element is kept
   const uint8_t* keep = nullptr;   // [rows, cols] dropout; null: none
   Acc keep_scale = 1;
-  const ScoreInputs<Acc>* inputs = nullptr;  // null: plain scores
+  const ScoreInputs<Acc>* inputs = nullptr;  // null: plain scores, or a bias where it lies:
+  Source bias;                               // [cols, rows], rows and cols multiples of kPad; data null: none
   const Acc* renorm = nullptr;               // [cols] factor of every probability; null: 1
 
   Operand* probs = nullptr;           // [rows, cols] P^T, with dropout
   Operand* d_scores = nullptr;        // [rows, cols] dS^T as a left operand
   Operand* d_scores_right = nullptr;  // the same as a right operand; only with kPairs
-  Acc* d_bias = nullptr;              // [rows, ld_d_bias] += gradient of the modified score
+  Acc* d_bias = nullptr;              // [rows, ld_d_bias] gradient of the modified score
   int ld_d_bias = 0;
+  bool adds_d_bias = false;
+  Sink bias_sink;  // with `bias` and instead of d_bias: [cols, rows] in Acc; data null: not wanted
   const SlopeSums<Acc>* slope = nullptr;
 };
 
@@ -184,6 +187,8 @@ struct VectorKernels {
   // out[r] += sum of row r; cols a multiple of kPad.
   void (*add_row_sums)(const Acc* src, int ld, int rows, int cols, Acc* out);
   void (*add)(Acc* dst, const Acc* src, int64_t count);
+  // dst[col][row] = src[row][col], or +=; src is readable up to multiples of kPad, dst has what `rows` and `cols` say.
+  void (*store_transposed)(const Acc* src, int ld_src, int rows, int cols, Acc* dst, int64_t ld_dst, bool add);
   // keep[r][c] of the dropout map at (bh, q0 + r, k0 + c), or [c][r] when transposed; all multiples of 16.
   void (*keep_tile)(const Dropout& dropout, uint32_t bh, int64_t q0, int64_t k0, int rows, int cols, bool transposed,
                     uint8_t* keep, int ld);
