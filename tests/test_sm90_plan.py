@@ -183,6 +183,7 @@ def test_plan_with_scores(length: int, head_dim: int, dtype: torch.dtype) -> Non
         "bias": {"bias": half(16, length, length, dtype=dtype)},
         "both": {"mask": half(2, 1, 1, length).bool(), "bias": half(16, length, length, dtype=torch.float32)},
         "slopes": {"alibi_slopes": half(16, dtype=torch.float32)},
+        "dropout": {"dropout_p": 0.1},
     }
     plans = [explain(q, k, **options) for options in scores.values()]
     assert all(plan.forward == plans[0].forward for plan in plans)
@@ -210,17 +211,18 @@ def test_backward_plan_with_scores(length: int, causal: bool, head_dim: int, dty
         "bias": {"bias": half(16, length, length, dtype=dtype)},
         "both": {"mask": half(2, 1, 1, length).bool(), "bias": half(16, length, length, dtype=torch.float32)},
         "slopes": {"alibi_slopes": half(16, dtype=torch.float32)},
+        "dropout": {"dropout_p": 0.1},
     }
     plans = [explain(**tensors, causal=causal, **options) for options in scores.values()]
     assert all(plan.backward == plans[0].backward for plan in plans)
     backward, plain = plans[0].backward, explain(**tensors, causal=causal).backward
     assert (backward.backend, backward.kernel) == ("sm90", "sm90.backward.scored")
     assert (backward.block_m, backward.block_n, backward.stages) == (plain.block_m, plain.block_n, plain.stages)
-    assert dict(backward.on_chip).keys() == dict(plain.on_chip).keys() | {"bias and mask"}
+    assert dict(backward.on_chip).keys() == dict(plain.on_chip).keys() | {"bias, mask and dropout"}
     assert 2 * dict(backward.on_chip)["ds"] == dict(plain.on_chip)["ds"]
     assert backward.on_chip_bytes <= backward.on_chip_limit == 227 * 1024
     # Of 64 queries: a bias in float, a mask in bits.
-    assert dict(backward.on_chip)["bias and mask"] >= 64 * backward.block_n * 4 + 64 * backward.block_n // 8
+    assert dict(backward.on_chip)["bias, mask and dropout"] >= 64 * backward.block_n * 4 + 64 * backward.block_n // 8
     assert 128 * (backward.producer_registers + 2 * backward.registers) <= 65536
     assert backward.schedule == ("persistent" if causal and length <= 1024 else "a tile of keys a block")
     tiles = 2 * 16 * -(-length // backward.block_n)

@@ -46,7 +46,7 @@ def backward_refusal(*tensors: Tensor, **options: Any) -> str:
 
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "softcap": ({"softcap": 5.0}, "a softcap is not supported"),
-    "dropout": ({"dropout_p": 0.1}, "dropout is not supported"),
+    "dropout of all": ({"dropout_p": 1.0}, "a dropout_p that rounds to 1 is not supported"),
     "zero": ({"scale": 0.0}, "scale is not between 1e-30 and 1e30"),
     "negative": ({"scale": -1.0}, "scale is not between 1e-30 and 1e30"),
 }
@@ -68,7 +68,8 @@ def test_small_scores_are_refused() -> None:
         return q, k, k, {"bias": half(4, queries, keys)}
 
     *tensors, options = call(64, 64)
-    assert refusal(*tensors, **options) == "a mask, bias or slopes of at most 64 queries by 64 keys are not supported"
+    reason = "a mask, bias, slopes or dropout of at most 64 queries by 64 keys are not supported"
+    assert refusal(*tensors, **options) == refusal(*tensors, dropout_p=0.1) == reason
     for lengths in ((65, 64), (64, 72), (1, 4096)):
         *tensors, options = call(*lengths)
         assert explain(*tensors, **options).forward.backend == "sm90"
@@ -105,7 +106,22 @@ BACKWARD: dict[str, tuple[dict[str, Tensor], dict[str, Any], str]] = {
     "bias gradient": (
         wanting(*ALL),
         {"bias": half(2, 4, 256, 256, dtype=torch.float32).requires_grad_()},
-        "the gradient of a bias that is not broadcast is not supported beside a mask or in float32",
+        "the gradient of a bias that is not broadcast is not supported beside a mask or dropout or in float32",
+    ),
+    "bias gradient beside dropout": (
+        wanting(*ALL),
+        {"bias": half(2, 4, 256, 256).requires_grad_(), "dropout_p": 0.1},
+        "the gradient of a bias that is not broadcast is not supported beside a mask or dropout or in float32",
+    ),
+    "wide dropout": (
+        wanting(*ALL, shape=(2, 4, 256, 256)),
+        {"dropout_p": 0.1},
+        "dropout is not supported in backward above head dim 128",
+    ),
+    "dropout in order": (
+        wanting(*ALL),
+        {"dropout_p": 0.1, "deterministic": True},
+        "dropout is not supported in deterministic backward",
     ),
     "wide mask": (
         wanting(*ALL, shape=(2, 4, 256, 136)),

@@ -46,7 +46,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   constexpr bool kScaled = std::is_same_v<typename Traits::Element, Fp16>;
   // One multiply-add before ex2. Not in float, where measure.cuh must find the same bits.
   constexpr bool kFolded = Traits::kPlain && sizeof(T) == 2;
-  if constexpr (!is_reachable<Traits>()) return;
+  if constexpr (!is_reachable<Traits>()) {
+    __trap();
+    return;
+  }
   extern __shared__ __align__(128) char smem[];
 
   const Problem& problem = args.fwd.problem;

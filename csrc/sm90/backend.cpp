@@ -1,7 +1,7 @@
 // The sm90 backend's entry, host code only: refuses, plans, and picks the kernel's instance.
 //
-//   fp16 and bf16 by TMA and wgmma (fwd.cuh, bwd.cuh, bias_gradient.cuh): bands, grouped heads, lse, bias, ALiBi and
-//   mask; no softcap, no dropout
+//   fp16 and bf16 by TMA and wgmma (fwd.cuh, bwd.cuh, bias_gradient.cuh): bands, grouped heads, lse, bias, ALiBi, mask
+//   and dropout; no softcap
 //
 // Serves compute capability 9.0 exactly, because wgmma is of that one architecture; backward serves less than forward.
 // Called by api/dispatch.cpp. Invariant: what refuses() and refuses_views() let pass has an instance, and its tensor
@@ -21,12 +21,13 @@ namespace flash_ext::sm90 {
 namespace {
 
 constexpr int64_t kMaxLength = int64_t{1} << 29;  // sums of a position, a band's edge and a tile fit 32 bits
+constexpr double kMaxDropout = 1 - 0x1p-17;       // from here on the threshold takes 17 bits (attention/dropout.h)
 constexpr double kMaxScale = 1e30;                // and its inverse: far from the ends of float
 // Rows with fewer, and those of a band of one, have a dS that is nearly or exactly 0 in eager attention, and the
 // rounding of P and out is all that is left of it: sm80/shared_memory.h, may_be_inexact.
 constexpr int64_t kFewKeys = 16;
-// A tile with a mask or bias takes 4 us in forward however little of it there is; up to here sm80 took a third to two
-// thirds of the time (windows of 49 tokens, 64 by 64).
+// A tile with a mask, bias or dropout takes 4 us in forward however little of it there is; up to here sm80 took a third
+// to two thirds of the time (windows of 49 tokens, 64 by 64).
 constexpr int64_t kSmallScores = 64;
 
 bool serves(const Instance& instance, DType dtype, Pass pass) {
@@ -54,15 +55,18 @@ std::string refuses_head_dim(const Problem& problem, Pass pass, const char* name
   return size % 8 == 0 ? "" : clause("not a multiple of 8");
 }
 
-// The gradient of a bias is a pass of its own, bias_gradient.cuh; beside a mask or in float that of sm80, which reads
-// the same lse.
+// The gradient of a bias is a pass of its own, bias_gradient.cuh; beside a mask or dropout or in float that of sm80,
+// which reads the same lse.
 bool takes_sm80(const Problem& problem) { return problem.wants_dbias && !has_bias_gradient(problem); }
 
 // What forward serves and backward does not.
 std::string refuses_backward(const Problem& problem) {
   const Band band = make_band(problem);
   if (is_scored(problem)) {
-    const std::string scores = problem.has_mask ? "a mask is" : problem.has_bias ? "a bias is" : "alibi_slopes are";
+    const std::string scores = problem.has_mask    ? "a mask is"
+                               : problem.has_bias  ? "a bias is"
+                               : problem.has_alibi ? "alibi_slopes are"
+                                                   : "dropout is";
     if (std::max(problem.head_dim, problem.head_dim_v) > kNarrow) {
       return scores + " not supported in backward above head dim " + std::to_string(kNarrow);
     }
@@ -97,10 +101,10 @@ std::string refuses(const Problem& problem, Pass pass, const DeviceInfo& device)
   if (reason.empty()) reason = refuses_head_dim(problem, pass, "head_dim_v", problem.head_dim_v);
   if (!reason.empty()) return reason;
   if (is_scored(problem) && std::max(problem.len_q, problem.len_k) <= kSmallScores) {
-    return "a mask, bias or slopes of at most 64 queries by 64 keys are not supported";
+    return "a mask, bias, slopes or dropout of at most 64 queries by 64 keys are not supported";
   }
   if (problem.softcap != 0.0) return "a softcap is not supported";
-  if (problem.dropout_p != 0.0) return "dropout is not supported";
+  if (problem.dropout_p >= kMaxDropout) return "a dropout_p that rounds to 1 is not supported";
   // The maximum is taken before scaling.
   if (!(problem.scale >= 1 / kMaxScale && problem.scale <= kMaxScale)) return "scale is not between 1e-30 and 1e30";
   if (std::max(problem.len_q, problem.len_k) >= kMaxLength) return "a sequence has 2^29 tokens or more";
@@ -157,7 +161,7 @@ std::string refuses_views(const ForwardArgs& args, const BackwardArgs* backward)
   }
   if (!backward->d_out) return "a backward without grad_out is not supported";
   if (takes_sm80(problem) && is_whole(problem, backward->dbias)) {
-    return "the gradient of a bias that is not broadcast is not supported beside a mask or in float32";
+    return "the gradient of a bias that is not broadcast is not supported beside a mask or dropout or in float32";
   }
   ask("grad_out", backward->d_out, problem.heads_q, problem.len_q);
   ask("out", args.out, problem.heads_q, problem.len_q);
@@ -281,7 +285,7 @@ Plan plan_backward(const Problem& problem, const DeviceInfo& device) {
   plan.on_chip[4] = {"ds", smem.dq - smem.ds};
   plan.on_chip[5] = {"dq staging", smem.scores - smem.dq};
   int next = 6;
-  if (scored) plan.on_chip[next++] = {"bias and mask", smem.stats - smem.scores};
+  if (scored) plan.on_chip[next++] = {"bias, mask and dropout", smem.stats - smem.scores};
   plan.on_chip[next++] = {"lse and delta", smem.barriers - smem.stats};
   plan.on_chip[next] = {"barriers and alignment", smem.total - smem.barriers};
   plan.scratch_bytes = instance.backward_scratch_bytes(problem);

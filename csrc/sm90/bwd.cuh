@@ -221,28 +221,46 @@ __device__ __forceinline__ void consume_backward(const typename Traits::Params& 
         p_frag[i / 2] = pack(x, y, T());
       });
       hold(p_frag);
+      // NOTE: with dropout dP is waited for before dV is issued, because dS takes the P that dV does not, and there are
+      // no registers for both.
+      if constexpr (Traits::kDrops) {
+        wgmma_wait<0>();
+        hold(dp_acc);
+        with_drops<Traits>(tiles, place, warp_row, [&](int i, uint32_t dropped, float2 delta) {
+          uint32_t& p = p_frag[i / 2];
+          float p_x, p_y, kept_x, kept_y;
+          unpack(p, p_x, p_y, T());
+          p &= ~dropped;
+          unpack(p, kept_x, kept_y, T());
+          const float x = fmaf(kept_x, dp_acc[i], -p_x * delta.x), y = fmaf(kept_y, dp_acc[i + 1], -p_y * delta.y);
+          ds_frag[i / 2] = pack(x * ds_scale, y * ds_scale, T());
+        });
+      }
+      hold(p_frag);
       hold(dv_acc);
       wgmma_fence();
       issue_keys<T, kBlockM, kHeadDim>(dv_acc, p_frag, d_out_ring.tile(place.stage));
-      wgmma_wait<1>();
-      hold(dp_acc);
+      if constexpr (!Traits::kDrops) {
+        wgmma_wait<1>();
+        hold(dp_acc);
+        with_queries(dp_acc, tiles.stats_delta(place.stage), [&](float& x, float& y, float2 delta, int i) {
+          // P is taken as it was rounded for dV, as eager attention does: in float, beside dP, it leaves no registers
+          // for K.
+          float p_x, p_y;
+          unpack(p_frag[i / 2], p_x, p_y, T());
+          if constexpr (Traits::kScaled) {
+            x = fmaf(x, ds_scale, -delta.x * ds_scale);
+            y = fmaf(y, ds_scale, -delta.y * ds_scale);
+          } else {
+            x -= delta.x;
+            y -= delta.y;
+          }
+          ds_frag[i / 2] = pack(p_x * x, p_y * y, T());
+        });
+      }
       if constexpr (kLast) {
         if (lane == 0) barrier_arrive(v_ring.empty(0));
       }
-      // P is taken as it was rounded for dV, as eager attention does: in float, beside dP, it leaves no registers for
-      // K.
-      with_queries(dp_acc, tiles.stats_delta(place.stage), [&](float& x, float& y, float2 delta, int i) {
-        float p_x, p_y;
-        unpack(p_frag[i / 2], p_x, p_y, T());
-        if constexpr (Traits::kScaled) {
-          x = fmaf(x, ds_scale, -delta.x * ds_scale);
-          y = fmaf(y, ds_scale, -delta.y * ds_scale);
-        } else {
-          x -= delta.x;
-          y -= delta.y;
-        }
-        ds_frag[i / 2] = pack(p_x * x, p_y * y, T());
-      });
       const auto ds_at = ds_place_of(ds_place);
       if constexpr (Traits::kReturnsDs) barrier_wait(ds_ring.empty(ds_at.stage), ds_at.phase ^ 1);
       store_packed<kBlockN>(ds_frag, ds_ring.tile(ds_at.stage), warp_row);
@@ -349,8 +367,8 @@ __device__ __forceinline__ void consume_backward(const typename Traits::Params& 
       ++work_place.count;
     }
     const int first_row = end.first_key + warp_row;
-    store_gradient<Traits>(dv_acc, Traits::kScaled ? 1.f / 1024.f : 1.f, staging, params.dv,
-                           end.box(params.dv.steps, end.head_k, first_row));
+    store_gradient<Traits>(dv_acc, (Traits::kScaled ? 1.f / 1024.f : 1.f) * dropout_of(params).scale, staging,
+                           params.dv, end.box(params.dv.steps, end.head_k, first_row));
     store_gradient<Traits>(dk_acc, params.scale * ds_unscale, staging, params.dk,
                            end.box(params.dk.steps, end.head_k, first_row));
     if constexpr (Traits::kWalk == Walk::kOne) break;
@@ -381,6 +399,7 @@ __global__ void __launch_bounds__(Traits::kShape.threads, 1)
         barrier_init(tiles.scores().full(slot), slot_arrivals(params.scores));
         barrier_init(tiles.scores().empty(slot), Traits::kWarps);
       }
+      init(tiles.drops(), kShape.stages, 32 * drop_warps(params.scores));
     }
     if constexpr (Traits::kOrdered) {
       for (int parity = 0; parity < 2; ++parity) barrier_init(tiles.dq_full(parity), Traits::kWarps);

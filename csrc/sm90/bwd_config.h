@@ -21,7 +21,7 @@ struct BackwardShape {
   int ds_stages;  // of dS
   int k_steps;    // of 16 columns of K that S^T takes from registers, because the products saturate shared memory
   bool defers;    // dQ of a tile of queries is computed during the next, so that no warpgroup waits for the other's dS
-  bool scored;    // with a bias or a mask, which the producer's other three warps bring (bwd_scores.cuh)
+  bool scored;    // with a bias, a mask or dropout, which the producer's other three warps bring (bwd_scores.cuh)
 
   static constexpr int consumers = 2, block_n = 128, threads = 384;
   // A launch gives every thread 168 of the 65,536: 128 * (24 + 2 * 240) and 128 * (56 + 2 * 224).
@@ -29,6 +29,8 @@ struct BackwardShape {
   constexpr int consumer_registers() const { return scored ? 224 : 240; }
   // Of numbers that a query has beside Q and dO: lse and delta, with scores what else P takes (bwd_rows.cuh).
   constexpr int stats() const { return scored ? 3 : 2; }
+  // Of what dropout drops in a tile of queries and keys, a bit a pair.
+  constexpr int drop_bytes() const { return block_m * block_n / 8; }
   // Columns of dQ that a warpgroup computes, of head_dim; the queries are split where that is all of them.
   constexpr int dq_cols(int head_dim) const { return block_m == 128 ? head_dim : head_dim / 2; }
 };
@@ -87,7 +89,7 @@ struct Meetings {
 constexpr int kKeyWorkBytes = 32;  // of a tile of keys that one thread tells the others of, see bwd_parts.cuh
 
 struct BackwardSmem {
-  int k = 0, v = 0, q = 0, d_out = 0, ds = 0, dq = 0, scores = 0, stats = 0;  // offsets
+  int k = 0, v = 0, q = 0, d_out = 0, ds = 0, dq = 0, scores = 0, drops = 0, drop_keys = 0, stats = 0;  // offsets
   int maxima = 0, barriers = 0, walk = 0;
   int total = 0;  // and what it takes to align the first tile
 };
@@ -95,6 +97,8 @@ struct BackwardSmem {
 // Bias and mask lie in a ring of slots, for 64 queries and all keys of a tile each.
 constexpr int kScoreRows = 64;
 constexpr int kMaskBytes = kScoreRows * BackwardShape::block_n / 8;  // of a slot, a bit a pair
+
+constexpr int kDropKeyBytes = 3 * 64;  // of the warps that draw
 
 constexpr BackwardSmem backward_smem(BackwardShape shape, int head_dim) {
   BackwardSmem smem;
@@ -105,10 +109,13 @@ constexpr BackwardSmem backward_smem(BackwardShape shape, int head_dim) {
   smem.dq = smem.ds + shape.ds_stages * tile_bytes(shape.block_n, shape.block_m);
   smem.scores = smem.dq + shape.block_m * head_dim * 4;
   const int stats = shape.stats() * shape.stages * shape.block_m * 4, maxima = shape.consumers * 4 * 4;
-  const int barriers = 16 * (2 + 2 * shape.stages + shape.ds_stages + (shape.scored ? kScoreStages : 0));
+  const int barriers = 16 * (2 + 2 * shape.stages + shape.ds_stages + (shape.scored ? kScoreStages + shape.stages : 0));
   const int walk = 8 * 8 + 2 * kKeyWorkBytes;
   const int left = kSharedMemoryLimit - kTileAlign - smem.scores - stats - maxima - barriers - walk;
-  smem.stats = smem.scores + (shape.scored ? left / 16 * 16 : 0);
+  const int drops = shape.stages * shape.drop_bytes();
+  smem.drops = smem.scores + (shape.scored ? (left - drops - kDropKeyBytes) / 16 * 16 : 0);
+  smem.drop_keys = smem.drops + (shape.scored ? drops : 0);
+  smem.stats = smem.drop_keys + (shape.scored ? kDropKeyBytes : 0);
   smem.maxima = smem.stats + stats;
   smem.barriers = smem.maxima + maxima;
   smem.walk = smem.barriers + barriers;
@@ -163,7 +170,7 @@ inline bool is_ordered(const Problem& problem) {
 
 // Whether the gradient of a bias is computed here (bias_gradient.cuh), and not by sm80's pass.
 inline bool has_bias_gradient(const Problem& problem) {
-  return problem.wants_dbias && !problem.has_mask && problem.bias_dtype == problem.dtype;
+  return problem.wants_dbias && !problem.has_mask && problem.bias_dtype == problem.dtype && problem.dropout_p == 0.0;
 }
 
 // Head dims above kNarrow: two kernels (bwd_wide_parts.cuh), both of tiles of 64 keys, the keys' of 64 queries, the

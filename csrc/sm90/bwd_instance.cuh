@@ -22,7 +22,7 @@ int64_t backward_scratch_bytes(const Problem& problem) {
   } else {
     using T = BackwardElement<kDType>;
     if (is_scored(problem)) {
-      return backward_scratch<BackwardTraits<T, kHeadDim, Walk::kEvery, true>>(problem, nullptr).bytes;
+      return backward_scratch<BackwardTraits<T, kHeadDim, Walk::kEvery, true>>(problem, nullptr).bytes;  // or drops
     }
     return backward_scratch<BackwardTraits<T, kHeadDim>>(problem, nullptr).bytes;
   }
@@ -37,7 +37,9 @@ void run_backward(const BackwardArgs& args, int64_t grid, void* workspace) {
     launch_wide<WideTraits<T, kHeadDim>>(args, workspace);
   } else {
     static_assert(backward_smem(backward_shape(kHeadDim), kHeadDim).total <= kSharedMemoryLimit);
-    if (is_scored(args.fwd.problem)) {
+    if (args.fwd.problem.dropout_p > 0.0) {
+      launch_backward<BackwardTraits<T, kHeadDim, Walk::kEvery, true, true>>(args, grid, workspace);
+    } else if (is_scored(args.fwd.problem)) {
       launch_backward<BackwardTraits<T, kHeadDim, Walk::kEvery, true>>(args, grid, workspace);
     } else if (is_ordered(args.fwd.problem)) {
       launch_backward<BackwardTraits<T, kHeadDim, Walk::kOrdered>>(args, grid, workspace);

@@ -39,15 +39,28 @@ struct BackwardParams {
   }
 };
 
+// Of dq and dk, made of the dS that the main kernel computes: with dropout it is (1 - p) dS (dropout.cuh).
+__host__ __device__ __forceinline__ float gradient_scale(const Problem& problem) {
+  return static_cast<float>(problem.dropout_p > 0.0 ? problem.scale / (1.0 - problem.dropout_p) : problem.scale);
+}
+
 struct ScoredBackwardParams : BackwardParams {
   ScoreParams scores;
   float inverse_scale;  // of a bias, in units of q k^T
 };
 
-template <class T_, int kHeadDim_, Walk kWalk_ = Walk::kOne, bool kScored_ = false>
+__device__ __forceinline__ const DropoutParams& dropout_of(const ScoredBackwardParams& params) {
+  return params.scores.dropout;
+}
+__device__ __forceinline__ DropoutParams dropout_of(const BackwardParams&) { return {nullptr, 0, 1.f}; }
+
+// kScored: with a bias, slopes or a mask; kDrops: with dropout, with them or without.
+template <class T_, int kHeadDim_, Walk kWalk_ = Walk::kOne, bool kScored_ = false, bool kDrops_ = false>
 struct BackwardTraits {
   using T = T_;
-  static constexpr bool kScored = kScored_;
+  static constexpr bool kScored = kScored_, kDrops = kDrops_;
+  static_assert(kScored || !kDrops);
+  static_assert(kDropKeyBytes == 3 * DropoutDraws::kKeyBytes);
   using Params = std::conditional_t<kScored, ScoredBackwardParams, BackwardParams>;
   static constexpr Walk kWalk = kWalk_;
   static constexpr bool kOrdered = kWalk == Walk::kOrdered;
@@ -101,6 +114,14 @@ struct BackwardTraits {
     // kScored: slots of bias and mask, whose size is a parameter.
     __device__ __forceinline__ Ring<0> scores() const {
       return {base + kSmem.scores, base + kSmem.barriers + 32 + kShape.stages * 32 + kShape.ds_stages * 16};
+    }
+    // kDrops: Philox' keys, a copy of each warp that draws; what is dropped, with stages of Q.
+    __device__ __forceinline__ uint32_t drop_keys(int warp) const {
+      return base + kSmem.drop_keys + warp * DropoutDraws::kKeyBytes;
+    }
+    __device__ __forceinline__ Ring<kShape.drop_bytes()> drops() const {
+      return {base + kSmem.drops,
+              base + kSmem.barriers + 32 + kShape.stages * 32 + kShape.ds_stages * 16 + kScoreStages * 16};
     }
     // kOrdered: the staging of all warps as one, by parity of the tile of queries; which that is, of a stage of Q;
     // tiles of keys that all are told of.

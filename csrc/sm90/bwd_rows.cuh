@@ -1,9 +1,10 @@
 // What backward does to rows of queries before and after its main kernel.
 //
 //   prepare: stats = (-lse log2(e), delta = rowsum(dO o out) - dlse), and dq_accum = 0 where there is one
+//            with dropout (1 - p) delta, see dropout.cuh
 //            with scores (-lse log2(e), delta, kNotFar); or, of all queries of a tile with one that is_far,
 //                        (-log2 Z, delta, -lse), so that P = 2^((s - lse) log2(e) - log2 Z)     Z = sum_j e^(s_j - lse)
-//   finish:  dq = scale * dq_accum, from the order of the fragments to rows
+//   finish:  dq = gradient_scale() * dq_accum, from the order of the fragments to rows
 //
 // Queries are padded to whole tiles: those beyond the sequence, and rows without keys, get -inf for -lse, so that their
 // P is 0. Called by run_bwd.cuh and, prepare alone, run_bwd_wide.cuh. Invariant: out and dq are dense with rows of a
@@ -74,7 +75,8 @@ __global__ void __launch_bounds__(kRowThreads) prepare_kernel(const __grid_const
     const int64_t index = tile.bh * problem.len_q + tile.first_query + row;
     const float lse = row < rows ? static_cast<const float*>(args.fwd.lse)[index] : kMinusInf;
     if (row < rows && args.d_lse != nullptr) sum -= static_cast<const float*>(args.d_lse)[index];
-    const float delta = lse == kMinusInf ? 0.f : sum;
+    float delta = lse == kMinusInf ? 0.f : sum;
+    if constexpr (Traits::kScored) delta *= static_cast<float>(1.0 - problem.dropout_p);
     float* const to = stats + tile.bh * Traits::kStats * m_blocks * Traits::kBlockM + tile.first_query + row;
     to[0] = lse == kMinusInf ? kMinusInf : fmaf(lse, static_cast<float>(-kLog2e), Traits::kPShift);
     to[m_blocks * Traits::kBlockM] = delta;
@@ -113,7 +115,7 @@ __global__ void __launch_bounds__(kRowThreads)
   float4 c[8];
 #pragma unroll
   for (int i = 0; i < 8; ++i) c[i] = from[i * 32];
-  const float scale = static_cast<float>(problem.scale);
+  const float scale = gradient_scale(problem);
   const uint32_t rows = shared_address(buffer[warp]);
 #pragma unroll
   for (int i = 0; i < 8; i += 2) {

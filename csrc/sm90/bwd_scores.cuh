@@ -1,4 +1,4 @@
-// Bias and mask of the backward: the tiles of scores.cuh, read transposed.
+// Bias, mask and dropout of the backward: the tiles of scores.cuh, read transposed.
 //
 //   s^T = q k^T + added / scale                     -inf where the mask holds 0
 //   s^T = (scale * q k^T + added - lse) / scale     in a tile of queries with one whose lse is far from 0
@@ -7,9 +7,9 @@
 //   added = bias - slope |i + offset - j|
 //
 // Three warps beside the producer bring a slot of 64 queries by 128 keys after the other, a tile of queries being one
-// or two: the bias as it is, [query][key], the mask as bits, a word of 32 queries a key. Called by bwd.cuh, parameters
-// made by run_scores.cuh. Invariant: as in scores.cuh; consumers read slots in the order in which the loaders fill
-// them.
+// or two: the bias as it is, [query][key], the mask as bits, a word of 32 queries a key, and what dropout.cuh draws.
+// Called by bwd.cuh, parameters made by run_scores.cuh. Invariant: as in scores.cuh; consumers read slots in the order
+// in which the loaders fill them.
 #pragma once
 
 #include "sm90/bwd_parts.cuh"
@@ -119,6 +119,17 @@ __device__ __forceinline__ void load_bias(uint32_t target, const ScoreView& view
   }
 }
 
+// fn(tile of keys, number of a query head among those of the key head) for all that the block works on.
+template <class Traits, class Fn>
+__device__ __forceinline__ void for_heads(const ScoredBackwardParams& params, const Fn& fn) {
+  for (uint32_t linear = blockIdx.x; linear < params.tiles; linear += gridDim.x) {
+#pragma unroll 1
+    for (int member = 0; member < params.members; ++member) {
+      fn(KeyWork::at<Traits::kBlockM, Traits::kBlockN>(params, linear), member);
+    }
+  }
+}
+
 // fn(slot's number, first query, first key, rows of `view` of the query head) for every `step`-th slot from number
 // `first` on, in the order of the producer's tiles.
 template <class Traits, class Fn>
@@ -126,24 +137,20 @@ __device__ __forceinline__ void for_slots(const ScoredBackwardParams& params, co
                                           const ScoreView& view, int first, int step, const Fn& fn) {
   const Ring<0> ring = tiles.scores();
   ScorePlace place(params.scores.stages);
-  for (uint32_t linear = blockIdx.x; linear < params.tiles; linear += gridDim.x) {
+  for_heads<Traits>(params, [&](const KeyWork& work, int member) {
+    const char* const from = view.of(work.head_k * params.members + member, work.b0, work.b1);
+    const int last_row = work.last_m * Traits::kBlockM;
 #pragma unroll 1
-    for (int member = 0; member < params.members; ++member) {
-      const KeyWork work = KeyWork::at<Traits::kBlockM, Traits::kBlockN>(params, linear);
-      const char* const from = view.of(work.head_k * params.members + member, work.b0, work.b1);
-      const int last_row = work.last_m * Traits::kBlockM;
-#pragma unroll 1
-      for (int row = work.first_m * Traits::kBlockM; row < last_row; row += kScoreRows) {
-        if (--first < 0) {
-          first = step - 1;
-          barrier_wait(ring.empty(place.stage), place.phase ^ 1);
-          fn(place.stage, row, work.first_key, from);
-          barrier_arrive(ring.full(place.stage));
-        }
-        place.advance();
+    for (int row = work.first_m * Traits::kBlockM; row < last_row; row += kScoreRows) {
+      if (--first < 0) {
+        first = step - 1;
+        barrier_wait(ring.empty(place.stage), place.phase ^ 1);
+        fn(place.stage, row, work.first_key, from);
+        barrier_arrive(ring.full(place.stage));
       }
+      place.advance();
     }
-  }
+  });
 }
 
 // A slot is full when these threads have arrived: the bias' warp with its stores and with its copies, one of the
@@ -152,7 +159,38 @@ __device__ __forceinline__ int slot_arrivals(const ScoreParams& scores) {
   return max((scores.bias.data != nullptr ? 64 : 0) + (scores.mask.data != nullptr ? 32 : 0), 1);
 }
 
-// What the three warps do: the first brings the bias; those that are left take turns with the mask.
+// With dropout: the warps that bring neither bias nor mask.
+__device__ __forceinline__ int drop_warps(const ScoreParams& scores) {
+  return 3 - (scores.bias.data != nullptr) - (scores.mask.data != nullptr);
+}
+
+// A warp, one of `warps`: its share of what is dropped of each tile of queries.
+template <class Traits>
+__device__ __forceinline__ void draw_drops(const ScoredBackwardParams& params, const typename Traits::Tiles& tiles,
+                                           int warp, int warps) {
+  constexpr int kParts = Traits::kBlockN / 16;  // of the keys, which a warp of the consumers has
+  const auto ring = tiles.drops();
+  const DropoutDraws draws(params.scores.dropout);
+  const uint32_t keys = tiles.drop_keys(warp);
+  draws.store_keys(keys);
+  typename Traits::Place place;
+  for_heads<Traits>(params, [&](const KeyWork& work, int member) {
+    for (int m = work.first_m; m < work.last_m; ++m) {
+      barrier_wait(ring.empty(place.stage), place.phase ^ 1);
+#pragma unroll 1
+      for (int i = warp; i < kParts * (Traits::kBlockM / kScoreRows); i += warps) {
+        const int row = m * Traits::kBlockM + i / kParts * kScoreRows, key = work.first_key + i % kParts * 16;
+        const uint32_t bits = draws.transposed_bits(keys, work.row + member, row / 16, key / 16);
+        store_shared1(ring.tile(place.stage) + (i * 32 + threadIdx.x % 32) * 4, __uint_as_float(bits));
+      }
+      barrier_arrive(ring.full(place.stage));
+      place.advance();
+    }
+  });
+}
+
+// What the three warps do: the first brings the bias; those that are left take turns with the mask, or with dropout
+// one brings the mask and the others draw.
 // NOTE: no more take turns than there are slots. Else one that comes back to a slot before its last use but one has
 // been read sees the parity that it waits for, and goes on at once.
 template <class Traits>
@@ -161,7 +199,8 @@ __device__ __forceinline__ void load_backward_scores(const ScoredBackwardParams&
   constexpr int kBlockN = Traits::kBlockN;
   const ScoreParams& scores = params.scores;
   const int len_q = params.len_q, len_k = params.band.len_k;
-  const int bias_warps = scores.bias.data != nullptr, mask_warps = min(3 - bias_warps, scores.stages);
+  const int bias_warps = scores.bias.data != nullptr;
+  const int mask_warps = scores.mask.data == nullptr ? 0 : Traits::kDrops ? 1 : min(3 - bias_warps, scores.stages);
   const int warp = static_cast<int>(threadIdx.x) / 32 - 1 - bias_warps;  // of those with the mask
   const auto slot = [&](int stage) { return tiles.scores().tile(0) + stage * scores.stage_bytes; };
   if (warp < 0) {
@@ -174,7 +213,7 @@ __device__ __forceinline__ void load_backward_scores(const ScoredBackwardParams&
       barrier_arrive_copied(tiles.scores().full(stage));
     });
     cp_async_wait_all();
-  } else if (scores.mask.data != nullptr && warp < mask_warps) {
+  } else if (warp < mask_warps) {
     for_slots<Traits>(params, tiles, scores.mask, warp, mask_warps,
                       [&](int stage, int row, int first_key, const char* from) {
 #pragma unroll 1
@@ -183,6 +222,8 @@ __device__ __forceinline__ void load_backward_scores(const ScoredBackwardParams&
                                     row + half * 32, first_key, len_q, len_k);
                         }
                       });
+  } else if constexpr (Traits::kDrops) {
+    draw_drops<Traits>(params, tiles, warp - mask_warps, drop_warps(scores));
   }
 }
 
@@ -287,6 +328,35 @@ __device__ __forceinline__ void take_backward_scores(float (&s)[Traits::kBlockM 
       y = (y + minus_lse.y) * params.inverse_scale;
     });
   }
+}
+
+// fn(number of the first of two scores of a row, bits of a packed pair where dropout drops them, delta of their
+// queries) over a fragment of dP^T; 16 keys a warp from key `warp_key` of the tile on.
+// NOTE: 64 queries at a time, each behind a wait, which returns at once but for the first: ptxas moves nothing over
+// that loop, and else spills 40 registers at head dim 64, because it prepares everything as early as it can.
+template <class Traits, class Fn>
+__device__ __forceinline__ void with_drops(const typename Traits::Tiles& tiles, const typename Traits::Place& place,
+                                           int warp_key, const Fn& fn) {
+  const auto ring = tiles.drops();
+  const int lane = threadIdx.x % 32;
+  const uint32_t words = ring.tile(place.stage) + warp_key * 8 + lane * 4;
+  const uint32_t deltas = tiles.stats_delta(place.stage) + lane % 4 * 8;
+#pragma unroll
+  for (int first = 0; first < Traits::kBlockM; first += kScoreRows) {
+    barrier_wait(ring.full(place.stage), place.phase);
+    const uint32_t drops = load_shared_int(words + first / kScoreRows * kMaskBytes);
+#pragma unroll
+    for (int n = first / 8; n < (first + kScoreRows) / 8; ++n) {
+      const float2 delta = load_shared2(deltas + n * 32);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int j = (2 * n + half) % 16;  // of a word's pairs
+        fn(4 * n + 2 * half, spread_high_bits(drops << j), delta);
+      }
+    }
+  }
+  __syncwarp();
+  if (lane == 0) barrier_arrive(ring.empty(place.stage));
 }
 
 }  // namespace flash_ext::sm90

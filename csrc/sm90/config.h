@@ -29,7 +29,7 @@ struct ForwardShape {
   Schedule schedule;
   int split;  // columns of S whose maximum is taken before the first exponential; the others' is taken meanwhile
   bool shares_keys = false;  // the keys of a tile of queries may be several blocks', see splits.h
-  bool scored = false;  // with a bias or a mask, which the producer's other three warps bring, or slopes (scores.cuh)
+  bool scored = false;       // with a bias or mask, which the producer's other three warps bring, slopes or dropout
 
   constexpr int block_m() const { return consumers * 64; }
   constexpr int threads() const { return (consumers + 1) * 128; }
@@ -50,7 +50,8 @@ enum class Tiles : uint8_t {
   kMany,    // keys: tiles of 192 queries read K and V least often
   kFew,     // keys: smaller tiles waste less on the diagonal, at the ends of rows and on the last round of the grid
   kSplit,   // few queries: small tiles and deep rings, because loads of K and V take the time, and one more axis: keys
-  kScored,  // with a bias or a mask: what hides the longer softmax best is a third consumer, where registers allow it
+  kScored,  // with a bias, mask, slopes or dropout (scores.cuh): what hides the longer softmax best is a third
+            // consumer, where registers allow it
 };
 
 // See docs/hopper-forward.md for what else was measured.
@@ -77,7 +78,9 @@ constexpr ForwardShape forward_shape(int head_dim, Tiles tiles) {
   return {2, 64, 2, 1, Schedule::kPingPong, 32};
 }
 
-inline bool is_scored(const Problem& problem) { return problem.has_mask || problem.has_bias || problem.has_alibi; }
+inline bool is_scored(const Problem& problem) {
+  return problem.has_mask || problem.has_bias || problem.has_alibi || problem.dropout_p > 0.0;
+}
 
 // Whether a bias or mask can be read in chunks of 16 bytes. element: bytes. A dimension of one index has no stride.
 inline bool reads_chunks(const Problem& problem, const TensorView& view, int element) {

@@ -120,6 +120,9 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
   Work work;
   [[maybe_unused]] float slope = 0.f;  // of the work's head
   int top_n = 0;                       // this warpgroup sees no key of tiles from here on
+  const bool drops = dropout_of(params).rng_state != nullptr;
+  // NOTE: read for each tile of keys at head dim 256, where keeping them costs registers that there are not.
+  const std::conditional_t<(kHeadDim > 192), DropoutParams, DropoutDraws> draws(dropout_of(params));
 
   const auto q_index = [&] { return q.stage * kConsumers + consumer; };
   const auto release = [&](auto& ring, auto& place) {
@@ -166,6 +169,13 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
       if (i >= first / 4 && i < last / 4) p_frag[i] = pack(s_acc[2 * i], s_acc[2 * i + 1], T());
     }
   };
+  // P of the tile n is packed.
+  const auto drop_p = [&](int n) {
+    if (!drops) return;
+    const int bh = (work.b1 * params.inner_batch + work.b0) * params.heads_q + work.head;
+    DropoutDraws(draws).apply<kBlockN>(p_frag, bh, (work.first_query + consumer * 64 + warp_row) / 16,
+                                       n * (kBlockN / 16));
+  };
   // index: of its Q, whose stage out goes through. Its Work is the one before next_work()'s, in the other of two
   // places.
   const auto finish = [&](int index) {
@@ -185,7 +195,7 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
     for (int half = 0; half < 2; ++half) {
       const float sum = softmax.total(half);
       const auto at = place(half);
-      inverse[half] = sum == 0.f ? 0.f : 1.f / sum;
+      inverse[half] = sum == 0.f ? 0.f : dropout_of(params).scale / sum;
       if ((is_part || params.lse != nullptr) && lane % 4 == 0 && at.exists) {
         lse[done.row(params, at)] = sum == 0.f ? kMinusInf : softmax.row_max[half] * params.scale + logf(sum);
       }
@@ -259,6 +269,7 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
     softmax.raise(tile_max, factor);
     softmax.exponentiate<0, kBlockN>(s_acc);
     pack_p(0, kBlockN);
+    drop_p(top_n - 1);
 #pragma unroll
     for (float& x : o_acc) x = 0.f;
     if (done_index >= 0) hand_back(done_index);
@@ -308,6 +319,7 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
         softmax.exponentiate<kSplit, kBlockN>(s_acc);
         pack_p(kSplit, kBlockN);
       }
+      drop_p(n);
     }
     // The last O of this tile and the first S of the next; out leaves under that S.
     done_index = q_index();

@@ -212,6 +212,13 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t add
                : "memory");
 }
 
+// movmatrix.sync.aligned.m8n8.trans: an 8x8 matrix of 16-bit numbers, transposed across the warp.
+__device__ __forceinline__ uint32_t movmatrix_trans(uint32_t value) {
+  uint32_t result;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(value));
+  return result;
+}
+
 // ld.shared.u16
 __device__ __forceinline__ uint32_t load_shared_short(uint32_t address) {
   uint16_t result;
@@ -316,6 +323,13 @@ __device__ __forceinline__ uint32_t pack(float x, float y, __half) {
 __device__ __forceinline__ uint32_t pack(float x, float y, __nv_bfloat16) {
   uint32_t result;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(y), "f"(x));
+  return result;
+}
+
+// prmt.b32: bits 15 and 31, each repeated over its half.
+__device__ __forceinline__ uint32_t spread_high_bits(uint32_t x) {
+  uint32_t result;
+  asm("prmt.b32 %0, %1, 0, 0xBB99;" : "=r"(result) : "r"(x));
   return result;
 }
 

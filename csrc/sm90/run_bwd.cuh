@@ -82,12 +82,12 @@ void launch_backward(const BackwardArgs& args, int64_t grid, void* workspace) {
   params.members = static_cast<int>(problem.heads_q / problem.heads_k);
   params.inner_batch = problem.batch_rank > 0 ? static_cast<int>(problem.batch_size[problem.batch_rank - 1]) : 1;
   params.head_dim_v = static_cast<int>(problem.head_dim_v);
-  params.scale = static_cast<float>(problem.scale);
+  params.scale = gradient_scale(problem);
   params.to_log2 = static_cast<float>(problem.scale * kLog2e);
   if constexpr (Traits::kScored) {
     constexpr BackwardSmem kSmem = Traits::kSmem;
     params.schedule.batch_inner = batch_shares_scores(problem, args.fwd);
-    params.scores = make_scores(args.fwd, kScoreRows, kBlockN, kMaskBytes, kSmem.stats - kSmem.scores);
+    params.scores = make_scores(args.fwd, kScoreRows, kBlockN, kMaskBytes, kSmem.drops - kSmem.scores);
     params.inverse_scale = static_cast<float>(1.0 / problem.scale);
   }
 

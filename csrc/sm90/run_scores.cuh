@@ -1,5 +1,5 @@
-// The parameters of a bias, slopes and a mask, for both passes: views, and what fits the room in shared memory.
-// Called by run_fwd.cuh and run_bwd.cuh.
+// The parameters of a bias, slopes, a mask and dropout, for both passes: views, and what fits the room in shared
+// memory. Called by run_fwd.cuh and run_bwd.cuh.
 #pragma once
 
 #include <algorithm>
@@ -42,6 +42,11 @@ inline ScoreParams make_scores(const ForwardArgs& args, int rows, int cols, int 
   if (problem.has_mask) {
     scores.mask = make_score_view(problem, args.mask, 1);
     scores.stage_bytes += mask_bytes > 0 ? mask_bytes : tile(scores.mask, 1);
+  }
+  scores.dropout = {nullptr, 0, 1.f};
+  if (problem.dropout_p > 0.0) {
+    const Dropout dropout = make_dropout(0, 0, problem.dropout_p);
+    scores.dropout = {args.rng_state, dropout.threshold * 0x10001U, static_cast<float>(dropout.scale)};
   }
   scores.stages = scores.stage_bytes > 0 ? std::min(kScoreStages, room / scores.stage_bytes) : 1;
   if (problem.has_alibi) {

@@ -12,6 +12,7 @@
 // copies, its empty barrier one of each consumer warp.
 #pragma once
 
+#include "sm90/dropout.cuh"
 #include "sm90/pipeline.cuh"
 #include "sm90/softmax.cuh"
 #include "sm90/work.cuh"
@@ -47,12 +48,16 @@ struct ScoreParams {
   float scale;  // of q k^T, with a bias or slopes
   bool bias_is_float;
   int mask_at;              // offset in a stage, behind the bias
-  int stage_bytes, stages;  // 0 bytes: slopes alone, and nothing is brought
+  int stage_bytes, stages;  // 0 bytes: nothing is brought
+  DropoutParams dropout;
 };
 
 struct ScoredParams : ForwardParams {
   ScoreParams scores;
 };
+
+__device__ __forceinline__ const DropoutParams& dropout_of(const ScoredParams& params) { return params.scores.dropout; }
+__device__ __forceinline__ DropoutParams dropout_of(const ForwardParams&) { return {nullptr, 0, 1.f}; }
 
 constexpr int kScoreLoaders = 96;  // threads
 

@@ -157,14 +157,16 @@ TEST_P(BackwardShapes, FitTheMultiprocessor) {
     EXPECT_EQ(smem.barriers % 8, 0);
     EXPECT_EQ(smem.scores % 16, 0);
     EXPECT_EQ(smem.walk % 8, 0);
-    const int offsets[] = {smem.k,      smem.v,     smem.q,      smem.d_out,    smem.ds,   smem.dq,
-                           smem.scores, smem.stats, smem.maxima, smem.barriers, smem.walk, smem.total};
+    const int offsets[] = {smem.k,     smem.v,     smem.q,      smem.d_out,    smem.ds,   smem.dq,   smem.scores,
+                           smem.drops, smem.stats, smem.maxima, smem.barriers, smem.walk, smem.total};
     EXPECT_TRUE(std::is_sorted(std::begin(offsets), std::end(offsets)));
     EXPECT_LE(smem.total, kSharedMemoryLimit);
     // A slot of what takes most, bias in float and mask, fits; one of 16 bits has a second.
-    const int room = smem.stats - smem.scores, wide = kScoreRows * score_pitch(shape.block_n, 4) + kMaskBytes;
+    const int room = smem.drops - smem.scores, wide = kScoreRows * score_pitch(shape.block_n, 4) + kMaskBytes;
     EXPECT_EQ(room >= wide, shape.scored);
     EXPECT_EQ(room >= 2 * (kScoreRows * score_pitch(shape.block_n, 2) + kMaskBytes), shape.scored);
+    EXPECT_EQ(smem.drop_keys - smem.drops, shape.scored ? shape.stages * shape.drop_bytes() : 0);
+    EXPECT_EQ(shape.drop_bytes(), shape.block_m * shape.block_n / 8);
     EXPECT_EQ(shape.block_m % kScoreRows, 0);
     EXPECT_EQ(kMaskBytes % 32, 0);
   }
