@@ -34,8 +34,9 @@ REFUSALS = {
     "sm80": r"head_dim(_v)? \d+ (is more than 256|in .* needs [\d,]+ bytes of shared memory)",
     "sm90": r"compute capability \d+\.\d is not 9\.0|only fp16 and bf16 are supported"
     r"|head_dim(_v)? \d+ is (more than 256|not a multiple of 8)"
-    r"|(a softcap|dropout) is not supported|scale is not between"
-    r"|a mask, bias or slopes of at most 64 queries by 64 keys are not supported|bias has rows that do not start at"
+    r"|(a softcap|a dropout_p that rounds to 1|dropout) is not supported|scale is not between"
+    r"|a mask, bias, slopes or dropout of at most 64 queries by 64 keys are not supported"
+    r"|bias has rows that do not start at"
     r"|(a mask is|a bias is|alibi_slopes are|a band of one key is) not supported in (deterministic )?backward"
     r"|the gradient of (alibi_slopes|a bias|a bias that is not broadcast) is not supported"
     r"|(other heads of value than of key|fewer than 16 keys) are not supported in backward"

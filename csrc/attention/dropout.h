@@ -37,13 +37,7 @@ struct PhiloxWords {
   Word word[4];
 };
 
-// The keys of a round.
-FLASH_DEVICE uint32_t philox_key0(uint32_t key0, int round) {
-  return key0 + static_cast<uint32_t>(round) * 0x9E3779B9u;
-}
-FLASH_DEVICE uint32_t philox_key1(uint32_t key1, int round) {
-  return key1 + static_cast<uint32_t>(round) * 0xBB67AE85u;
-}
+constexpr uint32_t kPhiloxStep0 = 0x9E3779B9u, kPhiloxStep1 = 0xBB67AE85u;  // of the keys, from round to round
 
 // Word: uint32_t, or a class holding several, constructible from uint32_t, with ^, + and mul_hi_lo.
 template <int kRounds, class Word>
@@ -53,10 +47,12 @@ FLASH_DEVICE PhiloxWords<Word> philox4x32(PhiloxWords<Word> counter, uint32_t ke
     Word hi0, lo0, hi1, lo1;
     mul_hi_lo(0xD2511F53u, c[0], hi0, lo0);
     mul_hi_lo(0xCD9E8D57u, c[2], hi1, lo1);
-    c[0] = hi1 ^ c[1] ^ Word(philox_key0(key0, round));
+    c[0] = hi1 ^ c[1] ^ Word(key0);
     c[1] = lo1;
-    c[2] = hi0 ^ c[3] ^ Word(philox_key1(key1, round));
+    c[2] = hi0 ^ c[3] ^ Word(key1);
     c[3] = lo0;
+    key0 += kPhiloxStep0;
+    key1 += kPhiloxStep1;
   }
   return counter;
 }
