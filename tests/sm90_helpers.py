@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Inputs, rand
+from helpers import HALF, Inputs, make_inputs, rand
 from torch import Tensor
 
 import flash_ext
@@ -57,6 +57,16 @@ def random_layout(chance: random.Random, tensor: Tensor) -> Tensor:
         buffer = tensor.new_full((batch, heads, rows, cols + 8 * chance.randint(1, 3)), torch.nan)
         return buffer[..., :cols].copy_(tensor)
     return inside_nan(tensor) if kind == "inside" else tensor
+
+
+def random_inputs(chance: random.Random, device: str) -> Inputs:
+    """query, key and value of six query heads, of any shape, dtype and layout that both passes serve with scores."""
+    batch, group, dtype = chance.randint(1, 3), chance.choice([1, 2, 3]), chance.choice(HALF)
+    queries, keys = 65 + int(2 ** chance.uniform(0, 9)), 16 + int(2 ** chance.uniform(0, 10))
+    head_dim = 8 * chance.randint(1, 16)
+    shapes = (batch, 6, queries, head_dim), (batch, 6 // group, keys, head_dim)
+    inputs = make_inputs(*shapes, dtype=dtype, device=device)
+    return {name: random_layout(chance, tensor) for name, tensor in inputs.items()}
 
 
 def random_options(chance: random.Random) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from sm90_helpers import (
     aligned,
     assert_same_bits,
     poison_free_memory,
-    random_layout,
+    random_inputs,
     random_options,
     scores_of,
 )
@@ -166,12 +166,8 @@ def test_random_calls(seed: int, device: str) -> None:
     chance = random.Random(seed)
     done = 0
     while done < 20:
-        batch, group, dtype = chance.randint(1, 3), chance.choice([1, 2, 3]), chance.choice(HALF)
-        queries, keys = 65 + int(2 ** chance.uniform(0, 9)), 16 + int(2 ** chance.uniform(0, 10))
-        head_dim, options = 8 * chance.randint(1, 16), random_options(chance)
-        shapes = (batch, 6, queries, head_dim), (batch, 6 // group, keys, head_dim)
-        inputs = make_inputs(*shapes, dtype=dtype, device=device)
-        inputs = {name: random_layout(chance, tensor) for name, tensor in inputs.items()}
+        inputs, options = random_inputs(chance, device), random_options(chance)
+        (batch, _, keys, _), dtype = inputs["key"].shape, inputs["key"].dtype
         added: Inputs = {}
         if chance.random() < 0.4:
             added = scores_of(chance.choice(KINDS), (1, 6, 1, keys), dtype, device)
