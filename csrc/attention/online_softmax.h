@@ -62,6 +62,22 @@ struct OnlineSoftmax {
   }
 };
 
+// scale * max + log(sum), rounded once: half a unit of the last place and 5e-8 at most. All probabilities that backward
+// makes of it have its error. max is finite, sum above 0.
+FLASH_DEVICE float log_sum_exp(float max, float scale, float sum) {
+  int exponent = 0;
+  float factor = std::frexp(sum, &exponent);  // [0.5, 1)
+  if (factor < 0.70710678f) {
+    factor *= 2.f;
+    --exponent;
+  }
+  constexpr float kLn2High = 0.693145751953125f, kLn2Low = 1.42860682e-6f;  // 15 bits: products are exact
+  const float power = static_cast<float>(exponent) * kLn2High;
+  const float product = max * scale, total = product + power, added = total - product;
+  const float lost = std::fma(max, scale, -product) + ((product - (total - added)) + (power - added));
+  return total + (lost + std::fma(static_cast<float>(exponent), kLn2Low, std::log(factor)));
+}
+
 // Factors for two partial results over disjoint keys.
 template <class Real>
 struct MergeFactors {

@@ -143,7 +143,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     const Range queries = make_band(problem).queries(
         {block.first_key, min(int64_t{block.first_key} + kBlockN, problem.len_k)}, problem.len_q);
     block.first_query = static_cast<int>(queries.first) / kBlockM * kBlockM;
-    block.last_query = queries.empty() ? block.first_query : static_cast<int>(queries.last);
+    block.last_query = (static_cast<int>(queries.last) - 1) / kBlockM * kBlockM;
+    if (queries.empty()) block.last_query = block.first_query - kBlockM;
     block.diagonal = problem.bottom_right ? static_cast<int>(problem.len_k - problem.len_q) : 0;
     block.bh = static_cast<uint32_t>(bh);
     if constexpr (kScaled) {
@@ -289,9 +290,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     };
 
     int stage = 0;
-    if (block.first_query < block.last_query) {
-      load_queries(block.first_query, 0);
-    }
+    if (block.first_query <= block.last_query) load_queries(block.last_query, 0);
     cp_async_commit();
     if constexpr (kScaled) {
       cp_async_wait<0>();
@@ -329,13 +328,15 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       if (ordered) end_turn(turn, predecessors);
     };
 
-    for (int query = block.first_query; query < block.last_query; query += kBlockM) {
+    // NOTE: from the last queries to the first. Under a causal band the first that see a key have the largest P, and
+    // when they came first, each later one was rounded to the sum's last place.
+    for (int query = block.last_query; query >= block.first_query; query -= kBlockM) {
       const Tile q_smem{base + layout.q + stage * Tile::bytes(kBlockM)};
       const Tile d_out_smem{base + layout.d_out + stage * Tile::bytes(kBlockM)};
       cp_async_wait<0>();
       __syncthreads();  // this tile's loads and the last one's dS are there for all; nobody reads the other stage
-      const bool goes_on = query + kBlockM < block.last_query;
-      if (kStages == 2 && goes_on) load_queries(query + kBlockM, stage ^ 1);
+      const bool goes_on = query > block.first_query;
+      if (kStages == 2 && goes_on) load_queries(query - kBlockM, stage ^ 1);
       cp_async_commit();
 
       float s_acc[kM][kBlockM / 8][4];
@@ -351,11 +352,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
           for (int m = 0; m < kM; ++m) p_frag.row[m].drop_negative();
         }
         gemm_from_registers<Frag>(acc, p_frag, d_out_smem, 0, 0);
-        if (Traits::kDeferred && Traits::kFirstDqWarp == 0 && query > block.first_query) {
-          add_dq(query - kBlockM, stage ^ 1);
+        if (Traits::kDeferred && Traits::kFirstDqWarp == 0 && query < block.last_query) {
+          add_dq(query + kBlockM, stage ^ 1);
         }
       } else {
-        if (Traits::kDeferred && query > block.first_query) add_dq(query - kBlockM, stage ^ 1);
+        if (Traits::kDeferred && query < block.last_query) add_dq(query + kBlockM, stage ^ 1);
         clear(s_acc);
         gemm_nt<Frag, kHeadDim>(s_acc, v_smem, warp_key(), d_out_smem, 0);
         pair_wait(1 + pair());
@@ -369,7 +370,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       } else {
         __syncthreads();  // dS of all warps is there; nobody reads Q and dO any more
         if (goes_on) {
-          load_queries(query + kBlockM, 0);
+          load_queries(query - kBlockM, 0);
           cp_async_commit();
         }
         add_dq(query, 0);
@@ -383,9 +384,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       }
     }
     cp_async_wait<0>();
-    if (Traits::kDeferred && block.first_query < block.last_query) {
+    if (Traits::kDeferred && block.first_query <= block.last_query) {
       __syncthreads();  // the last dS is there
-      add_dq((block.last_query - 1 - block.first_query) / kBlockM * kBlockM + block.first_query, stage ^ 1);
+      add_dq(block.first_query, stage ^ 1);
     }
     if constexpr (!Traits::kPlain) {
       if (problem.wants_dalibi) {

@@ -235,7 +235,9 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
       }
       const int query = block.first_query + warp_row + m * 16 + half * 8 + threadIdx.x % 32 / 4;
       if (block.lse != nullptr && threadIdx.x % 4 == 0 && query < problem.len_q) {
-        block.lse[query] = sum == 0.f ? kMinusInf : softmax.row_max[m][half] * to_natural + logf(sum);
+        const float row_max = softmax.row_max[m][half];
+        const float lse = sizeof(T) == 4 ? log_sum_exp(row_max, to_natural, sum) : row_max * to_natural + logf(sum);
+        block.lse[query] = sum == 0.f ? kMinusInf : lse;
       }
     }
   }

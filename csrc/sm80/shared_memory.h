@@ -9,6 +9,7 @@
 #include <string>
 
 #include "attention/band.h"
+#include "attention/tile_schedule.h"
 #include "sm80/config.h"
 
 namespace flash_ext::sm80 {
@@ -80,9 +81,15 @@ inline int64_t shared_bytes(const Problem& problem, Pass pass, int head_dim, boo
   return kStaticSharedBytes + bytes;
 }
 
-// Small tiles for cards where the large ones do not fit and, forward, for few queries.
+// Small tiles for cards where the large ones do not fit and, forward, for few queries or so few tiles that each of the
+// small ones, of half the queries, has a multiprocessor to itself.
 inline bool takes_small_tiles(const Problem& problem, Pass pass, int head_dim, const DeviceInfo& device) {
-  if (pass == Pass::kForward && problem.len_q <= 64) return true;
+  if (pass == Pass::kForward) {
+    const int element_bytes = problem.dtype == DType::kFloat32 ? 4 : 2;
+    const TileShape large = forward_tile(element_bytes, head_dim, false, is_plain(problem));
+    const int64_t tiles = block_count(problem.len_q, large.block_m) * problem.batch * problem.heads_q;
+    if (problem.len_q <= 64 || 2 * tiles <= device.multiprocessors) return true;
+  }
   return shared_bytes(problem, pass, head_dim, false) > device.shared_memory_per_block;
 }
 

@@ -298,4 +298,19 @@ TYPED_TEST(OnlineSoftmaxTest, LargeLseIsRenormalised) {
 }
 
 }  // namespace
+TEST(LogSumExpTest, IsRoundedOnce) {
+  std::mt19937 random(11);
+  std::normal_distribution<float> max(0.f, 8.f);
+  std::uniform_real_distribution<float> log2_sum(-8.f, 24.f), scale(0.05f, 1.f);
+  for (int i = 0; i < 100000; ++i) {
+    const float m = max(random), c = scale(random), sum = std::exp2(log2_sum(random));
+    const double exact = static_cast<double>(m) * c + std::log(static_cast<double>(sum));
+    const double unit = std::ldexp(1.0, std::max(std::ilogb(exact), -126) - 23);
+    ASSERT_LE(std::abs(log_sum_exp(m, c, sum) - exact), 0.5 * unit + 5e-8) << m << " " << c << " " << sum;
+  }
+  EXPECT_EQ(log_sum_exp(3.f, 1.f, 1.f), 3.f);
+  EXPECT_EQ(log_sum_exp(kLowest<float>, 1.f, 7.f), kLowest<float>);
+  EXPECT_TRUE(std::isnan(log_sum_exp(1.f, 1.f, std::numeric_limits<float>::quiet_NaN())));
+}
+
 }  // namespace flash_ext

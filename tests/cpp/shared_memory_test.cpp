@@ -3,6 +3,8 @@
 
 #include <gtest/gtest.h>
 
+#include <utility>
+
 namespace flash_ext::sm80 {
 namespace {
 
@@ -54,6 +56,21 @@ TEST(SharedMemory, SmallTilesTakeNoMore) {
       EXPECT_LE(shared_bytes(problem, pass, head_dim, true), shared_bytes(problem, pass, head_dim, false));
     }
   });
+}
+
+TEST(SharedMemory, FewTilesAreSmallWhereEachHasAMultiprocessor) {
+  const DeviceInfo device = card(90, 232448);  // 100 multiprocessors
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat32}) {
+    Problem problem = make_problem(dtype, 64);
+    for (const auto& [heads, small] : {std::pair{1, true}, {6, true}, {7, false}, {64, false}}) {
+      problem.heads_q = heads;  // 8 large tiles each
+      EXPECT_EQ(takes_small_tiles(problem, Pass::kForward, 64, device), small) << heads;
+      EXPECT_FALSE(takes_small_tiles(problem, Pass::kBackward, 64, device));
+    }
+    problem.heads_q = 64;
+    problem.len_q = 64;
+    EXPECT_TRUE(takes_small_tiles(problem, Pass::kForward, 64, device));
+  }
 }
 
 TEST(SharedMemory, SixteenBitsFitEverywhereAndFloatsOnTheLargest) {
