@@ -20,7 +20,7 @@ namespace flash_ext::sm80 {
 // A tile in shared memory, rows of kCols elements of T, swizzled.
 template <class T, int kCols>
 struct SmemTile {
-  static constexpr int kPitch = kCols * static_cast<int>(sizeof(T));
+  static constexpr int kColumns = kCols, kPitch = kCols * static_cast<int>(sizeof(T));
   uint32_t base;  // shared_address, a multiple of 128
 
   // Address of byte `byte + lane_byte` of row `row8 + row`. What differs between the lanes is `row` and `lane_byte`;
@@ -39,7 +39,8 @@ struct SmemTile {
 template <class T>
 struct Fragments16 {
   using Storage = T;
-  static constexpr int kK = 16;       // numbers of k a step
+  static constexpr int kK = 16;  // numbers of k a step
+  template <int kHeadDim>
   static constexpr int kUnroll = 64;  // all steps of a product
   static constexpr bool kAhead = true;
   static constexpr int kBlocksPerChunk = 2;  // of an operand's blocks of 8 columns in 16 bytes a lane
@@ -145,9 +146,12 @@ struct FragmentsTf32 {
   using Storage = float;
   static constexpr int kK = 8;
   static constexpr int kBlocksPerChunk = 1;
-  // NOTE: with kSplit 4 spills, because ptxas starts the loads of all steps at once; 1 is 2 to 3 % slower forward and 4
-  // to 7 % backward. Without it 4 is not measured.
-  static constexpr int kUnroll = kSplit ? 2 : 4;
+  // NOTE: with kSplit 4 spills, because ptxas starts the loads of all steps at once, and where kHeadDim has fewer
+  // registers left so does 2; else 1 is 2 to 3 % slower forward and 4 to 7 % backward. Without it 4 is not measured.
+  template <int kHeadDim>
+  static constexpr int kUnroll = !kSplit                            ? 4
+                                 : kHeadDim == 96 || kHeadDim > 128 ? 1
+                                                                    : 2;
   static constexpr bool kAhead = false;
   // x = hi + lo to 2^-23 of x. Without kSplit hi alone, to 2^-11.
   // NOTE: the tensor core does not read the last 13 bits. lo has a bit more than TF32, so cutting it there is off by no
@@ -298,10 +302,10 @@ __device__ __forceinline__ void clear(float (&c)[kM][kN][4]) {
   }
 }
 
-// C += A B in steps of k. load_a(fragment, m, k) and load_b(two fragments, n, k) read what they are named for.
-// kAhead: the next fragments are asked for before the present ones are multiplied. NOTE: 2 to 3 % more speed where
-// registers are left for it (forward, head dimension 64), 2 % less where they are not (128).
-template <class Frag, int kDepth, bool kAhead, int kM, int kN, class LoadA, class LoadB>
+// C += A B in steps of k, kUnroll of them at once. load_a(fragment, m, k) and load_b(two fragments, n, k) read what
+// they are named for. kAhead: the next fragments are asked for before the present ones are multiplied. NOTE: 2 to 3 %
+// more speed where registers are left for it (forward, head dimension 64), 2 % less where they are not (128).
+template <class Frag, int kDepth, int kUnroll, bool kAhead, int kM, int kN, class LoadA, class LoadB>
 __device__ __forceinline__ void multiply(float (&c)[kM][kN][4], const LoadA& load_a, const LoadB& load_b) {
   if constexpr (kAhead) {
     constexpr int kDepthSteps = kDepth / Frag::kK;
@@ -332,7 +336,7 @@ __device__ __forceinline__ void multiply(float (&c)[kM][kN][4], const LoadA& loa
       }
     }
   } else {
-#pragma unroll Frag::kUnroll
+#pragma unroll kUnroll
     for (int k = 0; k < kDepth; k += Frag::kK) {
       typename Frag::A a[kM];
 #pragma unroll
@@ -355,7 +359,7 @@ __device__ __forceinline__ void multiply(float (&c)[kM][kN][4], const LoadA& loa
 template <class Frag, int kDepth, bool kAhead = Frag::kAhead, int kM, int kN, class TileA, class TileB>
 __device__ __forceinline__ void gemm_nt(float (&c)[kM][kN][4], TileA a_tile, int row, TileB b_tile, int col) {
   const unsigned lane = opaque(threadIdx.x % 32);
-  multiply<Frag, kDepth, kAhead>(
+  multiply<Frag, kDepth, Frag::template kUnroll<kDepth>, kAhead>(
       c, [&](auto& a, int m, int k) { Frag::load_a(a, a_tile, row + m * 16, k, lane); },
       [&](auto& b, int n, int k) { Frag::load_b_nt(b, b_tile, col + n * 8, k, lane); });
 }
@@ -364,7 +368,7 @@ __device__ __forceinline__ void gemm_nt(float (&c)[kM][kN][4], TileA a_tile, int
 template <class Frag, int kDepth, bool kAhead = Frag::kAhead, int kM, int kN, class TileA, class TileB>
 __device__ __forceinline__ void gemm_tn(float (&c)[kM][kN][4], TileA a_tile, int row, TileB b_tile, int col) {
   const unsigned lane = opaque(threadIdx.x % 32);
-  multiply<Frag, kDepth, kAhead>(
+  multiply<Frag, kDepth, Frag::template kUnroll<TileB::kColumns>, kAhead>(
       c, [&](auto& a, int m, int k) { Frag::load_a_trans(a, a_tile, k, row + m * 16, lane); },
       [&](auto& b, int n, int k) { Frag::load_b_nn(b, b_tile, k, col + n * 8, lane); });
 }
