@@ -33,11 +33,10 @@ ARRAYS_BIAS_GRADIENT = 32
 # all. They are open, not meant.
 SPILLS = {
     ("backward", torch.float16, 64): (8, 0),
-    ("backward", torch.float16, 128): (48, 32),
-    ("backward", torch.float32, 96): (16, 0),
-    ("backward", torch.float32, 192): (24, 0),
-    ("backward", torch.float32, 256): (104, 272),
-    ("forward", torch.float32, 256): (16, 8),
+    ("backward", torch.float16, 128): (0, 32),
+    ("backward", torch.float32, 96): (8, 0),
+    ("backward", torch.float32, 192): (16, 0),
+    ("backward", torch.float32, 256): (0, 8),
 }
 
 

@@ -14,7 +14,7 @@ import flash_ext
 pytestmark = pytest.mark.gpu
 
 MATMUL = torch.backends.cuda.matmul
-L, S = 304, 416  # lengths that cuBLAS takes with TF32 too: rows of whole 16 bytes
+L, S = 528, 640  # lengths that cuBLAS takes with TF32 too: rows of whole 16 bytes
 
 
 @pytest.fixture
@@ -56,6 +56,15 @@ def test_score_modifications_obey_the_rule(kind: str, tf32: None, device: str, b
 def test_other_means_obey_the_rule(tf32: None, device: str, backend: str) -> None:
     for mean in (0.5, 2.0):
         check(flash_ext.attention, make_inputs((1, 2, L, 64), (1, 2, S, 64), device=device, mean=mean))
+
+
+@pytest.mark.parametrize("lengths", [(8, 8), (8, 103), (312, 408), (511, 1024), (1024, 8)])
+def test_few_queries_or_keys_keep_float32(lengths: tuple[int, int], tf32: None, device: str, backend: str) -> None:
+    """As in PyTorch's own matrix products of such sizes."""
+    len_q, len_k = lengths
+    inputs = make_inputs((2, 4, len_q, 16), (2, 4, len_k, 16), device=device, mean=0.5)
+    assert not flash_ext.explain(**inputs).forward.kernel.endswith("tf32")
+    check(flash_ext.attention, inputs)
 
 
 def test_the_setting_decides(device: str, backend: str) -> None:

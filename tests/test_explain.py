@@ -187,7 +187,7 @@ def test_lengths_beyond_positions_are_refused(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256])
 def test_plans_tf32_where_torch_allows_it(head_dim: int) -> None:
     """Only float32 on a GPU."""
-    q, k, v = (t.to("meta") for t in make_inputs((2, 4, 300, head_dim), (2, 2, 400, head_dim)).values())
+    q, k, v = (t.to("meta") for t in make_inputs((2, 4, 520, head_dim), (2, 2, 600, head_dim)).values())
 
     def kernels(device: str, dtype: torch.dtype = torch.float32) -> list[str]:
         plan = flash_ext.explain(q.to(dtype), k.to(dtype), v.to(dtype), device=device)

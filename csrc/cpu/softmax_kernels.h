@@ -123,10 +123,18 @@ void softmax_rows(const SoftmaxTile<Compute>& tile) {
       factor = row.step(tile_max);
     }
     const V shift(-row.shift());
+    // The multiply-add below does not round x * scale, and the maximum is rounded: that alone may be more than exp
+    // takes.
+    constexpr Acc kFar = 0x1p24;
+    V factor_of_x = scale;
+    if (row.shift() > kFar || row.shift() < -kFar) {
+      for (c = first; c < last; c += kLanes) (V::load(scores + c) * scale).store(scores + c);
+      factor_of_x = V(Acc(1));
+    }
     V sum[2] = {V(Acc(0)), V(Acc(0))};
     for (c = 0; c < first; c += kLanes) store_operand(V(Acc(0)), probs + c);
     for (c = first; c < last; c += kLanes) {
-      const V p = exp<kExpPrecision<Compute>>(fma(V::load(scores + c), scale, shift));
+      const V p = exp<kExpPrecision<Compute>>(fma(V::load(scores + c), factor_of_x, shift));
       const V part = sum[1] + p;  // the two take turns; an index would put them into memory
       sum[1] = sum[0];
       sum[0] = part;

@@ -310,22 +310,25 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     // dQ of the tile at `query`, whose dS is complete.
     const auto add_dq = [&](int query, int ds_stage) {
       if (!problem.wants_dq || warp() < Traits::kFirstDqWarp) return;
-      float dq_acc[Traits::kDqM][Traits::kDqN][4];
-      clear(dq_acc);
       const int dq_warp = warp() - Traits::kFirstDqWarp;
       const int dq_row = dq_warp / Traits::kDqWarpsN * Traits::kDqM * 16;
       const int dq_col = dq_warp % Traits::kDqWarpsN * Traits::kDqN * 8;
-      gemm_tn<Frag, kBlockN>(dq_acc, ds_tile(ds_stage), dq_row, k_smem, dq_col);
-      // NOTE: asked of the parameters and not of the pointer. With `pointer == nullptr ? nullptr : pointer + i`,
-      // tested for null, one fp16 instance on 9.0 took the branch with a null pointer; probably the comparison did
-      // not wait for the zero that was written (CS2R).
-      const bool ordered = scratch.turns != nullptr;
-      int* const turn = block.turn + query / kBlockM * Traits::kWarps + dq_warp;
-      const int predecessors = block.n_block - max(query + block.band.lower, 0) / kBlockN;
-      if (ordered) wait_for_turn(turn, predecessors);
-      add_to_global(dq_acc, block.dq_accum, static_cast<int>(problem.head_dim), dq_col, query + dq_row,
-                    static_cast<int>(problem.len_q), ds_unscale);
-      if (ordered) end_turn(turn, predecessors);
+#pragma unroll Traits::kDqPart == Traits::kDqN ? 8 : 1
+      for (int n = 0; n < Traits::kDqN; n += Traits::kDqPart) {
+        float dq_acc[Traits::kDqM][Traits::kDqPart][4];
+        clear(dq_acc);
+        gemm_tn<Frag, kBlockN>(dq_acc, ds_tile(ds_stage), dq_row, k_smem, dq_col + n * 8);
+        // NOTE: asked of the parameters and not of the pointer. With `pointer == nullptr ? nullptr : pointer + i`,
+        // tested for null, one fp16 instance on 9.0 took the branch with a null pointer; probably the comparison did
+        // not wait for the zero that was written (CS2R).
+        const bool ordered = scratch.turns != nullptr;
+        int* const turn = block.turn + query / kBlockM * Traits::kWarps + dq_warp;
+        const int predecessors = block.n_block - max(query + block.band.lower, 0) / kBlockN;
+        if (ordered && n == 0) wait_for_turn(turn, predecessors);
+        add_to_global(dq_acc, block.dq_accum, static_cast<int>(problem.head_dim), dq_col + n * 8, query + dq_row,
+                      static_cast<int>(problem.len_q), ds_unscale);
+        if (ordered && n + Traits::kDqPart == Traits::kDqN) end_turn(turn, predecessors);
+      }
     };
 
     // NOTE: from the last queries to the first. Under a causal band the first that see a key have the largest P, and

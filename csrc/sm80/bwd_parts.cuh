@@ -53,6 +53,10 @@ struct BackwardTraits {
   static constexpr int kFirstDqWarp = kWarps - kDqWarpsM * kDqWarpsN;
   static constexpr int kDqM = kBlockM / kDqWarpsM / 16;
   static constexpr int kDqN = kHeadDim / kDqWarpsN / 8;
+  // Columns of 8 at once, fewer where registers would spill.
+  static constexpr bool kTight = (sizeof(T) == 4 && (kHeadDim == 96 || kHeadDim > 128)) ||
+                                 (std::is_same_v<Element, Fp16> && kPlain && kHeadDim == 128);
+  static constexpr int kDqPart = kTight && !kSmall ? 2 : kDqN;
   static_assert(kBlockN == kShape.key_rows * kWarps / 2, "the keys are laid over half of the warps");
   static_assert(kDqM >= 1 && kDqN >= 2 && kDqN % 2 == 0, "dQ is laid over the warps in pairs of 8 columns");
   // P is at most 1: in fp16, where 2^-14 is the least normal number, it is kept as 2^10 P.

@@ -85,7 +85,8 @@ constexpr BackwardShape backward_shape(int element_bytes, int head_dim, bool sma
   }
   if (small) return head_dim <= 128 ? BackwardShape{{32, 32, 4}, 16, 1, 2, 2} : BackwardShape{{16, 32, 4}, 16, 1, 1, 4};
   if (head_dim <= 96) return {{64, 64, 8}, 16, 2, 4, 2};
-  return {{32, 64, 8}, 16, head_dim <= 128 ? 2 : 1, 2, 4};
+  if (head_dim <= 192) return {{32, 64, 8}, 16, head_dim <= 128 ? 2 : 1, 2, 4};
+  return {{16, 64, 8}, 16, 2, 1, 8};
 }
 
 struct BackwardSmem {

@@ -43,6 +43,10 @@ struct SoftmaxRows {
   float row_max[kM][2];
   float row_sum[kM][2];
   float to_log2;  // what one unit of score is in log2
+  // A row's maximum is beyond kFar, in log2. In the multiply-add before ex2 score * to_log2 is exact and maximum *
+  // to_log2 is rounded: there the difference alone is more than ex2 takes, and step() subtracts the maximum first.
+  static constexpr float kFar = 0x1p29f;
+  bool far = false;
 
   __device__ __forceinline__ explicit SoftmaxRows(float to_log2_) : to_log2(to_log2_) {
 #pragma unroll
@@ -57,7 +61,7 @@ struct SoftmaxRows {
   template <bool kPlain, int kN, int kD>
   __device__ __forceinline__ void step(float (&s)[kM][kN][4], float (&o)[kM][kD][4]) {
     float tile_max[kM][2];
-    bool grew = false;
+    bool grew = far;
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
@@ -72,6 +76,7 @@ struct SoftmaxRows {
       }
     }
     if (__any_sync(~0u, grew)) {
+      far = false;
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
 #pragma unroll
@@ -86,6 +91,14 @@ struct SoftmaxRows {
             o[m][n][2 * half] *= factor;
             o[m][n][2 * half + 1] *= factor;
           }
+          if (kPlain && fabsf(after * to_log2) > kFar && after != kMinusInf) {
+            far = true;
+#pragma unroll
+            for (int n = 0; n < kN; ++n) {
+              s[m][n][2 * half] -= after;
+              s[m][n][2 * half + 1] -= after;
+            }
+          }
         }
       }
     }
@@ -94,7 +107,7 @@ struct SoftmaxRows {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float shift = row_max[m][half] == kMinusInf ? 0.f : row_max[m][half];
-        const float minus = -shift * to_log2;
+        const float minus = fabsf(shift * to_log2) > kFar ? 0.f : -shift * to_log2;
         float sum = 0.f;
 #pragma unroll
         for (int n = 0; n < kN; ++n) {

@@ -2,293 +2,12 @@
 //
 //   C[16 * kM, 8 * kN] += A B
 //
-// in terms of fragments of mma.sync (PTX ISA, "Matrix fragments for mma.m16n8k16"): with g = lane / 4, t = lane % 4 an
-// accumulator c[4] holds rows {g, g + 8} x columns {2t, 2t + 1}. Names say how an operand lies in shared memory:
-//   a  [m][k]      a_trans  [k][m]      b_nt  [n][k] (k contiguous)      b_nn  [k][n] (n contiguous)
-// Called by fwd.cuh, bwd.cuh and bias_gradient.cuh. Two families: 16-bit types with k = 16 a step, float with k = 8
-// TF32 numbers a step, where a float is either rounded (Tf32) or split as hi + lo, and three products give float
-// accuracy (Fp32). Invariant: operands loaded by a_trans, b_nn and from an accumulator agree on the order of k within a
-// step; for TF32 that is {0, 2, 4, 6, 1, 3, 5, 7}, which makes an accumulator an A operand as it is.
+// in terms of the fragments of fragments.cuh. Called by fwd.cuh, bwd.cuh, one_tile.cuh and bias_gradient.cuh.
 #pragma once
 
-#include "attention/smem_plan.h"
-#include "sm80/kernels.h"
-#include "sm80/ptx.cuh"
+#include "sm80/fragments.cuh"
 
 namespace flash_ext::sm80 {
-
-// A tile in shared memory, rows of kCols elements of T, swizzled.
-template <class T, int kCols>
-struct SmemTile {
-  static constexpr int kColumns = kCols, kPitch = kCols * static_cast<int>(sizeof(T));
-  uint32_t base;  // shared_address, a multiple of 128
-
-  // Address of byte `byte + lane_byte` of row `row8 + row`. What differs between the lanes is `row` and `lane_byte`;
-  // row8 is a multiple of 8, so that it has no part in the swizzle, and `byte` is what a loop counts and knows at
-  // compile time: the XOR is taken on its part below 128 alone. A product then needs a few addresses, and offsets of
-  // its load instructions for the rest.
-  __device__ __forceinline__ uint32_t at(int row8, unsigned row, int byte, unsigned lane_byte) const {
-    const int in_line = (byte & (kLineBytes - 1)) + static_cast<int>(lane_byte);
-    return swizzled<kPitch>(static_cast<int>(row), in_line) + (base + row8 * kPitch + (byte & ~(kLineBytes - 1)));
-  }
-  static constexpr int bytes(int rows) { return rows * kPitch; }
-};
-
-// ---- fragments ------------------------------------------------------------------------------------------------------
-
-template <class T>
-struct Fragments16 {
-  using Storage = T;
-  static constexpr int kK = 16;  // numbers of k a step
-  template <int kHeadDim>
-  static constexpr int kUnroll = 64;  // all steps of a product
-  static constexpr bool kAhead = true;
-  static constexpr int kBlocksPerChunk = 2;  // of an operand's blocks of 8 columns in 16 bytes a lane
-  struct A {
-    uint32_t r[4];
-  };
-  struct B {
-    uint32_t r[2];
-  };
-
-  static __device__ __forceinline__ uint32_t pack(float x, float y) {
-    if constexpr (sizeof(T) == 2 && std::is_same_v<T, __half>) {
-      const __half2 pair = __floats2half2_rn(x, y);
-      return reinterpret_cast<const uint32_t&>(pair);
-    } else {
-      const __nv_bfloat162 pair = __floats2bfloat162_rn(x, y);
-      return reinterpret_cast<const uint32_t&>(pair);
-    }
-  }
-
-  template <int kCols>
-  static __device__ __forceinline__ void load_a(A& a, SmemTile<T, kCols> tile, int row, int k, unsigned lane) {
-    ldmatrix_x4(a.r, tile.at(row, lane % 16, k * 2, lane / 16 * 16));
-  }
-  template <int kCols>
-  static __device__ __forceinline__ void load_a_trans(A& a, SmemTile<T, kCols> tile, int k, int row, unsigned lane) {
-    ldmatrix_x4_trans(a.r, tile.at(k, lane % 8 + lane / 16 * 8, row * 2, lane / 8 % 2 * 16));
-  }
-  // Two column blocks of 8 at once.
-  template <int kCols>
-  static __device__ __forceinline__ void load_b_nt(B (&b)[2], SmemTile<T, kCols> tile, int col, int k, unsigned lane) {
-    uint32_t r[4];
-    ldmatrix_x4(r, tile.at(col, lane % 8 + lane / 16 * 8, k * 2, lane / 8 % 2 * 16));
-    b[0] = {r[0], r[1]};
-    b[1] = {r[2], r[3]};
-  }
-  template <int kCols>
-  static __device__ __forceinline__ void load_b_nn(B (&b)[2], SmemTile<T, kCols> tile, int k, int col, unsigned lane) {
-    uint32_t r[4];
-    ldmatrix_x4_trans(r, tile.at(k, lane % 16, col * 2, lane / 16 * 16));
-    b[0] = {r[0], r[1]};
-    b[1] = {r[2], r[3]};
-  }
-  // An accumulator of 8 * kN columns as an A operand, in half the registers.
-  template <int kN>
-  struct Operand {
-    static constexpr int kWords = 2 * kN;
-    uint32_t r[kN][2];
-    Operand() = default;
-    __device__ __forceinline__ explicit Operand(const float (&c)[kN][4]) {
-#pragma unroll
-      for (int n = 0; n < kN; ++n) {
-        r[n][0] = pack(c[n][0], c[n][1]);
-        r[n][1] = pack(c[n][2], c[n][3]);
-      }
-    }
-    __device__ __forceinline__ A step(int k) const {
-      const int n = k / 8;
-      return {{r[n][0], r[n][1], r[n + 1][0], r[n + 1][1]}};
-    }
-    // Its registers, to be moved between warps.
-    __device__ __forceinline__ uint32_t word(int i) const { return r[i / 2][i % 2]; }
-    __device__ __forceinline__ void set_word(int i, uint32_t word) { r[i / 2][i % 2] = word; }
-    __device__ __forceinline__ float value(int n, int i) const {
-      const uint16_t bits = static_cast<uint16_t>(r[n][i / 2] >> i % 2 * 16);
-      return static_cast<float>(reinterpret_cast<const T&>(bits));
-    }
-    // Rows g (half 0) or g + 8 of block n, to the 8 columns from `col` of rows row8 + g.
-    template <int kCols>
-    __device__ __forceinline__ void store(SmemTile<T, kCols> tile, int row8, int col, unsigned lane, int n,
-                                          int half) const {
-      store_shared(tile.at(row8, lane / 4, col * 2, 0) + lane % 4 * 4, r[n][half]);
-    }
-    // What this lane stored there.
-    template <int kCols>
-    static __device__ __forceinline__ float2 load(SmemTile<T, kCols> tile, int row8, int col, unsigned lane) {
-      const uint32_t bits = load_shared(tile.at(row8, lane / 4, col * 2, 0) + lane % 4 * 4);
-      const uint16_t low = bits & 0xFFFFu, high = bits >> 16;
-      return {static_cast<float>(reinterpret_cast<const T&>(low)),
-              static_cast<float>(reinterpret_cast<const T&>(high))};
-    }
-    // max(x, 0)
-    __device__ __forceinline__ void drop_negative() {
-#pragma unroll
-      for (int n = 0; n < kN; ++n) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) r[n][i] &= ~((r[n][i] >> 15 & 0x10001u) * 0xFFFFu);
-      }
-    }
-  };
-  // Columns 2t, 2t + 1 of the 8 from `col` of row row8 + g, to shared memory.
-  template <int kCols>
-  static __device__ __forceinline__ void store_pair(SmemTile<T, kCols> tile, int row8, int col, unsigned lane, float x,
-                                                    float y) {
-    store_shared(tile.at(row8, lane / 4, col * 2, 0) + lane % 4 * 4, pack(x, y));
-  }
-  static __device__ __forceinline__ void mma(float (&c)[4], const A& a, const B& b) { mma_m16n8k16(c, a.r, b.r, T()); }
-};
-
-// kSplit: float accuracy in three products, else one product of rounded numbers.
-template <bool kSplit>
-struct FragmentsTf32 {
-  using Storage = float;
-  static constexpr int kK = 8;
-  static constexpr int kBlocksPerChunk = 1;
-  // NOTE: with kSplit 4 spills, because ptxas starts the loads of all steps at once, and where kHeadDim has fewer
-  // registers left so does 2; else 1 is 2 to 3 % slower forward and 4 to 7 % backward. Without it 4 is not measured.
-  template <int kHeadDim>
-  static constexpr int kUnroll = !kSplit                            ? 4
-                                 : kHeadDim == 96 || kHeadDim > 128 ? 1
-                                                                    : 2;
-  static constexpr bool kAhead = false;
-  // x = hi + lo to 2^-23 of x. Without kSplit hi alone, to 2^-11.
-  // NOTE: the tensor core does not read the last 13 bits. lo has a bit more than TF32, so cutting it there is off by no
-  // more than rounding it, and its sign is random. hi is rounded half up, in its bits: cvt.rna.tf32 is four
-  // instructions, and with it forward took 1.3 times as long. A NaN may lose itself in hi, but not in lo.
-  template <int kCount>
-  struct Words {
-    uint32_t hi[kCount], lo[kSplit ? kCount : 1];
-    __device__ __forceinline__ void set(int i, uint32_t bits) {
-      if constexpr (kSplit) {
-        hi[i] = (bits + 0x1000U) & ~0x1FFFU;
-        lo[i] = __float_as_uint(__uint_as_float(bits) - __uint_as_float(hi[i]));
-      } else {
-        hi[i] = to_tf32(__uint_as_float(bits));
-      }
-    }
-  };
-  using A = Words<4>;
-  using B = Words<2>;
-
-  template <int kCols>
-  static __device__ __forceinline__ void load_a(A& a, SmemTile<float, kCols> tile, int row, int k, unsigned lane) {
-    uint32_t r[4];
-    ldmatrix_x4(r, tile.at(row, lane % 16, k * 4, lane / 16 * 16));
-#pragma unroll
-    for (int i = 0; i < 4; ++i) a.set(i, r[i]);
-  }
-  template <int kCols>
-  static __device__ __forceinline__ void load_a_trans(A& a, SmemTile<float, kCols> tile, int k, int row,
-                                                      unsigned lane) {
-    const unsigned g = lane / 4, t = lane % 4;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      a.set(i, load_shared(tile.at(k, 2 * t + i / 2, (row + i % 2 * 8) * 4, g / 4 * 16) + g % 4 * 4));
-    }
-  }
-  template <int kCols>
-  static __device__ __forceinline__ void load_b_nt(B (&b)[2], SmemTile<float, kCols> tile, int col, int k,
-                                                   unsigned lane) {
-    uint32_t r[4];
-    ldmatrix_x4(r, tile.at(col, lane % 8 + lane / 16 * 8, k * 4, lane / 8 % 2 * 16));
-#pragma unroll
-    for (int i = 0; i < 4; ++i) b[i / 2].set(i % 2, r[i]);
-  }
-  template <int kCols>
-  static __device__ __forceinline__ void load_b_nn(B (&b)[2], SmemTile<float, kCols> tile, int k, int col,
-                                                   unsigned lane) {
-    const unsigned g = lane / 4, t = lane % 4;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      b[i / 2].set(i % 2, load_shared(tile.at(k, 2 * t + i % 2, (col + i / 2 * 8) * 4, g / 4 * 16) + g % 4 * 4));
-    }
-  }
-  template <int kN>
-  struct Operand {
-    static constexpr int kWords = 4 * kN;
-    float r[kN][4];
-    Operand() = default;
-    __device__ __forceinline__ explicit Operand(const float (&c)[kN][4]) {
-#pragma unroll
-      for (int n = 0; n < kN; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) r[n][i] = c[n][i];
-      }
-    }
-    __device__ __forceinline__ A step(int k) const {
-      A a;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) a.set(i, __float_as_uint(r[k / 8][i / 2 + i % 2 * 2]));
-      return a;
-    }
-    __device__ __forceinline__ uint32_t word(int i) const { return __float_as_uint(r[i / 4][i % 4]); }
-    __device__ __forceinline__ void set_word(int i, uint32_t word) { r[i / 4][i % 4] = __uint_as_float(word); }
-    __device__ __forceinline__ float value(int n, int i) const { return r[n][i]; }
-    template <int kCols>
-    __device__ __forceinline__ void store(SmemTile<float, kCols> tile, int row8, int col, unsigned lane, int n,
-                                          int half) const {
-      store_pair(tile, row8, col, lane, r[n][2 * half], r[n][2 * half + 1]);
-    }
-    template <int kCols>
-    static __device__ __forceinline__ float2 load(SmemTile<float, kCols> tile, int row8, int col, unsigned lane) {
-      const uint32_t address = tile.at(row8, lane / 4, col * 4, lane % 4 / 2 * 16) + lane % 2 * 8;
-      return {__uint_as_float(load_shared(address)), __uint_as_float(load_shared(address + 4))};
-    }
-    __device__ __forceinline__ void drop_negative() {
-#pragma unroll
-      for (int n = 0; n < kN; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) r[n][i] = fmaxf(r[n][i], 0.f);
-      }
-    }
-  };
-  template <int kCols>
-  static __device__ __forceinline__ void store_pair(SmemTile<float, kCols> tile, int row8, int col, unsigned lane,
-                                                    float x, float y) {
-    store_shared(tile.at(row8, lane / 4, col * 4, lane % 4 / 2 * 16) + lane % 2 * 8, x, y);
-  }
-  // NOTE: the tensor core truncates when it adds to its accumulator (relative error 1e-5 over 1,000 keys, measured), so
-  // with kSplit only the products of one step are added there, and the step is added to C by rounding additions.
-  static __device__ __forceinline__ void mma(float (&c)[4], const A& a, const B& b) {
-    if constexpr (kSplit) {
-      float step[4] = {0.f, 0.f, 0.f, 0.f};
-      mma_m16n8k8(step, a.lo, b.hi);
-      mma_m16n8k8(step, a.hi, b.lo);
-      mma_m16n8k8(step, a.hi, b.hi);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) c[i] += step[i];
-    } else {
-      mma_m16n8k8(c, a.hi, b.hi);
-    }
-  }
-};
-
-template <class Element>
-struct FragmentsOf;
-template <>
-struct FragmentsOf<Fp16> {
-  using Type = Fragments16<__half>;
-};
-template <>
-struct FragmentsOf<Bf16> {
-  using Type = Fragments16<__nv_bfloat16>;
-};
-template <>
-struct FragmentsOf<Fp32> {
-  using Type = FragmentsTf32<true>;
-};
-template <>
-struct FragmentsOf<Tf32> {
-  using Type = FragmentsTf32<false>;
-};
-template <class Element>
-using Fragments = typename FragmentsOf<Element>::Type;
-template <class Element>
-using StorageOf = typename Fragments<Element>::Storage;
-
-// ---- products -------------------------------------------------------------------------------------------------------
 
 template <int kM, int kN>
 __device__ __forceinline__ void clear(float (&c)[kM][kN][4]) {
@@ -302,10 +21,36 @@ __device__ __forceinline__ void clear(float (&c)[kM][kN][4]) {
   }
 }
 
-// C += A B in steps of k, kUnroll of them at once. load_a(fragment, m, k) and load_b(two fragments, n, k) read what
-// they are named for. kAhead: the next fragments are asked for before the present ones are multiplied. NOTE: 2 to 3 %
+// One fragment C += a(0) b(0) + ... of kSteps steps of k.
+// NOTE: the tensor core cuts off what its accumulator has no place for (relative error 1e-5 over 1,000 keys, measured).
+// With kSplit the products of these steps alone are added there, small and large ones apart, the large ones in kChains
+// sums, and C gets their sum by rounding additions. Mean error of sums of positive products in 2^-24 of them: -0.7 by
+// single steps, -1.9 by four, -0.9 by four in two chains; four take 0.92 of the time of one.
+template <class Frag, int kSteps, int kChains, class GetA, class GetB>
+__device__ __forceinline__ void multiply_add(float (&c)[4], const GetA& a, const GetB& b) {
+  if constexpr (!Frag::kSplit) {
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) Frag::mma(c, a(s), b(s));
+  } else {
+    float small[4] = {}, large[kChains][4] = {};
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      mma_m16n8k8(small, a(s).lo, b(s).hi);
+      mma_m16n8k8(large[s % kChains], a(s).hi, b(s).hi);
+      mma_m16n8k8(small, a(s).hi, b(s).lo);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (kChains == 2) large[0][i] += large[kChains - 1][i];
+      c[i] += large[0][i] + small[i];
+    }
+  }
+}
+
+// C += A B, kSteps steps of k at once. load_a(fragment, m, k) and load_b(two fragments, n, k) read what they are named
+// for. kAhead: the next fragments are asked for before the present ones are multiplied. NOTE: 2 to 3 %
 // more speed where registers are left for it (forward, head dimension 64), 2 % less where they are not (128).
-template <class Frag, int kDepth, int kUnroll, bool kAhead, int kM, int kN, class LoadA, class LoadB>
+template <class Frag, int kDepth, int kSteps, int kChains, bool kAhead, int kM, int kN, class LoadA, class LoadB>
 __device__ __forceinline__ void multiply(float (&c)[kM][kN][4], const LoadA& load_a, const LoadB& load_b) {
   if constexpr (kAhead) {
     constexpr int kDepthSteps = kDepth / Frag::kK;
@@ -336,19 +81,27 @@ __device__ __forceinline__ void multiply(float (&c)[kM][kN][4], const LoadA& loa
       }
     }
   } else {
-#pragma unroll kUnroll
-    for (int k = 0; k < kDepth; k += Frag::kK) {
-      typename Frag::A a[kM];
+#pragma unroll Frag::kUnroll
+    for (int k = 0; k < kDepth; k += kSteps * Frag::kK) {
+      typename Frag::A a[kSteps][kM];
 #pragma unroll
-      for (int m = 0; m < kM; ++m) load_a(a[m], m, k);
+      for (int s = 0; s < kSteps; ++s) {
+#pragma unroll
+        for (int m = 0; m < kM; ++m) load_a(a[s][m], m, k + s * Frag::kK);
+      }
 #pragma unroll
       for (int n = 0; n < kN; n += 2) {
-        typename Frag::B b[2];
-        load_b(b, n, k);
+        typename Frag::B b[kSteps][2];
+#pragma unroll
+        for (int s = 0; s < kSteps; ++s) load_b(b[s], n, k + s * Frag::kK);
 #pragma unroll
         for (int m = 0; m < kM; ++m) {
-          Frag::mma(c[m][n], a[m], b[0]);
-          Frag::mma(c[m][n + 1], a[m], b[1]);
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            multiply_add<Frag, kSteps, kChains>(
+                c[m][n + i], [&](int s) -> const auto& { return a[s][m]; },
+                [&](int s) -> const auto& { return b[s][i]; });
+          }
         }
       }
     }
@@ -359,7 +112,8 @@ __device__ __forceinline__ void multiply(float (&c)[kM][kN][4], const LoadA& loa
 template <class Frag, int kDepth, bool kAhead = Frag::kAhead, int kM, int kN, class TileA, class TileB>
 __device__ __forceinline__ void gemm_nt(float (&c)[kM][kN][4], TileA a_tile, int row, TileB b_tile, int col) {
   const unsigned lane = opaque(threadIdx.x % 32);
-  multiply<Frag, kDepth, Frag::template kUnroll<kDepth>, kAhead>(
+  constexpr int kSteps = Frag::template kSteps<kDepth>;
+  multiply<Frag, kDepth, kSteps, kSteps == 4 ? 2 : 1, kAhead>(
       c, [&](auto& a, int m, int k) { Frag::load_a(a, a_tile, row + m * 16, k, lane); },
       [&](auto& b, int n, int k) { Frag::load_b_nt(b, b_tile, col + n * 8, k, lane); });
 }
@@ -368,7 +122,7 @@ __device__ __forceinline__ void gemm_nt(float (&c)[kM][kN][4], TileA a_tile, int
 template <class Frag, int kDepth, bool kAhead = Frag::kAhead, int kM, int kN, class TileA, class TileB>
 __device__ __forceinline__ void gemm_tn(float (&c)[kM][kN][4], TileA a_tile, int row, TileB b_tile, int col) {
   const unsigned lane = opaque(threadIdx.x % 32);
-  multiply<Frag, kDepth, Frag::template kUnroll<TileB::kColumns>, kAhead>(
+  multiply<Frag, kDepth, Frag::template kSteps<TileB::kColumns>, 1, kAhead>(
       c, [&](auto& a, int m, int k) { Frag::load_a_trans(a, a_tile, k, row + m * 16, lane); },
       [&](auto& b, int n, int k) { Frag::load_b_nn(b, b_tile, k, col + n * 8, lane); });
 }
@@ -394,25 +148,38 @@ template <class Frag, bool kAhead = Frag::kAhead, int kM, int kN, int kP, class 
 __device__ __forceinline__ void gemm_from_registers(float (&c)[kM][kN][4], const Operands<Frag, kM, kP>& p,
                                                     TileB b_tile, int k0, int col) {
   const unsigned lane = opaque(threadIdx.x % 32);
-  constexpr int kBuffers = kAhead ? 2 : 1, kDepthSteps = kP * 8 / Frag::kK;
-  typename Frag::B b[kBuffers][2];
-  if (kAhead) Frag::load_b_nn(b[0], b_tile, k0, col, lane);
+  constexpr int kSteps = Frag::template kSteps<TileB::kColumns>, kRow = kSteps * Frag::kK;
+  constexpr int kBuffers = kAhead ? 2 : 1, kDepthRows = kP * 8 / kRow;
+  static_assert(kDepthRows * kRow == kP * 8 && (!kAhead || kSteps == 1));
+  typename Frag::B b[kBuffers][kSteps][2];
+  if (kAhead) Frag::load_b_nn(b[0][0], b_tile, k0, col, lane);
 #pragma unroll
-  for (int k = 0; k < kDepthSteps; ++k) {
+  for (int k = 0; k < kDepthRows; ++k) {
 #pragma unroll
     for (int n = 0; n < kN; n += 2) {
-      const int step = k * (kN / 2) + n / 2;
-      if (!kAhead) Frag::load_b_nn(b[0], b_tile, k0 + k * Frag::kK, col + n * 8, lane);
+      const int turn = k * (kN / 2) + n / 2;
+      if (!kAhead) {
+#pragma unroll
+        for (int s = 0; s < kSteps; ++s) {
+          Frag::load_b_nn(b[0][s], b_tile, k0 + k * kRow + s * Frag::kK, col + n * 8, lane);
+        }
+      }
       if (kAhead && n + 2 < kN) {
-        Frag::load_b_nn(b[(step + 1) % kBuffers], b_tile, k0 + k * Frag::kK, col + n * 8 + 16, lane);
-      } else if (kAhead && k + 1 < kDepthSteps) {
-        Frag::load_b_nn(b[(step + 1) % kBuffers], b_tile, k0 + (k + 1) * Frag::kK, col, lane);
+        Frag::load_b_nn(b[(turn + 1) % kBuffers][0], b_tile, k0 + k * kRow, col + n * 8 + 16, lane);
+      } else if (kAhead && k + 1 < kDepthRows) {
+        Frag::load_b_nn(b[(turn + 1) % kBuffers][0], b_tile, k0 + (k + 1) * kRow, col, lane);
       }
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
-        const auto a = p.row[m].step(k * Frag::kK);
-        Frag::mma(c[m][n], a, b[step % kBuffers][0]);
-        Frag::mma(c[m][n + 1], a, b[step % kBuffers][1]);
+        typename Frag::A a[kSteps];
+#pragma unroll
+        for (int s = 0; s < kSteps; ++s) a[s] = p.row[m].step(k * kRow + s * Frag::kK);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          multiply_add<Frag, kSteps, 1>(
+              c[m][n + i], [&](int s) -> const auto& { return a[s]; },
+              [&](int s) -> const auto& { return b[turn % kBuffers][s][i]; });
+        }
       }
     }
   }
