@@ -50,9 +50,9 @@ def enable() -> _Enabled:
     """Makes ``scaled_dot_product_attention`` of every caller in this process, Python or C++, run here.
 
     Idempotent; also a context manager, which nests. Turns off ``torch.backends.mha``'s fast path, because
-    MultiheadAttention and TransformerEncoder would bypass attention in evaluation. Left to PyTorch: nested tensors,
-    other devices, unknown tensor subclasses, ``need_weights=True``, and calls inside ``sdpa_kernel(...)``. Models that
-    were compiled before are not touched.
+    MultiheadAttention and TransformerEncoder would bypass attention in evaluation (nested tensors need it there, and
+    raise). Left to PyTorch: nested tensors, other devices, unknown tensor subclasses, ``need_weights=True``, and calls
+    inside ``sdpa_kernel(...)``. Models that were compiled before are not touched.
     """
     global _mha_fastpath
     before = require_c().set_enabled(True)
