@@ -55,9 +55,7 @@ template <class V>
 // keep ? scale : 0, from bytes of 0 and 1.
 template <class V>
 [[gnu::always_inline]] inline V keep_factor(const uint8_t* keep, V scale) {
-  typename BytesOf<typename V::Scalar>::Type bytes;
-  std::memcpy(&bytes, keep, sizeof(bytes));
-  return V(__builtin_convertvector(bytes, typename V::Raw)) * scale;
+  return from_bytes<V>(keep) * scale;
 }
 
 template <class Acc>
@@ -193,8 +191,12 @@ template <class Compute, bool kGeneral, class V>
   return p;
 }
 
-template <class Compute, bool kGeneral>
+// What a tile may ask for beyond plain scores: nothing, dropout alone, or anything.
+enum class Extras { kNone, kDropout, kAny };
+
+template <class Compute, Extras kExtras>
 void gradient_rows(const GradientTile<Compute>& tile) {
+  constexpr bool kGeneral = kExtras == Extras::kAny;
   using Acc = typename Compute::Acc;
   using V = Vec<Acc>;
   constexpr int kLanes = V::kLanes;
@@ -212,14 +214,14 @@ void gradient_rows(const GradientTile<Compute>& tile) {
         typename StandardScoreMods<Acc>::template Saved<V> saved;
         const V p = probability_at<Compute, kGeneral>(tile, r, c, kept[i], at, saved);
         V keep(Acc(1));
-        if constexpr (kGeneral) {
-          if (tile.keep != nullptr) keep = keep_factor(tile.keep + index, V(tile.keep_scale));
+        if constexpr (kExtras != Extras::kNone) {
+          if (!kGeneral || tile.keep != nullptr) keep = keep_factor(tile.keep + index, V(tile.keep_scale));
         }
-        if (tile.probs != nullptr) store_operand(kGeneral ? p * keep : p, tile.probs + index);
+        if (tile.probs != nullptr) store_operand(kExtras != Extras::kNone ? p * keep : p, tile.probs + index);
         d_score[i] = V(Acc(0));
         if (tile.d_probs == nullptr) continue;
         V d_prob = V::load(tile.d_probs + index);
-        if constexpr (kGeneral) d_prob = d_prob * keep;
+        if constexpr (kExtras != Extras::kNone) d_prob = d_prob * keep;
         d_score[i] = p * (d_prob - V::load(tile.delta + c));
         if constexpr (kGeneral) {
           if (tile.d_bias != nullptr) {
@@ -330,10 +332,12 @@ void gradient_blocks(const GradientTile<Compute>& tile) {
 template <class Compute>
 void gradient(const GradientTile<Compute>& tile) {
   if (tile.bias.data != nullptr) return gradient_blocks<Compute>(tile);
-  if (tile.inputs != nullptr || tile.renorm != nullptr || tile.keep != nullptr || tile.d_bias != nullptr) {
-    gradient_rows<Compute, true>(tile);
+  if (tile.inputs != nullptr || tile.renorm != nullptr || tile.d_bias != nullptr) {
+    gradient_rows<Compute, Extras::kAny>(tile);
+  } else if (tile.keep != nullptr) {
+    gradient_rows<Compute, Extras::kDropout>(tile);
   } else {
-    gradient_rows<Compute, false>(tile);
+    gradient_rows<Compute, Extras::kNone>(tile);
   }
 }
 

@@ -54,18 +54,6 @@ struct RawOf<uint64_t> {
   typedef uint64_t Type __attribute__((vector_size(kVecBytes)));
 };
 
-// One byte a lane.
-template <class T>
-struct BytesOf;
-template <>
-struct BytesOf<float> {
-  typedef uint8_t Type __attribute__((vector_size(kVecBytes / 4)));
-};
-template <>
-struct BytesOf<double> {
-  typedef uint8_t Type __attribute__((vector_size(kVecBytes / 8)));
-};
-
 // NOTE: lanes set one by one are as many masked broadcasts in AVX-512.
 template <class T>
 constexpr T kSteps[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -299,6 +287,43 @@ typedef uint16_t HalfRaw __attribute__((vector_size(kVecBytes / 2)));
   result = magnitude >= 0x47800000 ? infinity : result;
   result = magnitude > 0x7F800000 ? quiet : result;
   return __builtin_convertvector(result | ((bits >> 16) & 0x8000), HalfRaw);
+#endif
+}
+
+// Bytes, one a lane, as numbers. NOTE: g++ 12 converts bytes to 32 bits or more, and back, one by one.
+template <class V>
+[[gnu::always_inline]] inline V from_bytes(const uint8_t* from) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(typename V::Scalar) == 4) {
+    const __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+    return V((typename V::Raw)_mm512_cvtepi32_ps(wide));
+  } else {
+    const __m256i wide = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+    return V((typename V::Raw)_mm512_cvtepi32_pd(wide));
+  }
+#elif defined(__AVX2__)
+  if constexpr (sizeof(typename V::Scalar) == 4) {
+    const __m256i wide = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+    return V((typename V::Raw)_mm256_cvtepi32_ps(wide));
+  } else {
+    int32_t four;
+    std::memcpy(&four, from, sizeof(four));
+    return V((typename V::Raw)_mm256_cvtepi32_pd(_mm_cvtepu8_epi32(_mm_cvtsi32_si128(four))));
+  }
+#else
+  V result;
+  for (int i = 0; i < V::kLanes; ++i) result.raw[i] = from[i];
+  return result;
+#endif
+}
+
+typedef uint8_t ByteRaw __attribute__((vector_size(kVecBytes / 4)));
+
+[[gnu::always_inline]] inline ByteRaw to_bytes(U32::Raw raw) {
+#if defined(__AVX512F__)
+  return (ByteRaw)_mm512_cvtepi32_epi8((__m512i)raw);
+#else
+  return __builtin_convertvector(__builtin_convertvector(raw, HalfRaw), ByteRaw);
 #endif
 }
 

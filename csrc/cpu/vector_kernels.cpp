@@ -39,31 +39,49 @@ namespace {
   hi = bit_cast<U32>(Wide((even.raw >> 32) | (odd.raw & ~uint64_t{0xFFFFFFFF})));
 }
 
-// One 16x16 block at a time: word w over the 32 lanes is an 8x8 matrix of 16-bit numbers in row order (dropout.h).
-void keep_tile(const Dropout& dropout, uint32_t bh, int64_t q0, int64_t k0, int rows, int cols, bool transposed,
-               uint8_t* keep, int ld) {
-  uint32_t words[4][32];
-  uint16_t numbers[4][8][8];
-  static_assert(sizeof(words) == sizeof(numbers));
+// One 16x16 block at a time. Word w of lane 4 g + t holds keys 2 t and 2 t + 1 of row g of an 8x8 matrix (dropout.h);
+// transposed, lanes are drawn with g running first, so that neighbours are neighbours in `keep` either way.
+template <bool kTransposed>
+void keep_tile(const Dropout& dropout, uint32_t bh, int64_t q0, int64_t k0, int rows, int cols, uint8_t* keep, int ld) {
+  constexpr int kLanes = U32::kLanes, kRun = kTransposed && kLanes > 8 ? 8 : kTransposed ? kLanes : 4;
+  const U32 threshold(dropout.threshold);
   for (int r0 = 0; r0 < rows; r0 += 16) {
     for (int c0 = 0; c0 < cols; c0 += 16) {
-      for (uint32_t lane = 0; lane < 32; lane += U32::kLanes) {
-        const PhiloxWords<U32> drawn = dropout.block_words(bh, static_cast<uint32_t>((q0 + r0) / 16),
-                                                           static_cast<uint32_t>((k0 + c0) / 16), U32::iota(lane));
-        for (int w = 0; w < 4; ++w) drawn.word[w].store(words[w] + lane);
-      }
-      std::memcpy(numbers, words, sizeof(numbers));
-      for (int w = 0; w < 4; ++w) {
-        for (int g = 0; g < 8; ++g) {
-          const int row = r0 + g + 8 * (w & 1);
-          const int col = c0 + 8 * (w >> 1);
-          uint8_t* to = transposed ? keep + int64_t{col} * ld + row : keep + int64_t{row} * ld + col;
-          const int step = transposed ? ld : 1;
-          for (int c = 0; c < 8; ++c) to[int64_t{c} * step] = numbers[w][g][c] >= dropout.threshold;
+#pragma GCC unroll 2
+      for (int first = 0; first < 32; first += kLanes) {
+        const U32 index = U32::iota(first);
+        const PhiloxWords<U32> drawn =
+            dropout.block_words(bh, static_cast<uint32_t>((q0 + r0) / 16), static_cast<uint32_t>((k0 + c0) / 16),
+                                kTransposed ? U32((index.raw & 7) * 4 + (index.raw >> 3)) : index);
+#pragma GCC unroll 4
+        for (int w = 0; w < 4; ++w) {
+          const U32::Raw even = (drawn.word[w].raw & 0xFFFF) >= threshold.raw;
+          const U32::Raw odd = (drawn.word[w].raw >> 16) >= threshold.raw;
+          const int row = r0 + w % 2 * 8, col = c0 + w / 2 * 8;
+          if constexpr (kTransposed) {
+            const ByteRaw bytes[2] = {to_bytes(even & 1), to_bytes(odd & 1)};
+            for (int i = 0; i < kLanes; i += kRun) {
+              const int key = col + (first + i) / 8 * 2, query = row + (first + i) % 8;
+              for (int j = 0; j < 2; ++j) {
+                std::memcpy(keep + int64_t{key + j} * ld + query, reinterpret_cast<const char*>(&bytes[j]) + i, kRun);
+              }
+            }
+          } else {
+            const HalfRaw pairs = __builtin_convertvector((even & 1) | (odd & 0x100), HalfRaw);
+            for (int i = 0; i < kLanes; i += kRun) {
+              std::memcpy(keep + int64_t{row + (first + i) / 4} * ld + col,
+                          reinterpret_cast<const char*>(&pairs) + 2 * i, 2 * kRun);
+            }
+          }
         }
       }
     }
   }
+}
+
+void keep_tile(const Dropout& dropout, uint32_t bh, int64_t q0, int64_t k0, int rows, int cols, bool transposed,
+               uint8_t* keep, int ld) {
+  (transposed ? keep_tile<true> : keep_tile<false>)(dropout, bh, q0, k0, rows, cols, keep, ld);
 }
 
 #if defined(__AVX512F__) || defined(__aarch64__)
