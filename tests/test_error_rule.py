@@ -119,10 +119,12 @@ def test_large_scores_do_not_overflow(dtype: torch.dtype, device: str, backend: 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("keys", [1, 3, 300])
-def test_scores_far_beyond_the_range_of_exp2(keys: int, dtype: torch.dtype, device: str, backend: str) -> None:
+def test_scores_far_beyond_the_range_of_exp2(
+    keys: int, dtype: torch.dtype, device: str, backend: str, request: pytest.FixtureRequest
+) -> None:
     """Scores of 1e11, where a maximum times log2(e) is rounded by more than ex2 takes: equal scores, equal shares."""
     if backend == "sm90":
-        pytest.skip("forward on sm90 has no room for it, see the README")
+        request.applymarker(pytest.mark.xfail(reason="open: sm90 does not subtract the maximum first", strict=False))
     for head_dim in (64, 128, 256):
         q = torch.full((1, 2, 5, head_dim), 133120.0, dtype=dtype, device=device)
         k = torch.full((1, 2, keys, head_dim), 133120.0, dtype=dtype, device=device)
