@@ -103,15 +103,20 @@ __device__ __forceinline__ void consume_backward(const typename Traits::Params& 
   Place2 work_place;  // ordered
   const auto find_work = [&](uint32_t linear) {
     if constexpr (Traits::kOrdered) {
-      return read_work<Traits>(tiles, work_place);
+      return uniform(read_work<Traits>(tiles, work_place));
     } else {
       return KeyWork::at<kBlockM, kBlockN>(params, linear);
     }
   };
 
-  for (uint32_t linear = blockIdx.x; Traits::kOrdered || linear < params.tiles; linear += gridDim.x) {
+  // params.tiles: there is no more. NOTE: a break at the end of work would be divergent (see uniform).
+  const auto next = [&](uint32_t linear) -> uint32_t {
+    if constexpr (!Traits::kOrdered) return linear;
+    return uniform(read_work<Traits>(tiles, work_place).step == 0 ? params.tiles : 0);
+  };
+
+  for (uint32_t linear = next(blockIdx.x); linear < params.tiles; linear = next(linear + gridDim.x)) {
     const KeyWork work = find_work(linear);
-    if (Traits::kOrdered && work.step == 0) break;
     const int row = work.first_key + warp_row + lane / 4;
     const int total = (work.last_m - work.first_m) * params.members;
     float* dq = params.dq + (int64_t{work.row} * params.m_blocks + work.first_m) * kTile + warp * (16 * kDqCols);
@@ -123,6 +128,7 @@ __device__ __forceinline__ void consume_backward(const typename Traits::Params& 
       return ScorePlace(0);
     }();
     if constexpr (!Traits::kOrdered) done += total;
+    [[maybe_unused]] const auto inside = params.template meetings<kBlockM, 64>().inside(work.first_key + consumer * 64);
     float dk_acc[kHeadDim / 2], dv_acc[kHeadDim / 2], s_acc[kBlockM / 2];
 #pragma unroll
     for (int i = 0; i < kHeadDim / 2; ++i) dk_acc[i] = dv_acc[i] = 0.f;
@@ -205,14 +211,16 @@ __device__ __forceinline__ void consume_backward(const typename Traits::Params& 
       [[maybe_unused]] float slope = 0.f;
       if constexpr (Traits::kScored) slope = params.scores.alibi.of(head, work.b0, work.b1);
       barrier_wait(d_out_ring.full(place.stage), place.phase);
-      if constexpr (Traits::kOrdered) m = load_shared_int(tiles.m_block(place.stage));
+      if constexpr (Traits::kOrdered) m = uniform(load_shared_int(tiles.m_block(place.stage)));
       wgmma_fence();
       issue_scores<T, kBlockN, kBlockM, kHeadDim>(dp_acc, v_desc, d_out_ring.tile(place.stage));
       if constexpr (Traits::kScored) {
         const int distance = row - (m * kBlockM + lane % 4 * 2) - params.scores.alibi.offset;
         take_backward_scores<Traits>(s_acc, params, tiles, place.stage, scores, warp_row, slope, distance);
       }
-      if (params.band.is_boundary(m * kBlockM, kBlockM, work.first_key + consumer * 64, 64)) {
+      // NOTE: with scores there are no registers for `inside`, 12 bytes were spilled.
+      if (Traits::kScored ? params.band.is_boundary(m * kBlockM, kBlockM, work.first_key + consumer * 64, 64)
+                          : !inside.has(m)) {
         mask_band_transposed(s_acc, params.band, row, m * kBlockM);
       }
       with_queries(s_acc, tiles.stats_lse(place.stage), [&](float& x, float& y, float2 minus_lse, int i) {
@@ -243,19 +251,8 @@ __device__ __forceinline__ void consume_backward(const typename Traits::Params& 
       if constexpr (!Traits::kDrops) {
         wgmma_wait<1>();
         hold(dp_acc);
-        with_queries(dp_acc, tiles.stats_delta(place.stage), [&](float& x, float& y, float2 delta, int i) {
-          // P is taken as it was rounded for dV, as eager attention does: in float, beside dP, it leaves no registers
-          // for K.
-          float p_x, p_y;
-          unpack(p_frag[i / 2], p_x, p_y, T());
-          if constexpr (Traits::kScaled) {
-            x = fmaf(x, ds_scale, -delta.x * ds_scale);
-            y = fmaf(y, ds_scale, -delta.y * ds_scale);
-          } else {
-            x -= delta.x;
-            y -= delta.y;
-          }
-          ds_frag[i / 2] = pack(p_x * x, p_y * y, T());
+        with_queries(dp_acc, tiles.stats_delta(place.stage), [&](float x, float y, float2 delta, int i) {
+          ds_frag[i / 2] = ds_of<Traits>(p_frag[i / 2], x, y, delta, ds_scale);
         });
       }
       if constexpr (kLast) {

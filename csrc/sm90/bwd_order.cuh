@@ -37,6 +37,14 @@ __device__ __forceinline__ KeyWork read_work(const typename Traits::Tiles& tiles
   return work;
 }
 
+__device__ __forceinline__ KeyWork uniform(KeyWork work) {
+  for (int* field :
+       {&work.head_k, &work.b0, &work.b1, &work.first_key, &work.first_m, &work.last_m, &work.row, &work.step}) {
+    *field = uniform(*field);
+  }
+  return work;
+}
+
 // fn(work, whether it is the first) for all that is told, in one thread.
 template <class Traits, class Fn>
 __device__ __forceinline__ void for_works(const typename Traits::Tiles& tiles, const Fn& fn) {

@@ -279,6 +279,19 @@ void check_meetings(const Meetings<kBlockM, kBlockN>& meetings) {
   ASSERT_TRUE(changes == 0 || !meetings.meets_keys(0) || !meetings.meets_keys(m_blocks - 1));
 }
 
+// A tile is masked unless all of its pairs, also those of queries beyond the sequence, are kept.
+template <int kBlockM, int kBlockN>
+void check_inside(const Meetings<kBlockM, kBlockN>& meetings) {
+  for (int key = 0; key < meetings.len_k; key += kBlockN) {
+    const auto inside = meetings.inside(key);
+    for (int m = 0; m * kBlockM < meetings.len_q; ++m) {
+      const int most = key + kBlockN - 1 - m * kBlockM, least = key - (m * kBlockM + kBlockM - 1);
+      const bool kept = most <= meetings.upper && least >= meetings.lower && key + kBlockN <= meetings.len_k;
+      ASSERT_EQ(inside.has(m), kept) << m << " " << key;
+    }
+  }
+}
+
 TEST(BackwardTiles, MeetingsCountTheSameFromBothSides) {
   constexpr int kFar = 1 << 30;
   for (const int len_q : {1, 63, 64, 65, 129, 300, 641, 1000}) {
@@ -288,6 +301,8 @@ TEST(BackwardTiles, MeetingsCountTheSameFromBothSides) {
           if (upper <= lower) continue;
           check_meetings(Meetings<64, 128>{lower, upper, len_q, len_k});
           check_meetings(Meetings<128, 128>{lower, upper, len_q, len_k});
+          check_inside(Meetings<64, 64>{lower, upper, len_q, len_k});
+          check_inside(Meetings<128, 64>{lower, upper, len_q, len_k});
           if (HasFatalFailure()) FAIL() << len_q << " x " << len_k << ", " << lower << " to " << upper;
         }
       }
@@ -308,6 +323,12 @@ TEST(BackwardTiles, InOrderWhereAskedForOrShort) {
   EXPECT_TRUE(is_ordered(problem(512, false)));
   EXPECT_FALSE(is_ordered(problem(512, true)));
   EXPECT_FALSE(is_ordered(problem(1024, false)));
+  Problem many = problem(1024, true);
+  many.batch = 512 / 8 / many.heads_k;  // 8 tiles of keys a head
+  many.head_dim = many.head_dim_v = 128;
+  EXPECT_TRUE(is_ordered(many));
+  many.head_dim = many.head_dim_v = 64;
+  EXPECT_FALSE(is_ordered(many));
   Problem strict = problem(1024, true);
   strict.deterministic = true;
   EXPECT_TRUE(is_ordered(strict));
