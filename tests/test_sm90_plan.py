@@ -119,6 +119,20 @@ def test_short_causal_columns_are_persistent() -> None:
     assert schedule(1024) == schedule(16384, causal=True) == "a tile of keys a block"
 
 
+def test_many_short_tiles_run_in_order() -> None:
+    """dq is then not filled with zeros; with few of them, or longer ones, waiting for a turn costs more."""
+
+    def in_order(batch: int, length: int, head_dim: int, **options: Any) -> bool:
+        q = half(batch, 16, length, head_dim)
+        return explain(q, q, **options).backward.schedule == "dq in order, persistent"
+
+    for options in ({"causal": True}, {"window": (100, 0)}):
+        assert in_order(8, 500, 64, **options) and not in_order(7, 500, 64, **options)
+        assert in_order(4, 1024, 128, **options) and not in_order(3, 1024, 128, **options)
+        assert not in_order(8, 1024, 64, **options) and not in_order(8, 1025, 128, **options)
+    assert in_order(1, 500, 64) and not in_order(4, 1024, 128)
+
+
 def test_tiles_that_differ_are_counted() -> None:
     def schedule(length: int, **options: Any) -> str:
         q = half(4, 16, length, 128)
