@@ -32,9 +32,6 @@ ARRAYS_BIAS_GRADIENT = 32
 # Kernels on 9.0 that still spill, and how much (plain, with score modifications): none may spill more, and no other at
 # all. They are open, not meant.
 SPILLS = {
-    ("backward", torch.float16, 64): (8, 0),
-    ("backward", torch.float16, 128): (0, 32),
-    ("backward", torch.float32, 96): (8, 0),
     ("backward", torch.float32, 192): (16, 0),
     ("backward", torch.float32, 256): (0, 8),
 }

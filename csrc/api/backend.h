@@ -40,8 +40,13 @@ struct Plan {
   int splits = 0;       // parts of a tile's keys, each the work of a block; 0 where the notion does not exist
   int split_tiles = 0;  // tiles of keys a part
   int head_rows = 0;    // of a tile that heads of a group share, for each of them; 0: they do not
-  Use on_chip[9];       // shared memory (CPU: cache) by what it holds; ends at the first null name
+  Use on_chip[10];      // shared memory (CPU: cache) by what it holds; ends at the first null name
   int64_t on_chip_limit = 0;
+  int64_t on_chip_bytes() const {
+    int64_t bytes = 0;
+    for (const Use& use : on_chip) bytes += use.bytes;
+    return bytes;
+  }
   int64_t scratch_bytes = 0;  // memory beside inputs and outputs
   bool narrow_dbias = false;  // dbias is wanted in the bias's own dtype, not in float
   int64_t grid = 0;           // work items

@@ -39,7 +39,7 @@ void inspect(void (*kernel)(Params...), int threads, int64_t shared_bytes, Plan&
 template <class... Params>
 void inspect_static(void (*kernel)(Params...), int threads, Plan& plan) {
   inspect(kernel, threads, 0, plan);
-  for (const Plan::Use& use : plan.on_chip) plan.static_bytes -= use.bytes;
+  plan.static_bytes -= plan.on_chip_bytes();
 }
 
 }  // namespace flash_ext::cuda

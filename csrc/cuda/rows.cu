@@ -2,6 +2,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "cuda/arch.h"
 #include "cuda/launch.h"
 #include "cuda/rows.h"
 
@@ -74,30 +75,57 @@ __global__ void delta_kernel(const __grid_constant__ BackwardArgs args, float* d
   }
 }
 
+// A thread converts eight columns of rows r and r + 8 of a group of sixteen.
 template <class T>
-__global__ void convert_kernel(const __grid_constant__ BackwardArgs args, const float* dq_accum, float scale) {
+__global__ void convert_kernel(const __grid_constant__ BackwardArgs args, const float* dq_accum, float scale,
+                               bool in_fragments) {
   const Problem& problem = args.fwd.problem;
-  const int64_t index = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
-  const int64_t bh = index / problem.len_q, query = index % problem.len_q;
+  in_fragments = in_fragments && kHasBulkAdditions;
+  const int64_t columns = (problem.head_dim + 7) / 8, groups = (problem.len_q + 15) / 16;
+  const int64_t index = int64_t{blockIdx.x} * (32 * kWarps) + threadIdx.x;
+  const int64_t first_col = index % columns * 8, row_in_group = index / columns % 8, group = index / (columns * 8);
+  const int64_t bh = group / groups, first_row = group % groups * 16;
   const int64_t b = bh / problem.heads_q, head = bh % problem.heads_q;
   if (b >= problem.batch) return;
-  const int lane = threadIdx.x % 32;
-  const float* from = dq_accum + index * problem.head_dim;
-  const Row<T> dq(problem, args.dq, b, head, query);
-  if (dq.vectors && problem.head_dim % 8 == 0) {
-    for (int64_t i = lane * 8; i < problem.head_dim; i += 256) {
-      alignas(16) T values[8];
-      const float4 x = *reinterpret_cast<const float4*>(from + i), y = *reinterpret_cast<const float4*>(from + i + 4);
-      const float numbers[8] = {x.x, x.y, x.z, x.w, y.x, y.y, y.z, y.w};
+  const float* const rows = dq_accum + (bh * problem.len_q + first_row) * problem.head_dim;
+  float numbers[2][8];
+  if (in_fragments && first_row + 16 <= problem.len_q) {
+    const float4* const from = reinterpret_cast<const float4*>(rows + first_col * 16) + row_in_group * 4;
 #pragma unroll
-      for (int j = 0; j < 8; ++j) values[j] = static_cast<T>(numbers[j] * scale);
-#pragma unroll
-      for (int j = 0; j < static_cast<int>(sizeof(values)) / 16; ++j) {
-        reinterpret_cast<uint4*>(dq.data + i)[j] = reinterpret_cast<const uint4*>(values)[j];
-      }
+    for (int pair = 0; pair < 4; ++pair) {
+      const float4 x = from[pair];
+      numbers[0][2 * pair] = x.x, numbers[0][2 * pair + 1] = x.y;
+      numbers[1][2 * pair] = x.z, numbers[1][2 * pair + 1] = x.w;
     }
   } else {
-    for (int64_t i = lane; i < problem.head_dim; i += 32) dq.data[i * dq.stride] = static_cast<T>(from[i] * scale);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int64_t row = row_in_group + half * 8;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const bool inside = first_row + row < problem.len_q && first_col + i < problem.head_dim;
+        numbers[half][i] = inside ? rows[row * problem.head_dim + first_col + i] : 0.f;
+      }
+    }
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int64_t query = first_row + row_in_group + half * 8;
+    if (query >= problem.len_q) break;
+    const Row<T> dq(problem, args.dq, b, head, query);
+    if (dq.vectors && first_col + 8 <= problem.head_dim && problem.head_dim * sizeof(T) % 16 == 0) {
+      alignas(16) T values[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) values[i] = static_cast<T>(numbers[half][i] * scale);
+#pragma unroll
+      for (int i = 0; i < static_cast<int>(sizeof(values)) / 16; ++i) {
+        reinterpret_cast<uint4*>(dq.data + first_col)[i] = reinterpret_cast<const uint4*>(values)[i];
+      }
+    } else {
+      for (int64_t i = first_col; i < first_col + 8 && i < problem.head_dim; ++i) {
+        dq.data[i * dq.stride] = static_cast<T>(numbers[half][i - first_col] * scale);
+      }
+    }
   }
 }
 
@@ -139,11 +167,12 @@ void delta(const BackwardArgs& args, float* delta, float* bounds, bool dlse_apar
   });
 }
 
-void convert_dq(const BackwardArgs& args, const float* dq_accum) {
+void convert_dq(const BackwardArgs& args, const float* dq_accum, bool in_fragments) {
   const Problem& problem = args.fwd.problem;
+  const int64_t rows = (problem.len_q + 15) / 16 * 8, columns = (problem.head_dim + 7) / 8;
   with_type(args.dq_in_accum ? DType::kFloat32 : problem.dtype, [&]<class T>(T) {
-    launch(convert_kernel<T>, grid_of_rows(problem.batch * problem.heads_q * problem.len_q), 32 * kWarps, 0,
-           args.fwd.stream, args, dq_accum, static_cast<float>(problem.scale));
+    launch(convert_kernel<T>, grid_of_rows((problem.batch * problem.heads_q * rows * columns + 31) / 32), 32 * kWarps,
+           0, args.fwd.stream, args, dq_accum, static_cast<float>(problem.scale), in_fragments);
   });
 }
 

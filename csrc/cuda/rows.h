@@ -10,8 +10,9 @@ namespace flash_ext::cuda {
 // largest |dO row| and |delta| of the head. With `dlse_apart` the caller subtracts dlse, and only `bounds` has it.
 void delta(const BackwardArgs& args, float* delta, float* bounds, bool dlse_apart = false);
 
-// dq = scale * dq_accum [b, h_q, s_q, d], in dq's own dtype and strides.
-void convert_dq(const BackwardArgs& args, const float* dq_accum);
+// dq = scale * dq_accum [b, h_q, s_q, d], in dq's own dtype and strides. `in_fragments`: from compute capability 9.0 on
+// groups of 16 rows lie there as sm80/dq_sum.cuh says.
+void convert_dq(const BackwardArgs& args, const float* dq_accum, bool in_fragments);
 
 // dalibi [b, h_q] = sums over the last dimension of partial [b, h_q, count], in its order.
 void sum_slopes(const BackwardArgs& args, const float* partial, int64_t count);

@@ -20,7 +20,7 @@ namespace flash_ext::sm80 {
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
     bias_gradient_kernel(const __grid_constant__ BackwardArgs args, const float* delta, const float* d_lse,
-                         const float* inverse, const __grid_constant__ BiasGradientPlan plan) {
+                         const float* inverse, const __grid_constant__ BiasGradientPlan plan, unsigned features) {
   using Frag = typename Traits::Frag;
   using T = typename Traits::T;
   using Tile = typename Traits::Tile;
@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
   using Scores = typename Traits::Scores;
   constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kHeadDim = Traits::kHeadDim;
   constexpr int kThreads = Traits::kThreads, kM = Traits::kM, kN = Traits::kN;
-  extern __shared__ __align__(128) char smem[];
+  char* const smem = dynamic_shared();
 
   const Problem& problem = args.fwd.problem;
   const uint32_t base = shared_address(smem);
@@ -178,7 +178,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
     }
     cp_async_commit();
     if (item().visible) {
-      mods.template apply<true>(p_acc, warp_key(), warp_query(), item().first_query + diagonal - item().first_key);
+      mods.template apply<true>(features, p_acc, warp_key(), warp_query(),
+                                item().first_query + diagonal - item().first_key);
       if (band.is_boundary(item().first_query, kBlockM, item().first_key, kBlockN)) {
         mask_band<true>(p_acc, warp_key(), warp_query(), band, item().first_query, item().first_key);
       }
@@ -266,7 +267,7 @@ void run_bias_gradient(const BackwardArgs& args, const BackwardScratch& scratch,
                                                     int64_t{multiprocessors} * Traits::kBlocksPerSm);
     if (plan.parts > 1) plan.partial = scratch.bias_partial;
     cuda::launch(bias_gradient_kernel<Traits>, cuda::grid_of(plan.blocks()), Traits::kThreads, bytes(traits),
-                 args.fwd.stream, args, scratch.delta, scratch.d_lse, scratch.inverse, plan);
+                 args.fwd.stream, args, scratch.delta, scratch.d_lse, scratch.inverse, plan, features_of(args.fwd));
     if (plan.parts > 1) {
       cuda::sum_parts(args.dbias.data, DType::kFloat32, scratch.bias_partial, plan.part_elements, plan.parts,
                       args.fwd.stream);

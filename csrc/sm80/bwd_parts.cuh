@@ -1,8 +1,8 @@
 // What the backward kernels are made of beside tiles, products and scores: their traits and scratch, fragments of S^T,
-// the sum of dQ in global memory and its order, and the scale of dS in fp16.
+// and the scale of dS in fp16.
 //
 // Called by bwd.cuh, bias_gradient.cuh and run_bwd.cuh. Invariant: fragments are [keys, queries], one row of 16 keys a
-// warp; every sum runs in an order that depends on nothing but the shapes, but for red.add without turns.
+// warp; every sum runs in an order that depends on nothing but the shapes, but for dQ's without turns.
 #pragma once
 
 #include <cmath>
@@ -54,9 +54,9 @@ struct BackwardTraits {
   static constexpr int kDqM = kBlockM / kDqWarpsM / 16;
   static constexpr int kDqN = kHeadDim / kDqWarpsN / 8;
   // Columns of 8 at once, fewer where registers would spill.
-  static constexpr bool kTight = (sizeof(T) == 4 && (kHeadDim == 96 || kHeadDim > 128)) ||
-                                 (std::is_same_v<Element, Fp16> && kPlain && kHeadDim == 128);
-  static constexpr int kDqPart = kTight && !kSmall ? 2 : kDqN;
+  static constexpr bool kTight = sizeof(T) == 4 && (kHeadDim == 96 || kHeadDim > 128);
+  static constexpr bool kTightHalf = std::is_same_v<Element, Fp16> && kHeadDim == 128;
+  static constexpr int kDqPart = kSmall ? kDqN : (kTight || (kTightHalf && kPlain) ? 2 : (kTightHalf ? 4 : kDqN));
   static_assert(kBlockN == kShape.key_rows * kWarps / 2, "the keys are laid over half of the warps");
   static_assert(kDqM >= 1 && kDqN >= 2 && kDqN % 2 == 0, "dQ is laid over the warps in pairs of 8 columns");
   // P is at most 1: in fp16, where 2^-14 is the least normal number, it is kept as 2^10 P.
@@ -137,6 +137,28 @@ __device__ __forceinline__ void multiply_scores(float (&c)[kM][kN][4], Tile tile
   }
 }
 
+// A fragment of S^T to a matrix of floats [queries, keys] with the strides of `view`.
+template <int kM, int kN>
+__device__ __forceinline__ void store_transposed(const float (&c)[kM][kN][4], float* matrix, const TensorView& view,
+                                                 int query, int queries, int key, int keys) {
+  query += 2 * lane_column();
+  key += lane_row();
+  float* row = matrix + query * view.row_stride + key * view.col_stride;
+#pragma unroll
+  for (int n = 0; n < kN; ++n) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float* to = row;
+#pragma unroll
+      for (int part = 0; part < 2 * kM; ++part) {
+        if (query + n * 8 + i < queries && key + part * 8 < keys) *to = c[part / 2][n][part % 2 * 2 + i];
+        to += 8 * opaque(view.col_stride);
+      }
+      row += (i == 0 ? 1 : 7) * opaque(view.row_stride);
+    }
+  }
+}
+
 // P from the warp that computed it to the same lanes of its partner: 16 bytes a lane and step, so that no swizzle is
 // needed. `buffer`: of this pair, as large as the fragment.
 template <class Frag, int kM, int kN>
@@ -173,56 +195,6 @@ __device__ __forceinline__ void with_p(float (&c)[kM][kN][4], uint32_t buffer, c
         for (int i = 0; i < 4; ++i) fn(c[m][n + block][i], p.value(block, i));
       }
     }
-  }
-}
-
-// to[row, col] += factor * c, rows of `cols` floats; red.global.add, two columns at once where all of them exist.
-template <int kM, int kN>
-__device__ __forceinline__ void add_to_global(const float (&c)[kM][kN][4], float* to, int cols, int col, int row,
-                                              int rows, float factor) {
-  const int g = lane_row(), t = lane_column();
-  float* line = to + int64_t{row + g} * cols + col + 2 * t;
-  const int step = 8 * cols;
-  if (row + 16 * kM <= rows && col + 8 * kN <= cols && cols % 2 == 0) {
-#pragma unroll
-    for (int i = 0; i < 2 * kM; ++i) {
-#pragma unroll
-      for (int n = 0; n < kN; ++n) {
-        add_global(line + n * 8, c[i / 2][n][i % 2 * 2] * factor, c[i / 2][n][i % 2 * 2 + 1] * factor);
-      }
-      line += step;
-    }
-    return;
-  }
-#pragma unroll
-  for (int i = 0; i < 2 * kM; ++i) {
-    const int left = row + g + i * 8 < rows ? cols - col - 2 * t : 0;
-#pragma unroll
-    for (int n = 0; n < kN; ++n) {
-      if (n * 8 < left) add_global(line + n * 8, c[i / 2][n][i % 2 * 2] * factor);
-      if (n * 8 + 1 < left) add_global(line + n * 8 + 1, c[i / 2][n][i % 2 * 2 + 1] * factor);
-    }
-    line += step;
-  }
-}
-
-// Deterministic dQ: blocks of keys add to a block of queries in ascending order, each warp after the warp that owns the
-// same part of dQ. `turn` counts who is done.
-// NOTE: no deadlock, because blocks draw their tiles from a counter: whoever is waited for has started.
-__device__ __forceinline__ void wait_for_turn(const int* turn, int predecessors) {
-  if (threadIdx.x % 32 == 0) {
-    int done;
-    do {
-      asm volatile("ld.global.acquire.gpu.b32 %0, [%1];" : "=r"(done) : "l"(turn) : "memory");
-    } while (done != predecessors);
-  }
-  __syncwarp();
-}
-
-__device__ __forceinline__ void end_turn(int* turn, int predecessors) {
-  __syncwarp();  // a release is cumulative: with it, what the other lanes added is seen too
-  if (threadIdx.x % 32 == 0) {
-    asm volatile("st.global.release.gpu.b32 [%0], %1;" ::"l"(turn), "r"(predecessors + 1) : "memory");
   }
 }
 

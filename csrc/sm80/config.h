@@ -90,12 +90,22 @@ constexpr BackwardShape backward_shape(int element_bytes, int head_dim, bool sma
 }
 
 struct BackwardSmem {
-  int k = 0, v = 0, q = 0, d_out = 0, p = 0, ds = 0, rows = 0, bias = 0, mask = 0;  // offsets of stage 0
+  int k = 0, v = 0, q = 0, d_out = 0, p = 0, ds = 0, rows = 0, bias = 0, mask = 0, dq = 0;  // offsets of stage 0
+  int dq_rows = 0;  // of a warp's rows of fragments of dQ, how many are staged at once for bulk additions
   int total = 0;
+
+  // Bytes of a warp's stage.
+  FLASH_DEVICE constexpr int dq_stage(BackwardShape shape, int head_dim) const {
+    return dq_rows * (head_dim / shape.dq_warps_n) * 16 * 4;
+  }
 };
 
+constexpr int kBulkLimit = 226 * 1024;  // of shared memory, where bulk additions are: 9.0 has 227 KiB, 1 is static
+
+// `has_bulk`: the device has bulk additions, cuda/arch.h. What is there for them comes last, so that a kernel without
+// them may be started with it.
 FLASH_DEVICE constexpr BackwardSmem backward_smem(BackwardShape shape, int head_dim, int element_bytes, int bias_bytes,
-                                                  bool has_mask) {
+                                                  bool has_mask, bool has_bulk) {
   BackwardSmem smem;
   const auto [block_m, block_n, warps] = shape.tile;
   const int row = head_dim * element_bytes;
@@ -108,7 +118,14 @@ FLASH_DEVICE constexpr BackwardSmem backward_smem(BackwardShape shape, int head_
   smem.rows = smem.ds + (shape.deferred() ? 2 : 1) * scores;
   smem.bias = smem.rows + 3 * shape.stages * block_m * 4;
   smem.mask = smem.bias + (bias_bytes > 0 ? shape.stages * block_m * aux_pitch(block_n, bias_bytes) : 0);
-  smem.total = smem.mask + (has_mask ? shape.stages * block_m * aux_pitch(block_n, 1) : 0);
+  smem.dq = smem.mask + (has_mask ? shape.stages * block_m * aux_pitch(block_n, 1) : 0);
+  // All rows, half of them or none.
+  const int warps_of_dq = shape.dq_warps_m * shape.dq_warps_n;
+  smem.dq_rows = has_bulk && shape.deferred() && element_bytes == 2 ? block_m / shape.dq_warps_m / 16 : 0;
+  for (; smem.dq_rows > 0; smem.dq_rows /= 2) {
+    if (smem.dq + warps_of_dq * smem.dq_stage(shape, head_dim) <= kBulkLimit) break;
+  }
+  smem.total = smem.dq + warps_of_dq * smem.dq_stage(shape, head_dim);
   return smem;
 }
 

@@ -19,7 +19,8 @@
 
 namespace flash_ext::sm80 {
 
-// kPlain: scale > 0 and nothing but the band between q k^T and the softmax; m is then in units of q k^T.
+// kPlain: scale > 0 and nothing but the band between q k^T and the softmax; m is then in units of q k^T, as it is where
+// ScoreMods leaves scores raw.
 template <class Element_, int kHeadDim_, bool kSmall_, bool kPlain_>
 struct ForwardTraits {
   using Element = Element_;
@@ -42,13 +43,12 @@ template <int kM>
 struct SoftmaxRows {
   float row_max[kM][2];
   float row_sum[kM][2];
-  float to_log2;  // what one unit of score is in log2
   // A row's maximum is beyond kFar, in log2. In the multiply-add before ex2 score * to_log2 is exact and maximum *
   // to_log2 is rounded: there the difference alone is more than ex2 takes, and step() subtracts the maximum first.
   static constexpr float kFar = 0x1p29f;
   bool far = false;
 
-  __device__ __forceinline__ explicit SoftmaxRows(float to_log2_) : to_log2(to_log2_) {
+  __device__ __forceinline__ SoftmaxRows() {
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
       row_max[m][0] = row_max[m][1] = kMinusInf;
@@ -56,10 +56,10 @@ struct SoftmaxRows {
     }
   }
 
-  // S becomes P, O is rescaled where a maximum moved. kPlain: one multiply-add before ex2; otherwise the maximum is
-  // subtracted first, because a bias of finfo.min times log2(e) is not a float.
-  template <bool kPlain, int kN, int kD>
-  __device__ __forceinline__ void step(float (&s)[kM][kN][4], float (&o)[kM][kD][4]) {
+  // S becomes P, O is rescaled where a maximum moved. kFolded: one multiply-add before ex2; otherwise the maximum is
+  // subtracted first, which in float rounds less. to_log2: what one unit of score is in log2.
+  template <bool kFolded, int kN, int kD>
+  __device__ __forceinline__ void step(float (&s)[kM][kN][4], float (&o)[kM][kD][4], float to_log2) {
     float tile_max[kM][2];
     bool grew = far;
 #pragma unroll
@@ -91,7 +91,7 @@ struct SoftmaxRows {
             o[m][n][2 * half] *= factor;
             o[m][n][2 * half + 1] *= factor;
           }
-          if (kPlain && fabsf(after * to_log2) > kFar && after != kMinusInf) {
+          if (kFolded && fabsf(after * to_log2) > kFar && after != kMinusInf) {
             far = true;
 #pragma unroll
             for (int n = 0; n < kN; ++n) {
@@ -114,7 +114,7 @@ struct SoftmaxRows {
 #pragma unroll
           for (int i = 2 * half; i < 2 * half + 2; ++i) {
             float& x = s[m][n][i];
-            x = kPlain ? exp2_fast(fmaf(x, to_log2, minus)) : exp2_fast((x - shift) * to_log2);
+            x = kFolded ? exp2_fast(fmaf(x, to_log2, minus)) : exp2_fast((x - shift) * to_log2);
             sum += x;
           }
         }
@@ -133,13 +133,14 @@ struct SoftmaxRows {
 
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
-    forward_kernel(const __grid_constant__ ForwardArgs args, const __grid_constant__ TileSchedule schedule) {
+    forward_kernel(const __grid_constant__ ForwardArgs args, const __grid_constant__ TileSchedule schedule,
+                   ScoreOptions options) {
   using Frag = typename Traits::Frag;
   using T = typename Traits::T;
   using Tile = typename Traits::Tile;
   constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kHeadDim = Traits::kHeadDim;
   constexpr int kThreads = Traits::kThreads, kM = Traits::kM;
-  extern __shared__ __align__(128) char smem[];
+  char* const smem = dynamic_shared();
 
   const Problem& problem = args.problem;
   const uint32_t base = shared_address(smem);
@@ -153,6 +154,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     GlobalRows<T> q, k, v, out;
     TileBand band;
     int first_query, first_key, last_key;
+    int whole_keys;  // load_whole loads tiles that end before it
     float* lse;
     uint32_t bh;
   } block;
@@ -178,63 +180,82 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     block.lse =
         args.lse == nullptr ? nullptr : static_cast<float*>(args.lse) + (b * problem.heads_q + head) * problem.len_q;
     block.bh = static_cast<uint32_t>(b * problem.heads_q + head);
+    bool is_regular =
+        block.k.is_regular && block.v.is_regular && problem.head_dim == kHeadDim && problem.head_dim_v == kHeadDim;
     if constexpr (!Traits::kPlain) {
       mods = Traits::Mods::make(args, b, head, base + layout.bias, base + layout.mask);
-      if (problem.dropout_p > 0.0) {
+      is_regular =
+          is_regular && mods.is_regular && (!(options.features & (kBias | kMask)) || first + kBlockM <= problem.len_q);
+      if (options.features & kDropout) {
         dropout.get() = make_dropout(args.rng_state[0], args.rng_state[1], problem.dropout_p);
       }
     }
+    block.whole_keys = is_regular ? static_cast<int>(problem.len_k) : 0;
   }
   __syncthreads();
-  const bool drops = !Traits::kPlain && problem.dropout_p > 0.0;
+  const auto drops = [&] { return !Traits::kPlain && (opaque(options.features) & kDropout); };
   const int first_key = block.first_key;
 
-  const int warp_row = threadIdx.x / 32 * 16 * kM;
+  // NOTE: computed anew wherever it is used; kept, it and the addresses made of it were three registers too many.
+  const auto warp_row = [] { return static_cast<int>(opaque(threadIdx.x)) / 32 * 16 * kM; };
   float o_acc[kM][kHeadDim / 8][4];
   clear(o_acc);
-  SoftmaxRows<kM> softmax(Traits::kPlain ? static_cast<float>(problem.scale * 1.4426950408889634) : kLog2e);
+  SoftmaxRows<kM> softmax;
 
+  const auto is_whole = [&](int key) { return __builtin_expect(key + kBlockN <= block.whole_keys, 1); };
+  // K, and what else the scores of a tile need.
+  const auto load_keys = [&](int key) {
+    if (is_whole(key)) {
+      const unsigned thread = opaque(threadIdx.x);
+      load_whole<kBlockN, kThreads>(k_smem, block.k, key, thread);
+      if constexpr (!Traits::kPlain) mods.load_whole(options.features, block.first_query, key, 0, thread);
+    } else {
+      load_tile<kBlockN, kThreads, true>(k_smem, block.k, key);
+      if constexpr (!Traits::kPlain) mods.load(options.features, block.first_query, key);
+    }
+  };
   load_tile<kBlockM, kThreads>(q_smem, block.q, block.first_query);
-  load_tile<kBlockN, kThreads>(k_smem, block.k, first_key);
-  if constexpr (!Traits::kPlain) mods.load(block.first_query, first_key);
+  load_keys(first_key);
   cp_async_commit();
 
   for (int key = first_key; key < block.last_key; key += kBlockN) {
     cp_async_wait<0>();
     __syncthreads();  // this K (bias, mask) is there for all; nobody reads the last V any more
-    load_tile<kBlockN, kThreads>(v_smem, block.v, key);
+    if (is_whole(key)) {
+      load_whole<kBlockN, kThreads>(v_smem, block.v, key, opaque(threadIdx.x));
+    } else {
+      load_tile<kBlockN, kThreads, true>(v_smem, block.v, key);
+    }
     cp_async_commit();
 
     float s_acc[kM][kBlockN / 8][4];
     clear(s_acc);
-    gemm_nt<Frag, kHeadDim, Traits::kAhead>(s_acc, q_smem, warp_row, k_smem, 0);
+    gemm_nt<Frag, kHeadDim, Traits::kAhead>(s_acc, q_smem, warp_row(), k_smem, 0);
     if constexpr (!Traits::kPlain) {
       const int64_t offset = problem.bottom_right ? problem.len_k - problem.len_q : 0;
-      mods.template apply<false>(s_acc, warp_row, 0, block.first_query + static_cast<int>(offset) - key);
+      mods.template apply<false>(options.features, s_acc, warp_row(), 0,
+                                 block.first_query + static_cast<int>(offset) - key);
     }
     if (block.band.is_boundary(block.first_query, kBlockM, key, kBlockN)) {
-      mask_band<false>(s_acc, warp_row, 0, block.band, block.first_query, key);
+      mask_band<false>(s_acc, warp_row(), 0, block.band, block.first_query, key);
     }
-    softmax.template step<Traits::kPlain>(s_acc, o_acc);
-    if (drops) {
-      visit_dropout<false>(s_acc, dropout.get(), block.bh, (block.first_query + warp_row) / 16, key / 16,
+    softmax.template step<Traits::kPlain || sizeof(T) == 2>(s_acc, o_acc, options.to_log2);
+    if (drops()) {
+      visit_dropout<false>(s_acc, dropout.get(), block.bh, (block.first_query + warp_row()) / 16, key / 16,
                            [](float& x, bool kept) { x = kept ? x : 0.f; });
     }
     const auto p_frag = operands<Frag>(s_acc);
 
     cp_async_wait<0>();
     __syncthreads();  // this V is there for all; nobody reads this K (bias, mask) any more
-    if (key + kBlockN < block.last_key) {
-      load_tile<kBlockN, kThreads>(k_smem, block.k, key + kBlockN);
-      if constexpr (!Traits::kPlain) mods.load(block.first_query, key + kBlockN);
-    }
+    if (key + kBlockN < block.last_key) load_keys(key + kBlockN);
     cp_async_commit();
     gemm_from_registers<Frag, Traits::kAhead>(o_acc, p_frag, v_smem, 0, 0);
   }
   cp_async_wait<0>();
 
-  const float dropout_scale = drops ? static_cast<float>(dropout.get().scale) : 1.f;
-  const float to_natural = Traits::kPlain ? static_cast<float>(problem.scale) : 1.f;
+  const float dropout_scale = drops() ? options.dropout_scale : 1.f;
+  const float to_natural = options.features & kRaw ? options.scale : 1.f;
 #pragma unroll
   for (int m = 0; m < kM; ++m) {
 #pragma unroll
@@ -246,7 +267,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
         o_acc[m][n][2 * half] *= inverse;
         o_acc[m][n][2 * half + 1] *= inverse;
       }
-      const int query = block.first_query + warp_row + m * 16 + half * 8 + threadIdx.x % 32 / 4;
+      const int query = block.first_query + warp_row() + m * 16 + half * 8 + threadIdx.x % 32 / 4;
       if (block.lse != nullptr && threadIdx.x % 4 == 0 && query < problem.len_q) {
         const float row_max = softmax.row_max[m][half];
         const float lse = sizeof(T) == 4 ? log_sum_exp(row_max, to_natural, sum) : row_max * to_natural + logf(sum);
@@ -255,7 +276,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     }
   }
   // The warp's own rows of Q become the stage of its part of out.
-  store_accumulators<Frag>(o_acc, q_smem, warp_row, 0, block.out, block.first_query + warp_row);
+  store_accumulators<Frag>(o_acc, q_smem, warp_row(), 0, block.out, block.first_query + warp_row());
 }
 
 // ---- host -----------------------------------------------------------------------------------------------------------
@@ -320,7 +341,8 @@ void run_forward(const ForwardArgs& args, const Plan& plan) {
     TileSchedule schedule = forward_schedule(args.problem, Traits::kBlockM, sizeof(typename Traits::T));
     schedule.batch_inner = batch_shares_scores(args.problem, args);
     cuda::launch(forward_kernel<Traits>, cuda::grid_of(schedule.size()), Traits::kThreads,
-                 forward_smem_of<Traits>(args.problem).total, args.stream, args, schedule);
+                 forward_smem_of<Traits>(args.problem).total, args.stream, args, schedule,
+                 ScoreOptions::of(args, Traits::kPlain || sizeof(typename Traits::T) == 2));
   });
 }
 

@@ -46,13 +46,13 @@ __device__ __forceinline__ bool is_inexact(const Problem& problem, float lse, in
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     measure_kernel(const __grid_constant__ BackwardArgs args, const __grid_constant__ BackwardScratch scratch,
-                   int64_t m_blocks) {
+                   int64_t m_blocks, unsigned features) {
   using Frag = typename Traits::Frag;
   using T = typename Traits::T;
   using Tile = typename Traits::Tile;
   constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kHeadDim = Traits::kHeadDim;
   constexpr int kThreads = Traits::kThreads, kWarps = Traits::kWarps;
-  extern __shared__ __align__(128) char smem[];
+  char* const smem = dynamic_shared();
 
   const Problem& problem = args.fwd.problem;
   const int64_t bh = blockIdx.x / m_blocks, b = bh / problem.heads_q, head = bh % problem.heads_q;
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     __syncthreads();  // nobody reads the last tiles any more
     load_tile<kBlockN, kThreads>(k_smem, k, key);
     load_tile<kBlockN, kThreads>(v_smem, v, key);
-    mods.load(first_query, key);
+    mods.load(features, first_query, key);
     cp_async_commit();
     cp_async_wait<0>();
     __syncthreads();  // all tiles are there
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     clear(p_acc);
     clear(dp_acc);
     gemm_nt<Frag, kHeadDim>(p_acc, k_smem, warp_key, q_smem, 0);
-    mods.template apply<true>(p_acc, warp_key, 0, first_query + diagonal - key);
+    mods.template apply<true>(features, p_acc, warp_key, 0, first_query + diagonal - key);
     if (tile_band.is_boundary(first_query, kBlockM, key, kBlockN)) {
       mask_band<true>(p_acc, warp_key, 0, tile_band, first_query, key);
     }
@@ -191,7 +191,7 @@ void run_measure(const BackwardArgs& args, const BackwardScratch& scratch) {
   const int64_t m_blocks = block_count(problem.len_q, Traits::kBlockM);
   constexpr int64_t kShared = measure_shared_bytes(kHeadDim, sizeof(typename Traits::T));
   cuda::launch(measure_kernel<Traits>, cuda::grid_of(problem.batch * problem.heads_q * m_blocks), Traits::kThreads,
-               kShared, args.fwd.stream, args, scratch, m_blocks);
+               kShared, args.fwd.stream, args, scratch, m_blocks, features_of(args.fwd));
 }
 
 }  // namespace flash_ext::sm80

@@ -143,7 +143,7 @@ __device__ __forceinline__ void sum_rows_or_columns(const float* sums, const Bia
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
     one_tile_backward_kernel(const __grid_constant__ BackwardArgs args, const __grid_constant__ BiasGradientPlan plan,
-                             bool sums_bias) {
+                             bool sums_bias, unsigned features) {
   using Frag = typename Traits::Frag;
   using T = typename Traits::T;
   using Tile = typename Traits::Tile;
@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
   constexpr int kBlock = Traits::kBlock, kHeadDim = Traits::kHeadDim, kThreads = Traits::kThreads;
   constexpr float kPScale = Traits::kScaled ? 1024.f : 1.f;  // normal fp16 numbers end at 2^-14
   static_assert(sizeof(Item) <= kOneTileItemBytes);
-  extern __shared__ __align__(128) char smem[];
+  char* const smem = dynamic_shared();
   __shared__ float largest[Traits::kWarps];
 
   const Problem& problem = args.fwd.problem;
@@ -196,9 +196,9 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
     const Item& item = item_at(n);
     cp_async_wait<0>();
     __syncthreads();  // this item's loads and the next item are there; nobody reads what the last one left
-    const bool new_scores = (item.mods.has_bias && item.mods.bias.data != bias_there) ||
-                            (item.mods.has_mask && item.mods.mask.data != mask_there);
-    if (new_scores) item.mods.load(0, 0);
+    const bool new_scores = (problem.has_bias && item.mods.bias.data != bias_there) ||
+                            (problem.has_mask && item.mods.mask.data != mask_there);
+    if (new_scores) item.mods.load(features, 0, 0);
     bias_there = item.mods.bias.data;
     mask_there = item.mods.mask.data;
     cp_async_commit();
@@ -219,7 +219,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
       cp_async_wait<1>();
       __syncthreads();  // bias and mask are there
     }
-    item.mods.template apply<false>(p, warp_row, 0, diagonal);
+    item.mods.template apply<false>(features, p, warp_row, 0, diagonal);
     if (band.is_boundary(0, kBlock, 0, kBlock)) mask_band<false>(p, warp_row, 0, band, 0, 0);
     if (warp_row + 16 > len_q) {  // 0 times NaN of a key that no query sees would be NaN
       for_each_row(p, [&](float& x, int i) { x = row + 8 * i < len_q ? x : kMinusInf; });
@@ -279,7 +279,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
       for_each_row(c, [&](float& x, int) { x *= factor; });
       if (in_accum) {
         const GlobalRows<float> wide{
-            reinterpret_cast<float*>(to.data), to.row_stride, to.col_stride, to.rows, to.cols, false};
+            reinterpret_cast<float*>(to.data), to.row_stride, to.col_stride, to.rows, to.cols, 0, false, false};
         store_float(c, 0, wide, warp_row);
       } else {
         store_accumulators<Frag>(c, tile(kV, n), warp_row, 0, to, warp_row);
@@ -368,7 +368,7 @@ void run_one_tile(Traits, const BackwardArgs& args, const Plan& plan, void* work
   if (in_parts) order.partial = static_cast<float*>(workspace);
   cuda::launch(one_tile_backward_kernel<Traits>, cuda::grid_of(plan.grid), Traits::kThreads,
                one_tile_smem(Traits::kHeadDim, bias_bytes_of(problem), problem.has_mask).total, args.fwd.stream, args,
-               order, problem.wants_dbias);
+               order, problem.wants_dbias, features_of(args.fwd));
   if (in_parts) {
     cuda::sum_parts(args.dbias.data, DType::kFloat32, order.partial, order.part_elements, order.parts, args.fwd.stream);
   }

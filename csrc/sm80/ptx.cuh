@@ -1,6 +1,7 @@
 // Thin wrappers of the PTX instructions this backend uses; each names its instruction. Shared-memory addresses are
 // 32-bit offsets of the shared window (shared_address).
-// Called by the tile and matrix-product code of sm80/; nothing else in the folder contains asm.
+// Called by the tile and matrix-product code of sm80/; nothing else in the folder contains asm but fp64.cuh, and
+// tests/cpp/emulated/sm80/ptx.cuh has the same names for the host.
 // Invariant: every lane of a warp takes part in ldmatrix, movmatrix and mma.
 #pragma once
 
@@ -9,7 +10,15 @@
 
 #include <cstdint>
 
+#include "cuda/arch.h"
+
 namespace flash_ext::sm80 {
+
+// The block's dynamic shared memory.
+__device__ __forceinline__ char* dynamic_shared() {
+  extern __shared__ __align__(128) char smem[];
+  return smem;
+}
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
@@ -124,6 +133,13 @@ __device__ __forceinline__ uint32_t load_shared(uint32_t address) {
   return result;
 }
 
+// ld.shared.u16
+__device__ __forceinline__ uint16_t load_shared_16(uint32_t address) {
+  uint16_t result;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(result) : "r"(address) : "memory");
+  return result;
+}
+
 // ld.shared.v4.b32 and st.shared.v4.b32: a whole chunk
 __device__ __forceinline__ void load_shared(uint32_t (&r)[4], uint32_t address) {
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -173,5 +189,41 @@ __device__ __forceinline__ void add_global(float* address, float x, float y) {
   add_global(address + 1, y);
 #endif
 }
+
+// ld.global.acquire.gpu.b32 and st.global.release.gpu.b32
+__device__ __forceinline__ int load_acquire(const int* address) {
+  int result;
+  asm volatile("ld.global.acquire.gpu.b32 %0, [%1];" : "=r"(result) : "l"(address) : "memory");
+  return result;
+}
+__device__ __forceinline__ void store_release(int* address, int value) {
+  asm volatile("st.global.release.gpu.b32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+// ---- bulk additions, of compute capability 9.0 and above
+// -------------------------------------------------------------
+
+using cuda::kHasBulkAdditions;
+
+// red.global.add.v4.f32: the address is a multiple of 16.
+__device__ __forceinline__ void add_global(float* address, float x, float y, float z, float w) {
+  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(x), "f"(y), "f"(z), "f"(w)
+               : "memory");
+}
+
+// fence.proxy.async.shared::cta: what was stored to shared memory before it is seen by bulk additions after it.
+__device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// cp.reduce.async.bulk .add.f32, shared to global: addresses and bytes multiples of 16; one thread, in its bulk group.
+__device__ __forceinline__ void bulk_add(float* global, uint32_t shared, uint32_t bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global), "r"(shared),
+               "r"(bytes)
+               : "memory");
+}
+// cp.async.bulk.commit_group
+__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// cp.async.bulk.wait_group.read 0: this thread's additions have read shared memory.
+__device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+// cp.async.bulk.wait_group 0: they are done.
+__device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 }  // namespace flash_ext::sm80

@@ -31,9 +31,10 @@ auto with_backward_traits(const Problem& problem, bool small, const Fn& fn) {
 }
 
 template <class Traits>
-BackwardSmem backward_smem_of(const Problem& problem) {
+BackwardSmem backward_smem_of(const Problem& problem, const DeviceInfo& device) {
   constexpr BackwardShape kShape = Traits::kShape;
-  return backward_smem(kShape, Traits::kHeadDim, sizeof(typename Traits::T), bias_bytes_of(problem), problem.has_mask);
+  return backward_smem(kShape, Traits::kHeadDim, sizeof(typename Traits::T), bias_bytes_of(problem), problem.has_mask,
+                       has_bulk_additions(device));
 }
 
 template <class Traits>
@@ -112,7 +113,7 @@ Plan plan_backward(const Problem& problem, const DeviceInfo& device) {
     return one_tile;
   }
   const auto make = [&]<class Traits>(Traits) {
-    const BackwardSmem smem = backward_smem_of<Traits>(problem);
+    const BackwardSmem smem = backward_smem_of<Traits>(problem, device);
     Plan plan;
     constexpr bool kTf32 = std::is_same_v<Element, Tf32>;
     plan.kernel = kTf32 ? (Traits::kPlain ? "sm80.backward.plain.tf32" : "sm80.backward.general.tf32")
@@ -131,7 +132,8 @@ Plan plan_backward(const Problem& problem, const DeviceInfo& device) {
     use("p and ds", smem.rows - smem.p);
     use("lse and delta", smem.bias - smem.rows);
     use("bias", smem.mask - smem.bias);
-    use("mask", smem.total - smem.mask);
+    use("mask", smem.dq - smem.mask);
+    use("dq", smem.total - smem.dq);
     plan.on_chip_limit = device.shared_memory_per_block;
     plan.scratch_bytes = backward_scratch<Traits>(problem, nullptr).bytes;
     plan.grid = backward_schedule<Traits>(problem, problem.heads_k).size();
@@ -172,10 +174,16 @@ void run_backward(const BackwardArgs& given, const Plan& plan, void* workspace) 
     const bool has_tiles = problem.wants_dq || problem.wants_dk || problem.wants_dv || problem.wants_dalibi;
     if (!has_tiles && !scratch.direct_dbias) return;
     const auto launch = [&](const BackwardArgs& part, const BackwardScratch& part_scratch, int64_t groups) {
+      const Problem& p = part.fwd.problem;
+      constexpr bool kMayBeRaw = sizeof(typename Traits::T) == 2;
+      ScoreOptions options = ScoreOptions::of(part.fwd, kMayBeRaw && (Traits::kPlain || !may_be_inexact(problem)));
+      options.features |= (may_be_inexact(problem) ? kMeasured : 0u) |
+                          (part_scratch.d_lse != nullptr ? kDlseApart : 0u) | (p.wants_dalibi ? kSlopeGradient : 0u) |
+                          (part_scratch.direct_dbias ? kBiasGradient : 0u);
       TileSchedule schedule = backward_schedule<Traits>(problem, groups);
       schedule.batch_inner = batch_shares_scores(problem, part.fwd);
-      cuda::launch(backward_kernel<Traits>, cuda::grid_of(schedule.size()), Traits::kThreads,
-                   backward_smem_of<Traits>(problem).total, args.fwd.stream, part, part_scratch, schedule);
+      cuda::launch(backward_kernel<Traits>, cuda::grid_of(schedule.size()), Traits::kThreads, plan.on_chip_bytes(),
+                   args.fwd.stream, part, part_scratch, schedule, options);
     };
     if (problem.heads_k == problem.heads_v || !args.dv) {
       launch(args, scratch, problem.heads_k);
@@ -191,7 +199,7 @@ void run_backward(const BackwardArgs& given, const Plan& plan, void* workspace) 
       launch(keys, scratch, problem.heads_k);
       launch(values, values_scratch, problem.heads_v);
     }
-    if (problem.wants_dq) cuda::convert_dq(args, scratch.dq_accum);
+    if (problem.wants_dq) cuda::convert_dq(args, scratch.dq_accum, problem.head_dim == kHeadDim);
     if (problem.wants_dalibi) cuda::sum_slopes(args, scratch.slopes, block_count(problem.len_k, Traits::kBlockN));
   });
 }
@@ -204,7 +212,7 @@ void inspect_backward(const Problem& problem, Plan& plan) {
   });
   if (one_tile) return;
   with_backward_traits<Element, kHeadDim>(problem, plan.small_tiles, [&]<class Traits>(Traits) {
-    cuda::inspect(backward_kernel<Traits>, Traits::kThreads, backward_smem_of<Traits>(problem).total, plan);
+    cuda::inspect(backward_kernel<Traits>, Traits::kThreads, plan.on_chip_bytes(), plan);
     if (may_be_inexact(problem)) cuda::inspect_beside(measure_kernel<MeasureTraits<Element, kHeadDim>>, plan);
     if (problem.wants_dbias) {
       cuda::inspect_beside(bias_gradient_kernel<BiasGradientTraits<Element, kHeadDim, false>>, plan);

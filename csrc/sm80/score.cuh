@@ -180,8 +180,7 @@ __device__ __forceinline__ void mask_tile(float (&c)[kM][kN][4], int row0, int c
         for (int n = 0; n < kN; ++n) {
           const int key = col0 + n * 8;  // a multiple of 8: half a chunk
           const uint32_t address = mask.at((row0 + m * 16 + half * 8) * query_step, g * query_step, key & ~15, 0);
-          uint16_t bytes;
-          asm volatile("ld.shared.u16 %0, [%1];" : "=h"(bytes) : "r"(address + (key & 8) + 2 * t) : "memory");
+          const uint16_t bytes = load_shared_16(address + (key & 8) + 2 * t);
           if ((bytes & 0xFFu) == 0) c[m][n][2 * half] = kMinusInf;
           if ((bytes & 0xFF00u) == 0) c[m][n][2 * half + 1] = kMinusInf;
         }
@@ -189,6 +188,54 @@ __device__ __forceinline__ void mask_tile(float (&c)[kM][kN][4], int row0, int c
     }
   }
 }
+
+// What a call has between q k^T and the softmax, in one number that is a kernel's parameter.
+// NOTE: asked of shared memory, each answer took a warp 50 clocks a tile; bools of the parameters, which an instruction
+// cannot read in place, were kept in registers, of which there are none.
+enum Feature : unsigned {
+  kBias = 1,
+  kFloatBias = 2,
+  kBiasRows = 4,  // one a query, not one for all
+  kMask = 8,
+  kMaskRows = 16,
+  kAlibi = 32,
+  kCap = 64,
+  kDropout = 128,
+  kRaw = 256,  // scores stay q k^T, which the kernel scales
+  // Of backward:
+  kMeasured = 512,    // rows may have an inverse, see measure.cuh
+  kDlseApart = 1024,  // see is_dlse_apart
+  kSlopeGradient = 2048,
+  kBiasGradient = 4096,  // written by the main kernel
+};
+
+inline unsigned features_of(const ForwardArgs& args) {
+  const Problem& problem = args.problem;
+  const bool is_float = problem.dtype == DType::kFloat32 || problem.bias_dtype == DType::kFloat32;
+  return (problem.has_bias ? kBias : 0u) | (problem.has_bias && is_float ? kFloatBias : 0u) |
+         (problem.has_bias && args.bias.row_stride != 0 ? kBiasRows : 0u) | (problem.has_mask ? kMask : 0u) |
+         (problem.has_mask && args.mask.row_stride != 0 ? kMaskRows : 0u) | (problem.has_alibi ? kAlibi : 0u) |
+         (problem.softcap != 0.0 ? kCap : 0u) | (problem.dropout_p > 0.0 ? kDropout : 0u);
+}
+
+// What forward and the main backward kernel are told of their scores.
+struct ScoreOptions {
+  unsigned features;
+  float to_log2;        // what one unit of score is in log2: log2(e), or scale * log2(e) where scores stay q k^T
+  float scale;          // as float
+  float dropout_scale;  // 1 / (1 - p), 0 where p = 1
+
+  // Scores stay q k^T where nothing but the band, a mask or dropout lies behind them: the scale is then part of the
+  // multiply-add before ex2. `may_be_raw`: not where measure.cuh must find the same bits.
+  static ScoreOptions of(const ForwardArgs& args, bool may_be_raw) {
+    const Problem& problem = args.problem;
+    const bool is_raw =
+        may_be_raw && !problem.has_bias && !problem.has_alibi && problem.softcap == 0.0 && problem.scale > 0.0;
+    return {features_of(args) | (is_raw ? kRaw : 0u),
+            static_cast<float>((is_raw ? problem.scale : 1.0) * 1.4426950408889634), static_cast<float>(problem.scale),
+            problem.dropout_p < 1.0 ? static_cast<float>(1.0 / (1.0 - problem.dropout_p)) : 0.f};
+  }
+};
 
 // The general path of one (batch, head): what it loads for a tile, and what it does to the tile's scores.
 template <class Element, int kBlockM, int kBlockN, int kThreads>
@@ -202,8 +249,7 @@ struct ScoreMods {
   float cap, inverse_cap;  // cap 0: off
   float slope;
   const float* alibi;  // where the slope came from
-  bool has_alibi, has_bias, bias_is_float, has_mask;
-  int bias_step, mask_step;  // 0: one row for all queries
+  bool is_regular;     // load_whole may be used
   uint32_t bias_smem, mask_smem;
   GlobalRows<T> bias;  // as float where bias_is_float
   GlobalRows<uint8_t> mask;
@@ -217,99 +263,147 @@ struct ScoreMods {
     mods.scale = static_cast<float>(problem.scale);
     mods.cap = static_cast<float>(c == 0.0 || c >= 1.0 / limit ? c : 1.0 / limit);
     mods.inverse_cap = mods.cap > 0.f ? 1.f / mods.cap : 0.f;
-    mods.has_alibi = problem.has_alibi;
-    mods.has_bias = problem.has_bias;
-    mods.has_mask = problem.has_mask;
-    mods.bias_is_float = sizeof(T) == 4 || problem.bias_dtype == DType::kFloat32;
-    mods.bias_step = args.bias.row_stride != 0;
-    mods.mask_step = args.mask.row_stride != 0;
+    mods.is_regular = true;
     mods.bias_smem = bias_base;
     mods.mask_smem = mask_base;
     mods.slope = 0.f;
-    if (mods.has_alibi) {
+    if (problem.has_alibi) {
       const int64_t at = batch_offset(problem, args.alibi, b) + head * args.alibi.head_stride;
       mods.alibi = static_cast<const float*>(args.alibi.data) + at;
       mods.slope = *mods.alibi;
     }
-    if (mods.has_bias) {
+    if (problem.has_bias) {
       const int64_t at = batch_offset(problem, args.bias, b) + head * args.bias.head_stride;
       mods.bias = rows_of<T>(args.bias, at, problem.len_q, problem.len_k);
-      if (mods.bias_is_float) {
+      if (sizeof(T) == 4 || problem.bias_dtype == DType::kFloat32) {
         const GlobalRows<float> wide = rows_of<float>(args.bias, at, problem.len_q, problem.len_k);
         mods.bias.data = reinterpret_cast<T*>(wide.data);
+        mods.bias.row_bytes = wide.row_bytes;
         mods.bias.vectors = wide.vectors;
+        mods.bias.is_regular = wide.is_regular;
       }
+      mods.is_regular = mods.bias.is_regular;
     }
-    if (mods.has_mask) {
+    if (problem.has_mask) {
       const int64_t at = batch_offset(problem, args.mask, b) + head * args.mask.head_stride;
       mods.mask = rows_of<uint8_t>(args.mask, at, problem.len_q, problem.len_k);
+      mods.is_regular = mods.is_regular && mods.mask.is_regular;
     }
     return mods;
   }
 
   template <bool kTransposed, int kM, int kN>
-  __device__ __forceinline__ void apply(float (&s)[kM][kN][4], int row0, int col0, int distance) const {
-    apply<kTransposed>(s, row0, col0, distance, 0, [](auto&) {});
+  __device__ __forceinline__ void apply(unsigned features, float (&s)[kM][kN][4], int row0, int col0,
+                                        int distance) const {
+    apply<kTransposed>(features, s, row0, col0, distance, 0, [](auto&) {});
   }
 
   // Steps on by one query head of the same batch element.
   __device__ __forceinline__ void next_head(const ForwardArgs& args) {
-    if (has_bias) bias.advance(args.bias.head_stride * (bias_is_float ? 4 / static_cast<int>(sizeof(T)) : 1));
-    if (has_mask) mask.advance(args.mask.head_stride);
-    if (has_alibi) slope = *(alibi += args.alibi.head_stride);
+    const Problem& problem = args.problem;
+    is_regular = true;
+    if (problem.has_bias) {
+      const bool is_float = sizeof(T) == 4 || problem.bias_dtype == DType::kFloat32;
+      bias.advance(args.bias.head_stride * (is_float ? 4 / static_cast<int>(sizeof(T)) : 1));
+      is_regular = bias.is_regular;
+    }
+    if (problem.has_mask) {
+      mask.advance(args.mask.head_stride);
+      is_regular = is_regular && mask.is_regular;
+    }
+    if (problem.has_alibi) slope = *(alibi += args.alibi.head_stride);
   }
 
-  __device__ __forceinline__ uint32_t bias_stage(int stage) const {
-    return bias_smem + stage * kBlockM * (bias_is_float ? kFloatPitch : kBiasPitch);
+  __device__ __forceinline__ uint32_t bias_stage(unsigned features, int stage) const {
+    return bias_smem + stage * kBlockM * (features & kFloatBias ? kFloatPitch : kBiasPitch);
   }
   __device__ __forceinline__ uint32_t mask_stage(int stage) const { return mask_smem + stage * kBlockM * kMaskPitch; }
 
   // Starts the copies of a tile's bias and mask.
-  __device__ __forceinline__ void load(int first_query, int first_key, int stage = 0) const {
-    if (has_bias) {
-      const int present = bias_step ? kBlockM : 1;
-      if (bias_is_float) {
-        const GlobalRows<float> wide{
-            reinterpret_cast<float*>(bias.data), bias.row_stride, bias.col_stride, bias.rows, bias.cols, bias.vectors};
-        load_rows<kBlockM, kBlockN / 4, kFloatPitch, kThreads>(bias_stage(stage), wide, bias_step * first_query,
-                                                               first_key, present);
+  __device__ __forceinline__ void load(unsigned features, int first_query, int first_key, int stage = 0) const {
+    features = opaque(features);
+    if (features & kBias) {
+      const int step = features & kBiasRows ? 1 : 0, present = step ? kBlockM : 1;
+      const uint32_t to = bias_stage(features, stage);
+      if (sizeof(T) == 4 || (features & kFloatBias)) {
+        load_rows<kBlockM, kBlockN / 4, kFloatPitch, kThreads, true>(to, as_float(), step * first_query, first_key,
+                                                                     present);
       } else if constexpr (sizeof(T) == 2) {
-        load_rows<kBlockM, kBlockN / 8, kBiasPitch, kThreads>(bias_stage(stage), bias, bias_step * first_query,
-                                                              first_key, present);
+        load_rows<kBlockM, kBlockN / 8, kBiasPitch, kThreads, true>(to, bias, step * first_query, first_key, present);
       }
     }
-    if (has_mask) {
-      load_rows<kBlockM, kBlockN / 16, kMaskPitch, kThreads>(mask_stage(stage), mask, mask_step * first_query,
-                                                             first_key, mask_step ? kBlockM : 1);
+    if (features & kMask) {
+      const int step = features & kMaskRows ? 1 : 0;
+      load_rows<kBlockM, kBlockN / 16, kMaskPitch, kThreads, true>(mask_stage(stage), mask, step * first_query,
+                                                                   first_key, step ? kBlockM : 1);
     }
+  }
+
+  // The same for a whole tile where is_regular. Of a single row all copies are made: its row_bytes are 0.
+  __device__ __forceinline__ void load_whole(unsigned features, int first_query, int first_key, int stage,
+                                             unsigned thread) const {
+    features = opaque(features);
+    if (features & kBias) {
+      const uint32_t to = bias_stage(features, stage);
+      if (sizeof(T) == 4 || (features & kFloatBias)) {
+        sm80::load_whole<kBlockM, kBlockN / 4, kFloatPitch, kThreads>(to, as_float(), first_query, first_key, thread);
+      } else if constexpr (sizeof(T) == 2) {
+        sm80::load_whole<kBlockM, kBlockN / 8, kBiasPitch, kThreads>(to, bias, first_query, first_key, thread);
+      }
+    }
+    if (features & kMask) {
+      sm80::load_whole<kBlockM, kBlockN / 16, kMaskPitch, kThreads>(mask_stage(stage), mask, first_query, first_key,
+                                                                    thread);
+    }
+  }
+
+  __device__ __forceinline__ GlobalRows<float> as_float() const {
+    return {reinterpret_cast<float*>(bias.data),
+            bias.row_stride,
+            bias.col_stride,
+            bias.rows,
+            bias.cols,
+            bias.row_bytes,
+            bias.vectors,
+            bias.is_regular};
   }
 
   template <bool kTransposed, int kM, int kN, class Fn>
-  __device__ __forceinline__ void visit_bias(float (&s)[kM][kN][4], int row0, int col0, int stage, const Fn& fn) const {
-    if (bias_is_float) {
-      visit_bias_tile<kTransposed, float, kFloatPitch>(s, row0, col0, bias_stage(stage), bias_step, fn);
+  __device__ __forceinline__ void visit_bias(unsigned features, float (&s)[kM][kN][4], int row0, int col0, int stage,
+                                             const Fn& fn) const {
+    const uint32_t tile = bias_stage(features, stage);
+    const int step = features & kBiasRows ? 1 : 0;
+    if (sizeof(T) == 4 || (features & kFloatBias)) {
+      visit_bias_tile<kTransposed, float, kFloatPitch>(s, row0, col0, tile, step, fn);
     } else if constexpr (sizeof(T) == 2) {
-      visit_bias_tile<kTransposed, T, kBiasPitch>(s, row0, col0, bias_stage(stage), bias_step, fn);
+      visit_bias_tile<kTransposed, T, kBiasPitch>(s, row0, col0, tile, step, fn);
     }
   }
 
-  // NOTE: the multiplication is rounded, not contracted, so that every kernel sees the same score.
-  // q k^T -> the score in natural units; `distance` is i + offset - j of the tile's first query and key.
-  // With a softcap `capped(s)` is told cap * tanh(...) on the way, for backward.
+  // NOTE: what is rounded is written out, not left to contraction, so that every kernel sees the same score.
+  // q k^T -> the score in natural units, but where it stays raw; `distance` is i + offset - j of the tile's first query
+  // and key. With a softcap `capped(s)` is told cap * tanh(...) on the way, for backward.
   template <bool kTransposed, int kM, int kN, class Capped>
-  __device__ __forceinline__ void apply(float (&s)[kM][kN][4], int row0, int col0, int distance, int stage,
-                                        const Capped& capped) const {
-    if (cap != 0.f) {
+  __device__ __forceinline__ void apply(unsigned features, float (&s)[kM][kN][4], int row0, int col0, int distance,
+                                        int stage, const Capped& capped) const {
+    features = opaque(features);
+    if (features & kCap) {
       for_each_score<kTransposed>(s, row0, col0, [&](float& x, int, int) { x = capped_score(x); });
       capped(s);
-    } else {
+    } else if (!(features & (kBias | kRaw))) {
       for_each_score<kTransposed>(s, row0, col0, [&](float& x, int, int) { x = __fmul_rn(x, scale); });
     }
-    if (has_bias) visit_bias<kTransposed>(s, row0, col0, stage, [](float& x, float value) { x += value; });
-    if (has_alibi) {
+    if (features & kBias) {
+      const float factor = features & kCap ? 1.f : scale;
+      visit_bias<kTransposed>(features, s, row0, col0, stage,
+                              [&](float& x, float value) { x = fmaf(x, factor, value); });
+    }
+    if (features & kAlibi) {
       visit_distance<kTransposed>(s, row0, col0, distance, [&](float& x, float away) { x = fmaf(-slope, away, x); });
     }
-    if (has_mask) mask_tile<kTransposed, kMaskPitch>(s, row0, col0, mask_stage(stage), mask_step);
+    if (features & kMask) {
+      mask_tile<kTransposed, kMaskPitch>(s, row0, col0, mask_stage(stage), features & kMaskRows ? 1 : 0);
+    }
   }
 
   // cap * tanh(scale * x / cap), in 16-bit types by ex2 and rcp: absolute error 2e-7 of tanh. tanh.approx (5e-4) times

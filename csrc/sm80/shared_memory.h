@@ -62,8 +62,11 @@ inline bool is_one_tile(const Problem& problem, int head_dim, int64_t shared_lim
          kStaticSharedBytes + one_tile_smem(head_dim, bias_bytes_of(problem), problem.has_mask).total <= shared_limit;
 }
 
+// What kHasBulkAdditions is in the kernels' machine code for the device, and may be where they are compiled from PTX.
+inline bool has_bulk_additions(const DeviceInfo& device) { return device.compute_capability >= 90; }
+
 // Of a block of the pass's hungriest kernel, static and dynamic. `head_dim` is that of the instance.
-inline int64_t shared_bytes(const Problem& problem, Pass pass, int head_dim, bool small) {
+inline int64_t shared_bytes(const Problem& problem, Pass pass, int head_dim, bool small, const DeviceInfo& device) {
   const int element_bytes = problem.dtype == DType::kFloat32 ? 4 : 2;
   const int bias_bytes = bias_bytes_of(problem);
   if (pass == Pass::kForward) {
@@ -71,7 +74,8 @@ inline int64_t shared_bytes(const Problem& problem, Pass pass, int head_dim, boo
     return kStaticSharedBytes + forward_smem(tile, head_dim, element_bytes, bias_bytes, problem.has_mask).total;
   }
   const BackwardShape shape = backward_shape(element_bytes, head_dim, small, is_plain_backward(problem));
-  int64_t bytes = backward_smem(shape, head_dim, element_bytes, bias_bytes, problem.has_mask).total;
+  int64_t bytes =
+      backward_smem(shape, head_dim, element_bytes, bias_bytes, problem.has_mask, has_bulk_additions(device)).total;
   if (may_be_inexact(problem)) bytes = std::max(bytes, measure_shared_bytes(head_dim, element_bytes));
   if (problem.wants_dbias) {
     const TileShape tile = bias_gradient_shape(element_bytes, head_dim, true).tile;  // its larger one is its own choice
@@ -90,12 +94,12 @@ inline bool takes_small_tiles(const Problem& problem, Pass pass, int head_dim, c
     const int64_t tiles = block_count(problem.len_q, large.block_m) * problem.batch * problem.heads_q;
     if (problem.len_q <= 64 || 2 * tiles <= device.multiprocessors) return true;
   }
-  return shared_bytes(problem, pass, head_dim, false) > device.shared_memory_per_block;
+  return shared_bytes(problem, pass, head_dim, false, device) > device.shared_memory_per_block;
 }
 
 // A clause where not even the small tiles fit, else empty.
 inline std::string refuses_shared_memory(const Problem& problem, Pass pass, int head_dim, const DeviceInfo& device) {
-  const int64_t needed = shared_bytes(problem, pass, head_dim, true);
+  const int64_t needed = shared_bytes(problem, pass, head_dim, true, device);
   if (needed <= device.shared_memory_per_block) return "";
   const auto grouped = [](int64_t number) {
     std::string text = std::to_string(number);

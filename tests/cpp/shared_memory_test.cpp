@@ -44,7 +44,7 @@ TEST(SharedMemory, TheTilesOfAPlanFitOrTheProblemIsRefused) {
     for (const DeviceInfo& device : kCards)
       for (const Pass pass : {Pass::kForward, Pass::kBackward}) {
         const bool small = takes_small_tiles(problem, pass, head_dim, device);
-        const bool fits = shared_bytes(problem, pass, head_dim, small) <= device.shared_memory_per_block;
+        const bool fits = shared_bytes(problem, pass, head_dim, small, device) <= device.shared_memory_per_block;
         EXPECT_EQ(fits, refuses_shared_memory(problem, pass, head_dim, device).empty());
       }
   });
@@ -52,10 +52,31 @@ TEST(SharedMemory, TheTilesOfAPlanFitOrTheProblemIsRefused) {
 
 TEST(SharedMemory, SmallTilesTakeNoMore) {
   for_each_problem([](const Problem& problem, int head_dim) {
-    for (const Pass pass : {Pass::kForward, Pass::kBackward}) {
-      EXPECT_LE(shared_bytes(problem, pass, head_dim, true), shared_bytes(problem, pass, head_dim, false));
+    for (const DeviceInfo& device : kCards)
+      for (const Pass pass : {Pass::kForward, Pass::kBackward}) {
+        EXPECT_LE(shared_bytes(problem, pass, head_dim, true, device),
+                  shared_bytes(problem, pass, head_dim, false, device));
+      }
+  });
+}
+
+TEST(SharedMemory, TheStageOfDqTakesOnlyWhatIsLeft) {
+  int staged = 0;
+  for_each_problem([&](const Problem& problem, int head_dim) {
+    if (problem.dtype == DType::kFloat32) return;
+    for (const bool plain : {true, false}) {
+      const BackwardShape shape = backward_shape(2, head_dim, false, plain);
+      const int bias_bytes = plain ? 0 : bias_bytes_of(problem);
+      const BackwardSmem without = backward_smem(shape, head_dim, 2, bias_bytes, problem.has_mask, false);
+      const BackwardSmem with = backward_smem(shape, head_dim, 2, bias_bytes, problem.has_mask, true);
+      EXPECT_EQ(without.dq_rows, 0);
+      EXPECT_EQ(without.total, with.dq);  // the stage is last
+      EXPECT_LE(with.total, std::max(without.total, kBulkLimit));
+      EXPECT_EQ(with.total - with.dq, with.dq_rows * shape.dq_warps_m * head_dim * 16 * 4);
+      staged += with.dq_rows > 0;
     }
   });
+  EXPECT_GT(staged, 20);
 }
 
 TEST(SharedMemory, FewTilesAreSmallWhereEachHasAMultiprocessor) {
@@ -87,12 +108,12 @@ TEST(SharedMemory, CountsTheKernelsBesideTheMainOne) {
   Problem problem = make_problem(DType::kFloat32, 256);
   problem.has_bias = true;
   const BackwardShape shape = backward_shape(4, 256, true, false);
-  EXPECT_GE(shared_bytes(problem, Pass::kBackward, 256, true),
-            kStaticSharedBytes + backward_smem(shape, 256, 4, 4, false).total);
-  EXPECT_GE(shared_bytes(problem, Pass::kBackward, 256, true), kStaticSharedBytes + measure_shared_bytes(256, 4));
+  const DeviceInfo device = card(90, 232448);
+  const auto bytes = [&] { return shared_bytes(problem, Pass::kBackward, 256, true, device) - kStaticSharedBytes; };
+  EXPECT_GE(bytes(), backward_smem(shape, 256, 4, 4, false, true).total);
+  EXPECT_GE(bytes(), measure_shared_bytes(256, 4));
   problem.wants_dbias = true;
-  EXPECT_GE(shared_bytes(problem, Pass::kBackward, 256, true),
-            kStaticSharedBytes + bias_gradient_smem(bias_gradient_shape(4, 256, true).tile, 256, 4, 4, false).total);
+  EXPECT_GE(bytes(), bias_gradient_smem(bias_gradient_shape(4, 256, true).tile, 256, 4, 4, false).total);
 }
 
 TEST(SharedMemory, TheRefusalIsASentence) {
@@ -114,7 +135,7 @@ TEST(SharedMemory, TheRefusalIsASentence) {
   EXPECT_EQ(refusal(),
             "head_dim_v 256 in 16 bits with a bias and a mask needs N bytes of shared memory a block, "
             "the device has 10,000");
-  const int64_t needed = shared_bytes(problem, Pass::kForward, 256, true);
+  const int64_t needed = shared_bytes(problem, Pass::kForward, 256, true, small);
   ASSERT_TRUE(needed > 10000 && needed < 100000);
   EXPECT_NE(refuses_shared_memory(problem, Pass::kForward, 256, small)
                 .find(std::to_string(needed / 1000) + "," + std::to_string(needed).substr(2)),
