@@ -196,7 +196,7 @@ __device__ __forceinline__ void consume_items(const BiasGradientParams& params, 
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     bias_gradient_kernel(const __grid_constant__ BiasGradientParams params) {
-  extern __shared__ char smem[];
+  char* const smem = dynamic_shared();
   const typename Traits::Tiles tiles{(shared_address(smem) + kTileAlign - 1) & ~(kTileAlign - 1)};
   if (threadIdx.x == 0) {
     const auto init = [](const auto& ring, int stages) {

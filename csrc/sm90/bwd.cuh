@@ -206,7 +206,7 @@ __device__ __forceinline__ void consume_backward(const typename Traits::Params& 
     // One tile of queries, whose S^T is there. kDefers: dQ is that of the one before, and there is none if kFirst.
     // kLast: no tile follows, whose S^T would be computed.
     const auto step = [&]<bool kFirst, bool kLast>(std::bool_constant<kFirst>, std::bool_constant<kLast>) {
-      float dp_acc[kBlockM / 2], dq_acc[kDqCols / 2];
+      float dp_acc[kBlockM / 2], dq_acc[Traits::kDqCols / 2];
       uint32_t p_frag[kBlockM / 4], ds_frag[kBlockM / 4];
       [[maybe_unused]] float slope = 0.f;
       if constexpr (Traits::kScored) slope = params.scores.alibi.of(head, work.b0, work.b1);
@@ -377,7 +377,7 @@ template <class Traits>
 __global__ void __launch_bounds__(Traits::kShape.threads, 1)
     backward_kernel(const __grid_constant__ typename Traits::Params params) {
   constexpr BackwardShape kShape = Traits::kShape;
-  extern __shared__ char smem[];
+  char* const smem = dynamic_shared();
   const typename Traits::Tiles tiles{(shared_address(smem) + kTileAlign - 1) & ~(kTileAlign - 1)};
   if (threadIdx.x == 0) {
     const auto init = [](const auto& ring, int stages, int writers = 1) {

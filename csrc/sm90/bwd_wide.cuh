@@ -155,7 +155,7 @@ __device__ __forceinline__ void consume_keys(const WideParams& params, const typ
 
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1) keys_kernel(const __grid_constant__ WideParams params) {
-  extern __shared__ char smem[];
+  char* const smem = dynamic_shared();
   const typename Traits::Keys tiles{(shared_address(smem) + kTileAlign - 1) & ~(kTileAlign - 1)};
   if (threadIdx.x == 0) {
     barrier_init(tiles.k_full(), 1);
@@ -309,7 +309,7 @@ __device__ __forceinline__ void consume_queries(const WideParams& params, const 
 
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1) queries_kernel(const __grid_constant__ WideParams params) {
-  extern __shared__ char smem[];
+  char* const smem = dynamic_shared();
   const typename Traits::Queries tiles{(shared_address(smem) + kTileAlign - 1) & ~(kTileAlign - 1)};
   if (threadIdx.x == 0) {
     barrier_init(tiles.q_full(), 1);

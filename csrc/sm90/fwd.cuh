@@ -265,9 +265,9 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
     after_s(top_n - 1);
     softmax.reset();
     float tile_max[2], factor[2];
-    softmax.tile_max<0, kBlockN>(tile_max, s_acc);
+    softmax.template tile_max<0, kBlockN>(tile_max, s_acc);
     softmax.raise(tile_max, factor);
-    softmax.exponentiate<0, kBlockN>(s_acc);
+    softmax.template exponentiate<0, kBlockN>(s_acc);
     pack_p(0, kBlockN);
     drop_p(top_n - 1);
 #pragma unroll
@@ -285,13 +285,13 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
       wgmma_wait<1>();
       hold(s_acc);
       after_s(n);
-      softmax.tile_max<0, kSplit>(tile_max, s_acc);
+      softmax.template tile_max<0, kSplit>(tile_max, s_acc);
       bool rescale = softmax.exceeds(tile_max);
       factor[0] = factor[1] = 1.f;
       if (rescale) softmax.raise(tile_max, factor);
-      softmax.exponentiate<0, kSplit>(s_acc);
+      softmax.template exponentiate<0, kSplit>(s_acc);
       if constexpr (kSplit < kBlockN) {
-        softmax.tile_max<kSplit, kBlockN>(tile_max, s_acc);
+        softmax.template tile_max<kSplit, kBlockN>(tile_max, s_acc);
         rescale = rescale || softmax.exceeds(tile_max);
       }
       if constexpr (kSplit < kBlockN) {
@@ -316,7 +316,7 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
       release(rings.v, v);
       pack_p(0, kSplit);
       if constexpr (kSplit < kBlockN) {
-        softmax.exponentiate<kSplit, kBlockN>(s_acc);
+        softmax.template exponentiate<kSplit, kBlockN>(s_acc);
         pack_p(kSplit, kBlockN);
       }
       drop_p(n);
@@ -365,7 +365,7 @@ __global__ void __launch_bounds__(Traits::kShape.threads(), 1)
     cudaTriggerProgrammaticLaunchCompletion();  // combine may take its place; it waits for the end of this grid
     if (skip_part<Traits>(params)) return;
   }
-  extern __shared__ char smem[];
+  char* const smem = dynamic_shared();
   const uint32_t base = (shared_address(smem) + kTileAlign - 1) & ~(kTileAlign - 1);
   const typename Traits::Rings rings = Traits::rings(base);
   if (threadIdx.x == 0) {

@@ -1,6 +1,6 @@
 // Thin wrappers of the PTX instructions this backend uses, but for wgmma (wgmma.cuh); each names its instruction.
 // Shared-memory addresses are 32-bit offsets of the shared window (shared_address).
-// Called by fwd.cuh and the tests of the wrappers; nothing else in the folder contains asm.
+// Called by the kernels and the tests of the wrappers; tests/cpp/emulated/sm90/ptx.cuh has the same names for the host.
 // Invariant: every wait is on a barrier of this block, but wait_count's; with FLASH_EXT_SM90_BOUNDED it traps instead
 // of hanging.
 #pragma once
@@ -12,6 +12,12 @@
 #include <cstdint>
 
 namespace flash_ext::sm90 {
+
+// The block's dynamic shared memory.
+__device__ __forceinline__ char* dynamic_shared() {
+  extern __shared__ char smem[];
+  return smem;
+}
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));

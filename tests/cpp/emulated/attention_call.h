@@ -1,0 +1,343 @@
+// A problem for the tests of emulated kernels: its tensors, its results by a backend, and by the formulas in double.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <random>
+#include <string>
+#include <vector>
+
+#include "api/backend.h"
+#include "attention/args.h"
+#include "attention/band.h"
+#include "attention/dropout.h"
+#include "cuda/launch.h"
+
+namespace flash_ext {
+
+enum class Layout { kHeadsFirst, kRowsFirst, kOdd };  // [h, s, d], [s, h, d], and the first behind one element
+
+struct Case {
+  const char* name;
+  int head_dim = 64;  // of the instance that serves it
+  int64_t len_q = 0, len_k = 0;
+  int64_t d = 0, d_v = 0;  // 0: head_dim
+  int heads_q = 1, heads_k = 1, heads_v = 1;
+  bool causal = false, bottom_right = false;
+  int64_t window = kUnbounded;
+  bool bias = false, mask = false, alibi = false;
+  bool float_bias = false, one_row = false;  // of bias and mask: [h, 1, k]
+  double softcap = 0, dropout = 0;
+  bool deterministic = false, bias_gradient = false, slope_gradient = false, d_lse = false;
+  float bias_offset = 0;
+  double rounding = 0;  // of the largest scores, which is more than what their dtype is allowed
+  Layout layout = Layout::kHeadsFirst;
+  int64_t shared_limit = 227 * 1024;
+  int multiprocessors = 1;
+};
+
+inline void PrintTo(const Case& c, std::ostream* out) { *out << c.name; }
+
+template <class T>
+class Matrices {
+ public:
+  static constexpr int kGuard = 16;
+
+  Matrices(int heads, int64_t rows, int64_t cols, Layout layout)
+      : heads_(heads),
+        rows_(rows),
+        cols_(cols),
+        odd_(layout == Layout::kOdd),
+        rows_first_(layout == Layout::kRowsFirst) {
+    data_.assign(heads * rows * cols + 2 * kGuard + odd_, T(-77.f));
+  }
+  TensorView view() {
+    TensorView view;
+    view.data = data_.data() + kGuard + odd_;
+    view.head_stride = rows_first_ ? cols_ : rows_ * cols_;
+    view.row_stride = rows_first_ ? heads_ * cols_ : cols_;
+    view.col_stride = 1;
+    return view;
+  }
+  T& at(int64_t head, int64_t row, int64_t col) {
+    const TensorView v = view();
+    return static_cast<T*>(v.data)[head * v.head_stride + row * v.row_stride + col];
+  }
+  template <class Fn>
+  void fill(const Fn& fn) {
+    for (int64_t i = 0; i < heads_ * rows_ * cols_; ++i) data_[kGuard + odd_ + i] = T(static_cast<float>(fn()));
+  }
+  bool guards_hold() const {
+    bool hold = true;
+    for (int i = 0; i < kGuard; ++i) {
+      hold = hold && static_cast<float>(data_[i]) == -77.f && static_cast<float>(data_[data_.size() - 1 - i]) == -77.f;
+    }
+    return hold;
+  }
+  std::vector<float> values() {
+    std::vector<float> all;
+    for (int64_t h = 0; h < heads_; ++h)
+      for (int64_t r = 0; r < rows_; ++r)
+        for (int64_t c = 0; c < cols_; ++c) all.push_back(static_cast<float>(at(h, r, c)));
+    return all;
+  }
+
+ private:
+  std::vector<T> data_;
+  int heads_;
+  int64_t rows_, cols_;
+  int odd_;
+  bool rows_first_;
+};
+
+struct Results {
+  std::vector<float> out, lse, dq, dk, dv, dbias, dalibi;
+};
+
+template <class T>
+constexpr DType kDType = std::is_same_v<T, __half>          ? DType::kFloat16
+                         : std::is_same_v<T, __nv_bfloat16> ? DType::kBFloat16
+                                                            : DType::kFloat32;
+
+template <class T>
+class Call {
+ public:
+  explicit Call(const Case& c)
+      : c_(c),
+        d_(c.d > 0 ? c.d : c.head_dim),
+        d_v_(c.d_v > 0 ? c.d_v : c.head_dim),
+        rows_(c.one_row ? 1 : c.len_q),
+        q_(c.heads_q, c.len_q, d_, c.layout),
+        k_(c.heads_k, c.len_k, d_, c.layout),
+        v_(c.heads_v, c.len_k, d_v_, c.layout),
+        d_out_(c.heads_q, c.len_q, d_v_, c.layout),
+        bias_(c.heads_q, rows_, c.len_k, c.layout),
+        float_bias_(c.heads_q, rows_, c.len_k, c.layout),
+        mask_(c.heads_q * rows_ * c.len_k, 1),
+        slopes_(c.heads_q) {
+    std::mt19937 random(7);
+    std::normal_distribution<float> normal;
+    for (Matrices<T>* x : {&q_, &k_, &v_, &d_out_}) x->fill([&] { return normal(random); });
+    std::vector<float> numbers(c.heads_q * rows_ * c.len_k);
+    for (float& x : numbers) x = static_cast<float>(T(normal(random) + c.bias_offset));
+    size_t i = 0;
+    bias_.fill([&] { return numbers[i++]; });
+    i = 0;
+    float_bias_.fill([&] { return numbers[i++]; });
+    for (size_t j = 0; j < mask_.size(); ++j) mask_[j] = random() % 4 != 0 ? 1 + random() % 255 : 0;
+    for (float& slope : slopes_) slope = 0.05f + static_cast<float>(random() % 8) / 16;
+    d_lse_.resize(c.heads_q * c.len_q);
+    for (float& x : d_lse_) x = normal(random);
+
+    problem_.dtype = kDType<T>;
+    problem_.heads_q = c.heads_q;
+    problem_.heads_k = c.heads_k;
+    problem_.heads_v = c.heads_v;
+    problem_.len_q = c.len_q;
+    problem_.len_k = c.len_k;
+    problem_.head_dim = d_;
+    problem_.head_dim_v = d_v_;
+    problem_.scale = 1.0 / std::sqrt(static_cast<double>(d_));
+    problem_.softcap = c.softcap;
+    problem_.causal = c.causal;
+    problem_.bottom_right = c.bottom_right;
+    problem_.window_left = c.window;
+    problem_.dropout_p = c.dropout;
+    problem_.deterministic = c.deterministic;
+    problem_.has_bias = c.bias;
+    problem_.has_mask = c.mask;
+    problem_.has_alibi = c.alibi;
+    problem_.bias_dtype = c.float_bias ? DType::kFloat32 : problem_.dtype;
+  }
+
+  Results run(const Backend& backend, unsigned seed) {
+    cuda::emulated_seed = seed;
+    DeviceInfo device;
+    device.type = DeviceType::kCuda;
+    device.compute_capability = 90;
+    device.multiprocessors = c_.multiprocessors;
+    device.shared_memory_per_block = c_.shared_limit;
+    std::vector<float> workspace;
+    const auto allocate = [&](const Plan& plan) {
+      workspace.assign(plan.scratch_bytes / 4 + 64, std::nanf(""));
+      return reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(workspace.data()) + 127) / 128 * 128);
+    };
+    ForwardArgs args;
+    args.problem = problem_;
+    args.q = q_.view();
+    args.k = k_.view();
+    args.v = v_.view();
+    args.bias = c_.float_bias ? float_bias_.view() : bias_.view();
+    args.mask.data = mask_.data();
+    args.mask.head_stride = rows_ * c_.len_k;
+    args.mask.row_stride = c_.len_k;
+    args.mask.col_stride = 1;
+    if (c_.one_row) args.bias.row_stride = args.mask.row_stride = 0;
+    args.alibi.data = slopes_.data();
+    args.alibi.head_stride = 1;
+    args.rng_state = rng_state_;
+    Matrices<T> out(c_.heads_q, c_.len_q, d_v_, c_.layout);
+    Matrices<float> lse(c_.heads_q, c_.len_q, 1, Layout::kHeadsFirst);
+    args.out = out.view();
+    args.lse = lse.view().data;
+    EXPECT_EQ(backend.refuses(problem_, Pass::kForward, device), "");
+    const Plan forward = backend.plan(problem_, Pass::kForward, device);
+    backend.forward(args, forward, allocate(forward));
+
+    BackwardArgs back;
+    back.fwd = args;
+    Problem& problem = back.fwd.problem;
+    problem.wants_dq = problem.wants_dk = problem.wants_dv = true;
+    problem.wants_dbias = c_.bias_gradient;
+    problem.wants_dalibi = c_.slope_gradient;
+    back.d_out = d_out_.view();
+    if (c_.d_lse) back.d_lse = d_lse_.data();
+    Matrices<T> dq(c_.heads_q, c_.len_q, d_, c_.layout), dk(c_.heads_k, c_.len_k, d_, c_.layout),
+        dv(c_.heads_v, c_.len_k, d_v_, c_.layout);
+    Matrices<float> dbias(c_.heads_q, rows_, c_.len_k, Layout::kHeadsFirst),
+        dalibi(c_.heads_q, 1, 1, Layout::kHeadsFirst);
+    Matrices<T> narrow_dbias(c_.heads_q, rows_, c_.len_k, Layout::kHeadsFirst);
+    back.dq = dq.view();
+    back.dk = dk.view();
+    back.dv = dv.view();
+    back.dbias = dbias.view();
+    if (c_.one_row) back.dbias.row_stride = 0;
+    back.dalibi = dalibi.view().data;
+    EXPECT_EQ(backend.refuses(problem, Pass::kBackward, device), "");
+    const Plan plan = backend.plan(problem, Pass::kBackward, device);
+    if (plan.narrow_dbias) {
+      const TensorView wide = back.dbias;
+      back.dbias = narrow_dbias.view();
+      back.dbias.row_stride = wide.row_stride;
+    }
+    backend.backward(back, plan, allocate(plan));
+    for (const bool holds : {out.guards_hold(), lse.guards_hold(), dq.guards_hold(), dk.guards_hold(), dv.guards_hold(),
+                             dbias.guards_hold(), dalibi.guards_hold()}) {
+      EXPECT_TRUE(holds) << "something beside a result was written";
+    }
+    return {out.values(),   lse.values(), dq.values(),
+            dk.values(),    dv.values(),  plan.narrow_dbias ? narrow_dbias.values() : dbias.values(),
+            dalibi.values()};
+  }
+
+  Results reference() {
+    const int64_t n = c_.len_k;
+    Results r;
+    std::vector<double> dk(c_.heads_k * n * d_), dv(c_.heads_v * n * d_v_), dbias(c_.heads_q * rows_ * n);
+    const Band band = make_band(problem_);
+    const Dropout dropout = make_dropout(rng_state_[0], rng_state_[1], c_.dropout);
+    const double keep_scale = c_.dropout < 1 ? 1 / (1 - c_.dropout) : 0;
+    const int64_t diagonal = c_.bottom_right ? n - c_.len_q : 0;
+    for (int h = 0; h < c_.heads_q; ++h) {
+      const int hk = h / (c_.heads_q / c_.heads_k), hv = h / (c_.heads_q / c_.heads_v);
+      double d_slope = 0;
+      for (int64_t i = 0; i < c_.len_q; ++i) {
+        const Range keys = band.keys({i, i + 1}, n);
+        std::vector<double> s(n, -INFINITY), slope(n, 1), p(n), kept(n, 1);
+        double most = -INFINITY, sum = 0;
+        const int64_t row = c_.one_row ? 0 : i;
+        for (int64_t j = keys.first; j < keys.last; ++j) {
+          if (c_.mask && mask_[(h * rows_ + row) * n + j] == 0) continue;
+          double x = 0;
+          for (int64_t e = 0; e < d_; ++e) x += double(q_.at(h, i, e)) * double(k_.at(hk, j, e));
+          x *= problem_.scale;
+          if (c_.softcap > 0) {
+            const double t = std::tanh(x / c_.softcap);
+            x = c_.softcap * t;
+            slope[j] = 1 - t * t;
+          }
+          if (c_.bias) x += double(bias_.at(h, row, j));
+          if (c_.alibi) x -= slopes_[h] * std::abs(double(i + diagonal - j));
+          if (c_.dropout > 0) kept[j] = dropout.keep(h, i, j) ? keep_scale : 0;
+          s[j] = x;
+          most = std::max(most, x);
+        }
+        for (int64_t j = 0; j < n; ++j) sum += p[j] = s[j] == -INFINITY ? 0 : std::exp(s[j] - most);
+        const bool has_keys = sum > 0;
+        r.lse.push_back(static_cast<float>(has_keys ? most + std::log(sum) : -INFINITY));
+        for (double& x : p) x = has_keys ? x / sum : 0;
+        std::vector<double> dp(n);
+        double delta = has_keys && c_.d_lse ? -double(d_lse_[h * c_.len_q + i]) : 0;
+        for (int64_t e = 0; e < d_v_; ++e) {
+          double o = 0;
+          for (int64_t j = 0; j < n; ++j) o += p[j] * kept[j] * double(v_.at(hv, j, e));
+          r.out.push_back(static_cast<float>(o));
+          const double g = double(d_out_.at(h, i, e));
+          delta += o * g;
+          for (int64_t j = 0; j < n; ++j) {
+            dp[j] += kept[j] * g * double(v_.at(hv, j, e));
+            dv[(hv * n + j) * d_v_ + e] += p[j] * kept[j] * g;
+          }
+        }
+        std::vector<double> ds(n);
+        for (int64_t j = 0; j < n; ++j) {
+          ds[j] = p[j] * (dp[j] - delta);
+          dbias[(h * rows_ + row) * n + j] += ds[j];
+          d_slope -= ds[j] * std::abs(double(i + diagonal - j));
+          ds[j] *= slope[j] * problem_.scale;
+        }
+        for (int64_t e = 0; e < d_; ++e) {
+          double x = 0;
+          for (int64_t j = 0; j < n; ++j) {
+            x += ds[j] * double(k_.at(hk, j, e));
+            dk[(hk * n + j) * d_ + e] += ds[j] * double(q_.at(h, i, e));
+          }
+          r.dq.push_back(static_cast<float>(x));
+        }
+      }
+      r.dalibi.push_back(static_cast<float>(d_slope));
+    }
+    r.dk.assign(dk.begin(), dk.end());
+    r.dv.assign(dv.begin(), dv.end());
+    r.dbias.assign(dbias.begin(), dbias.end());
+    return r;
+  }
+
+ private:
+  Case c_;
+  int64_t d_, d_v_, rows_;
+  Matrices<T> q_, k_, v_, d_out_, bias_;
+  Matrices<float> float_bias_;
+  std::vector<uint8_t> mask_;
+  std::vector<float> slopes_, d_lse_;
+  int64_t rng_state_[2] = {1234, 56};
+  Problem problem_;
+};
+
+// Root of the mean square of the error, over that of the reference. Infinities must agree.
+inline double error(const std::vector<float>& result, const std::vector<float>& reference) {
+  double wrong = 0, all = 1e-12;
+  if (result.size() != reference.size()) return INFINITY;
+  for (size_t i = 0; i < result.size(); ++i) {
+    if (result[i] == reference[i]) continue;
+    wrong += std::pow(double(result[i]) - double(reference[i]), 2);
+    all += std::isinf(reference[i]) ? 0 : std::pow(double(reference[i]), 2);
+  }
+  return std::sqrt(wrong / all);
+}
+
+template <class T>
+void check(const Backend& backend, const Case& c) {
+  Call<T> call(c);
+  const Results result = call.run(backend, 1), reference = call.reference();
+  const double allowed = c.rounding + (std::is_same_v<T, float> ? 2e-5 : (std::is_same_v<T, __half> ? 2e-3 : 1e-2));
+  EXPECT_LT(error(result.out, reference.out), allowed) << "out";
+  EXPECT_LT(error(result.lse, reference.lse), allowed / 10) << "lse";
+  EXPECT_LT(error(result.dq, reference.dq), allowed) << "dq";
+  EXPECT_LT(error(result.dk, reference.dk), allowed) << "dk";
+  EXPECT_LT(error(result.dv, reference.dv), allowed) << "dv";
+  if (c.bias_gradient) {
+    EXPECT_LT(error(result.dbias, reference.dbias), allowed) << "dbias";
+  }
+  if (c.slope_gradient) {
+    EXPECT_LT(error(result.dalibi, reference.dalibi), 3 * allowed) << "dalibi";
+  }
+  if (!c.deterministic) return;
+  const Results again = call.run(backend, 2);
+  EXPECT_EQ(again.out, result.out);
+  EXPECT_EQ(again.dq, result.dq);
+  EXPECT_EQ(again.dk, result.dk);
+  EXPECT_EQ(again.dv, result.dv);
+}
+
+}  // namespace flash_ext

@@ -1,0 +1,14 @@
+// Stands in for csrc/cuda/inspect.h: nothing was compiled for a device.
+#pragma once
+
+#include "api/backend.h"
+#include "cuda/launch.h"
+
+namespace flash_ext::cuda {
+
+template <class... Params>
+void inspect_beside(void (*)(Params...), Plan&) {}
+template <class... Params>
+void inspect(void (*)(Params...), int, int64_t, Plan&) {}
+
+}  // namespace flash_ext::cuda

@@ -1,0 +1,100 @@
+// Stands in for csrc/sm80/ptx.cuh: the same names, each doing on the host what its instruction does. Shared-memory
+// addresses are offsets of the block's dynamic shared memory.
+#pragma once
+
+#include <cmath>
+
+#include "cuda/arch.h"
+#include "warp.h"
+
+namespace flash_ext::sm80 {
+
+using cuda::kHasBulkAdditions;
+using emulated::at_shared;
+using emulated::multiply_fragments;
+
+inline char* dynamic_shared() { return emulated::shared_memory(); }
+inline uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(static_cast<const char*>(pointer) - emulated::shared_memory());
+}
+template <class T>
+T opaque(T x) {
+  return x;
+}
+
+inline void cp_async_16(uint32_t shared, const void* global) { emulated::copy_later(shared, global, 16, 16); }
+inline void cp_async_16(uint32_t shared, const void* global, int bytes) {
+  emulated::copy_later(shared, global, bytes, 16);
+}
+inline void cp_async_4(uint32_t shared, const void* global, bool inside) {
+  emulated::copy_later(shared, global, inside ? 4 : 0, 4);
+}
+inline void cp_async_commit() { emulated::commit_copies(); }
+template <int kPending>
+void cp_async_wait() {
+  emulated::wait_copies(kPending);
+}
+
+inline void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) { emulated::ldmatrix_x4(r, address); }
+inline void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t address) { emulated::ldmatrix_x4_trans(r, address); }
+inline uint32_t movmatrix_trans(uint32_t value) { return emulated::movmatrix_trans(value); }
+
+inline void pair_arrive(int barrier) { emulated::barrier(barrier, 64, false); }
+inline void pair_wait(int barrier) { emulated::barrier(barrier, 64); }
+
+template <class T>
+void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], T) {
+  T x[8], y[4];
+  std::memcpy(x, a, sizeof(x));
+  std::memcpy(y, b, sizeof(y));
+  multiply_fragments(c, x, y);
+}
+inline void mma_m16n8k8(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  float x[4], y[2];
+  for (int i = 0; i < 4; ++i) x[i] = __uint_as_float(a[i] & ~0x1FFFu);  // the last 13 bits are not read
+  for (int i = 0; i < 2; ++i) y[i] = __uint_as_float(b[i] & ~0x1FFFu);
+  multiply_fragments(c, x, y);
+}
+
+inline uint32_t to_tf32(float x) { return (__float_as_uint(x) + 0x1000u) & ~0x1FFFu; }
+
+inline uint32_t load_shared(uint32_t address) { return at_shared<uint32_t>(address); }
+inline uint16_t load_shared_16(uint32_t address) { return at_shared<uint16_t>(address); }
+inline void load_shared(uint32_t (&r)[4], uint32_t address) { std::memcpy(r, emulated::place(address), 16); }
+inline void store_shared(uint32_t address, const uint32_t (&r)[4]) { std::memcpy(emulated::place(address), r, 16); }
+inline void store_shared(uint32_t address, uint32_t value) { std::memcpy(emulated::place(address), &value, 4); }
+inline void store_shared(uint32_t address, float x, float y) {
+  std::memcpy(emulated::place(address), &x, 4);
+  std::memcpy(emulated::place(address + 4), &y, 4);
+}
+
+inline float exp2_fast(float x) { return x < -126.f ? 0.f : exp2f(x); }
+inline float reciprocal_fast(float x) { return 1.f / x; }
+
+inline void add_global(float* address, float x) { *address += x; }
+inline void add_global(float* address, float x, float y) {
+  address[0] += x;
+  address[1] += y;
+}
+inline void add_global(float* address, float x, float y, float z, float w) {
+  add_global(address, x, y);
+  add_global(address + 2, z, w);
+}
+
+inline int load_acquire(const int* address) {
+  emulated::yield();
+  return *address;
+}
+inline void store_release(int* address, int value) { *address = value; }
+
+inline void fence_async_proxy() {}
+inline void bulk_add(float* global, uint32_t shared, uint32_t bytes) {
+  emulated::store_later([=] {
+    for (uint32_t i = 0; i < bytes / 4; ++i) global[i] += at_shared<float>(shared + 4 * i);
+  });
+}
+inline void bulk_commit() {}
+inline void bulk_wait_read() { emulated::wait_stores(); }
+inline void bulk_wait() { emulated::wait_stores(); }
+
+}  // namespace flash_ext::sm80
