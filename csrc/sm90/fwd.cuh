@@ -235,16 +235,18 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
     }
   };
   // The first S of a tile on its own. Tiles of keys that this warpgroup does not see are waited for and handed back,
-  // each with its turn, because the others count.
+  // each with its turn, because the others count. A warp hands a tile back when all its lanes have seen that it came.
   const auto begin = [&] {
     const int skipped = work.last_n - top_n;
     for (int i = 0; i < skipped; ++i) {
       barrier_wait(rings.k.full(k.stage), k.phase);
+      __syncwarp();
       release(rings.k, k);
       if constexpr (Traits::kScored) skip_scores(params.scores, rings.scores, c);
       take_turn<Traits>(consumer);
       pass_turn<Traits>(consumer);
       barrier_wait(rings.v.full(v.stage), v.phase);
+      __syncwarp();
       release(rings.v, v);
     }
     barrier_wait(rings.k.full(k.stage), k.phase);

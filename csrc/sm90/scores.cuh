@@ -291,6 +291,7 @@ template <class Ring>
 __device__ __forceinline__ void skip_scores(const ScoreParams& params, const Ring& ring, ScorePlace& place) {
   if (params.stage_bytes == 0) return;
   barrier_wait(ring.full(place.stage), place.phase);
+  __syncwarp();
   if (threadIdx.x % 32 == 0) barrier_arrive(ring.empty(place.stage));
   place.advance();
 }

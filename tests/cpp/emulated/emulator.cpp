@@ -57,8 +57,6 @@ struct Block {
   std::map<uint32_t, Phase> phases;
   std::vector<std::function<void()>> engine;
   std::vector<int> ready;
-  int next = -1;             // goes on next, whatever the random numbers say,
-  std::vector<int> patient;  // and then the last of these
   int running = 0, yields = 0;
   unsigned index = 0, count = 0;
   int any = 0;
@@ -86,21 +84,6 @@ void tell_who_waits() {
 }
 
 void switch_away() { swapcontext(&block->fibers[block->running]->context, &block->scheduler); }
-
-// Lets the other lanes of this warp come as far as they can. NOTE: lanes that wait for an mbarrier leave it together on
-// a GPU, because they come together again behind the loop; here the first to arrive at another one for its warp could
-// begin two phases before the last had seen the first.
-void let_lanes_run() {
-  const int self = block->running;
-  for (int lane = self / 32 * 32; lane < self / 32 * 32 + 32; ++lane) {
-    const auto found = std::find(block->ready.begin(), block->ready.end(), lane);
-    if (found == block->ready.end()) continue;
-    block->ready.erase(found);
-    block->next = lane;
-    block->patient.push_back(self);
-    switch_away();
-  }
-}
 
 void release(Barrier& barrier) {
   barrier.arrived = 0;
@@ -225,7 +208,6 @@ void init_phase(uint32_t barrier, int arrivals) {
 }
 
 void arrive_phase(uint32_t barrier, int arrivals, int bytes) {
-  if (arrivals > 0) let_lanes_run();
   const auto found = block->phases.find(barrier);
   if (found == block->phases.end()) give_up("an mbarrier that nobody initialised");
   Phase& phase = found->second;
@@ -288,21 +270,7 @@ void run(int64_t blocks, int threads, int64_t shared_bytes, unsigned seed, const
       state.ready.push_back(i);
     }
     // Half of the time the thread that became ready last: a warp then runs ahead of the others for a while.
-    const auto resume = [&](int thread) {
-      state.running = thread;
-      swapcontext(&state.scheduler, &state.fibers[thread]->context);
-    };
-    while (state.next >= 0 || !state.patient.empty() || !state.ready.empty() || !state.engine.empty()) {
-      if (state.next >= 0) {
-        resume(std::exchange(state.next, -1));
-        continue;
-      }
-      if (!state.patient.empty()) {
-        const int thread = state.patient.back();
-        state.patient.pop_back();
-        resume(thread);
-        continue;
-      }
+    while (!state.ready.empty() || !state.engine.empty()) {
       if (!state.engine.empty() && (state.ready.empty() || state.random() % 16 == 0)) {
         const size_t chosen = state.random() % state.engine.size();
         const std::function<void()> work = std::move(state.engine[chosen]);
@@ -312,10 +280,10 @@ void run(int64_t blocks, int threads, int64_t shared_bytes, unsigned seed, const
       }
       const size_t last = state.ready.size() - 1;
       const size_t chosen = state.random() % 2 == 0 ? last : state.random() % state.ready.size();
-      const int thread = state.ready[chosen];
+      state.running = state.ready[chosen];
       state.ready[chosen] = state.ready[last];
       state.ready.pop_back();
-      resume(thread);
+      swapcontext(&state.scheduler, &state.fibers[state.running]->context);
     }
     for (const auto& fiber : state.fibers) {
       if (fiber->is_done) continue;
