@@ -72,6 +72,16 @@ def test_alibi_with_gradient(dtype: torch.dtype, align: str, shape: tuple[int, .
     assert got["grad of alibi_slopes"].shape == shape
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_alibi_of_either_sign(dtype: torch.dtype, head_dim: int, causal: bool, device: str, backend: str) -> None:
+    """With a negative slope far keys count most; lengths that are no multiple of a tile, keys on both sides."""
+    inputs = make_inputs((1, 3, 200, head_dim), (1, 3, 333, head_dim), dtype=dtype, device=device)
+    slopes = torch.tensor([0.02, 0.7, -1.5], device=device)
+    check(flash_ext.attention, inputs, {"alibi_slopes": slopes, "causal": causal, "return_lse": True})
+
+
 def test_alibi_equals_its_bias(device: str, backend: str) -> None:
     """bias -slope * |i + offset - j|, also right of the diagonal."""
     q, k, v = make_inputs((1, 2, 6, 8), (1, 2, 10, 8), device=device).values()

@@ -81,6 +81,12 @@ struct Dropout {
 
   FLASH_DEVICE bool keeps(uint32_t number) const { return number >= threshold; }
 
+  // For a pair of numbers in a word, in an instruction less: compared as words, the upper one with bits below it, the
+  // lower one shifted up. With p = 1, whose scale is 0, one number in 65536 is kept.
+  FLASH_DEVICE uint32_t pair_threshold() const { return (threshold < 0xFFFFu ? threshold : 0xFFFFu) << 16; }
+  FLASH_DEVICE static bool keeps_low(uint32_t word, uint32_t pair_threshold) { return word << 16 >= pair_threshold; }
+  FLASH_DEVICE static bool keeps_high(uint32_t word, uint32_t pair_threshold) { return word >= pair_threshold; }
+
   // The eight numbers of `lane` in block (q16, k16). A lane of 32 * j + l means lane l of block k16 + j, so a vector
   // of words may run over lanes, over blocks of keys or both.
   template <class Word>

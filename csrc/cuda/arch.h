@@ -3,11 +3,13 @@
 
 namespace flash_ext::cuda {
 
-// Bulk copies and additions between shared and global memory (cp.async.bulk), compute capability 9.0.
-#if __CUDA_ARCH__ >= 900
-constexpr bool kHasBulkAdditions = true;
+#ifdef __CUDA_ARCH__
+constexpr int kComputeCapability = __CUDA_ARCH__ / 10;
 #else
-constexpr bool kHasBulkAdditions = false;
+constexpr int kComputeCapability = 0;
 #endif
+
+// Bulk copies and additions between shared and global memory (cp.async.bulk).
+constexpr bool kHasBulkAdditions = kComputeCapability >= 90;
 
 }  // namespace flash_ext::cuda

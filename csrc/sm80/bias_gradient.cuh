@@ -14,6 +14,7 @@
 #include "cuda/launch.h"
 #include "cuda/rows.h"
 #include "sm80/bias_gradient_parts.cuh"
+#include "sm80/dropout.cuh"
 
 namespace flash_ext::sm80 {
 

@@ -16,6 +16,7 @@
 #include "attention/tile_schedule.h"
 #include "sm80/bwd_block.cuh"
 #include "sm80/dq_sum.cuh"
+#include "sm80/dropout.cuh"
 #include "sm80/shared_memory.h"
 
 namespace flash_ext::sm80 {
@@ -125,6 +126,14 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     return __any_sync(~0u, any) != 0;
   };
 
+  // NOTE: which P the next tile drops is drawn between the products of the present one; drawn when P was there, it took
+  // a fifth of the time of the warps that hold dV.
+  constexpr bool kDrawsAhead = !Traits::kPlain && sizeof(T) == 2;
+  DropoutFlags<kM, kBlockM / 8> flags;
+  const auto draw = [&](int query, int part, int parts) {
+    flags.draw(dropout.get(), block.bh, query / 16, (block.first_key + warp_key()) / 16, part, parts);
+  };
+
   // S^T becomes P^T; a dropped P keeps its size and turns negative, so that one array serves dV and dS.
   const auto score_to_p = [&](float(&s_acc)[kM][kBlockM / 8][4], int query, int stage) {
     const float* const lse_row = row_smem + stage * 3 * kBlockM;
@@ -158,7 +167,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
           [&](float& x, float shift) { x = exp2_fast((x - shift) * kLog2e + Traits::kPShift); });
       if (measured()) for_each_column(s_acc, lse_row + 2 * kBlockM, [](float& x, float inverse) { x *= inverse; });
     }
-    if (drops()) {
+    if (!kDrawsAhead && drops()) {
       visit_dropout<true>(s_acc, dropout.get(), block.bh, query / 16, (block.first_key + warp_key()) / 16,
                           [](float& x, bool kept) { x = kept ? x : -x; });
     }
@@ -231,8 +240,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         load_whole<kBlockM, kThreads>(d_out_smem, block.d_out, first_query, thread);
         if constexpr (!Traits::kPlain) mods.load_whole(options.features, first_query, block.first_key, stage, thread);
       } else {
-        load_tile<kBlockM, kThreads, true>(q_smem, block.q, first_query);
-        load_tile<kBlockM, kThreads, true>(d_out_smem, block.d_out, first_query);
+        load_tile<kBlockM, kThreads, LoadForm::kRare>(q_smem, block.q, first_query);
+        load_tile<kBlockM, kThreads, LoadForm::kRare>(d_out_smem, block.d_out, first_query);
         if constexpr (!Traits::kPlain) mods.load(options.features, first_query, block.first_key, stage);
       }
       if (threadIdx.x < kBlockM) {
@@ -240,7 +249,12 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         const bool inside = query < problem.len_q;
         const int row = inside ? query : 0;
         const uint32_t to = base + layout.rows + (stage * 3 * kBlockM + static_cast<int>(threadIdx.x)) * 4;
-        cp_async_4(to, block.lse + row, inside);
+        // Past len_q +inf, so that P is 0: a score is not, where a slope is negative.
+        if (inside) {
+          cp_async_4(to, block.lse + row, true);
+        } else {
+          store_shared(to, __float_as_uint(-kMinusInf));
+        }
         cp_async_4(to + kBlockM * 4, block.delta + row, inside);
         if (measured()) cp_async_4(to + 2 * kBlockM * 4, block.inverse + row, inside);
       }
@@ -296,6 +310,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       }
     };
 
+    if (kDrawsAhead && drops() && holds_dv()) draw(block.last_query, 0, 1);
+
     // NOTE: from the last queries to the first. Under a causal band the first that see a key have the largest P, and
     // when they came first, each later one was rounded to the sum's last place.
     for (int query = block.last_query; query >= block.first_query; query -= kBlockM) {
@@ -313,13 +329,23 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         gemm_nt<Frag, kHeadDim>(s_acc, k_smem, warp_key(), q_smem, 0);
         score_to_p(s_acc, query, stage);
         auto p_frag = operands<Frag>(s_acc);
+        if constexpr (kDrawsAhead) {
+          if (drops()) {
+#pragma unroll
+            for (int m = 0; m < kM; ++m) p_frag.row[m].negate(flags.row[m]);
+          }
+        }
         send(p_buffer(), p_frag);
         pair_arrive(1 + pair());
         if (drops()) {
 #pragma unroll
           for (int m = 0; m < kM; ++m) p_frag.row[m].drop_negative();
         }
-        gemm_from_registers<Frag>(acc, p_frag, d_out_smem, 0, 0);
+        if (kDrawsAhead && drops()) {
+          gemm_from_registers<Frag>(acc, p_frag, d_out_smem, 0, 0, [&](int i, int n) { draw(query - kBlockM, i, n); });
+        } else {
+          gemm_from_registers<Frag>(acc, p_frag, d_out_smem, 0, 0);
+        }
         if (Traits::kDeferred && Traits::kFirstDqWarp == 0 && query < block.last_query) {
           add_dq(query + kBlockM, stage ^ 1);
         }

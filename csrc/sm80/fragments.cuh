@@ -119,6 +119,15 @@ struct Fragments16 {
       return {static_cast<float>(reinterpret_cast<const T&>(low)),
               static_cast<float>(reinterpret_cast<const T&>(high))};
     }
+    // -x where a flag is 0, two flags a word, as DropoutFlags has them.
+    __device__ __forceinline__ void negate(uint32_t flags) {
+      static_assert(2 * kN <= 16);
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) r[n][i] ^= ~(flags << (16 - 2 * kN + 2 * n + i)) & 0x80008000u;
+      }
+    }
     // max(x, 0)
     __device__ __forceinline__ void drop_negative() {
 #pragma unroll

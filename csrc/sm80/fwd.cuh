@@ -5,8 +5,12 @@
 // FlashAttention-2 (arXiv:2307.08691), algorithm 1. Each warp owns whole rows, so that softmax needs no other warp; Q
 // stays in shared memory, K and V follow each other: while S is computed V arrives, while P V is computed the next K.
 // m is brought up to date only when a maximum grew by more than 2^8 (FlashAttention-4's lazy rescaling): until then P
-// is at most 2^8 and O needs no correction. Called by backend.cpp through kernels.h. Invariant: rows past len_q and
-// keys past len_k are zeros in shared memory; keys past len_k are masked, rows past len_q never written.
+// is at most 2^8 and O needs no correction. NOTE: what limits it on 9.0 is that a scheduler has two warps, which issue
+// an instruction in 37 % of the clocks. Two halves of a block of 256 queries that take turns at the products
+// (FlashAttention-3) were 13 % slower: they spilled, and a warp alone waits for its ldmatrix; copies issued between the
+// steps of the products, 2 to 8 %; blocks that start half a tile apart were as fast. Called by backend.cpp through
+// kernels.h. Invariant: rows past len_q and keys past len_k are zeros in shared memory; keys past len_k are masked,
+// rows past len_q never written.
 #pragma once
 
 #include "attention/online_softmax.h"
@@ -14,7 +18,7 @@
 #include "attention/tile_schedule.h"
 #include "cuda/inspect.h"
 #include "cuda/launch.h"
-#include "sm80/score.cuh"
+#include "sm80/dropout.cuh"
 #include "sm80/shared_memory.h"
 
 namespace flash_ext::sm80 {
@@ -56,10 +60,10 @@ struct SoftmaxRows {
     }
   }
 
-  // S becomes P, O is rescaled where a maximum moved. kFolded: one multiply-add before ex2; otherwise the maximum is
-  // subtracted first, which in float rounds less. to_log2: what one unit of score is in log2.
+  // O is rescaled where a maximum moved. kFolded: one multiply-add before ex2; otherwise the maximum is subtracted
+  // first, which in float rounds less. to_log2: what one unit of score is in log2.
   template <bool kFolded, int kN, int kD>
-  __device__ __forceinline__ void step(float (&s)[kM][kN][4], float (&o)[kM][kD][4], float to_log2) {
+  __device__ __forceinline__ void rescale(float (&s)[kM][kN][4], float (&o)[kM][kD][4], float to_log2) {
     float tile_max[kM][2];
     bool grew = far;
 #pragma unroll
@@ -102,20 +106,34 @@ struct SoftmaxRows {
         }
       }
     }
+  }
+
+  // What is subtracted from the scores of a row, in log2 where kFolded.
+  template <bool kFolded>
+  __device__ __forceinline__ float shift(int m, int half, float to_log2) const {
+    const float x = row_max[m][half] == kMinusInf ? 0.f : row_max[m][half];
+    return !kFolded ? x : (fabsf(x * to_log2) > kFar ? 0.f : x * to_log2);
+  }
+  template <bool kFolded>
+  static __device__ __forceinline__ float exponential(float x, float shift, float to_log2) {
+    return kFolded ? exp2_fast(fmaf(x, to_log2, -shift)) : exp2_fast((x - shift) * to_log2);
+  }
+
+  // S becomes P. NOTE: a tile's sum is taken first, so that its rounding does not grow with the row.
+  template <bool kFolded, int kN>
+  __device__ __forceinline__ void exponentials(float (&s)[kM][kN][4], float to_log2) {
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float shift = row_max[m][half] == kMinusInf ? 0.f : row_max[m][half];
-        const float minus = fabsf(shift * to_log2) > kFar ? 0.f : -shift * to_log2;
+        const float row_shift = shift<kFolded>(m, half, to_log2);
         float sum = 0.f;
 #pragma unroll
         for (int n = 0; n < kN; ++n) {
 #pragma unroll
           for (int i = 2 * half; i < 2 * half + 2; ++i) {
-            float& x = s[m][n][i];
-            x = kFolded ? exp2_fast(fmaf(x, to_log2, minus)) : exp2_fast((x - shift) * to_log2);
-            sum += x;
+            s[m][n][i] = exponential<kFolded>(s[m][n][i], row_shift, to_log2);
+            sum += s[m][n][i];
           }
         }
         row_sum[m][half] += sum;
@@ -203,6 +221,11 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   SoftmaxRows<kM> softmax;
 
   const auto is_whole = [&](int key) { return __builtin_expect(key + kBlockN <= block.whole_keys, 1); };
+  // NOTE: P of the next step of keys is computed between the products of the present one, which the tensor core takes
+  // in no faster than one in six clocks. The general kernel, where that was 1 to 6 % faster, too, spilled, and so
+  // does 8.0.
+  constexpr bool kInterleaved = Traits::kPlain && sizeof(T) == 2 && (kHeadDim != 128 || cuda::kComputeCapability >= 90);
+  constexpr LoadForm kForm = kInterleaved ? LoadForm::kScarce : LoadForm::kRare;
   // K, and what else the scores of a tile need.
   const auto load_keys = [&](int key) {
     if (is_whole(key)) {
@@ -210,7 +233,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
       load_whole<kBlockN, kThreads>(k_smem, block.k, key, thread);
       if constexpr (!Traits::kPlain) mods.load_whole(options.features, block.first_query, key, 0, thread);
     } else {
-      load_tile<kBlockN, kThreads, true>(k_smem, block.k, key);
+      load_tile<kBlockN, kThreads, kForm>(k_smem, block.k, key);
       if constexpr (!Traits::kPlain) mods.load(options.features, block.first_query, key);
     }
   };
@@ -224,7 +247,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     if (is_whole(key)) {
       load_whole<kBlockN, kThreads>(v_smem, block.v, key, opaque(threadIdx.x));
     } else {
-      load_tile<kBlockN, kThreads, true>(v_smem, block.v, key);
+      load_tile<kBlockN, kThreads, kForm>(v_smem, block.v, key);
     }
     cp_async_commit();
 
@@ -239,18 +262,46 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     if (block.band.is_boundary(block.first_query, kBlockM, key, kBlockN)) {
       mask_band<false>(s_acc, warp_row(), 0, block.band, block.first_query, key);
     }
-    softmax.template step<Traits::kPlain || sizeof(T) == 2>(s_acc, o_acc, options.to_log2);
-    if (drops()) {
-      visit_dropout<false>(s_acc, dropout.get(), block.bh, (block.first_query + warp_row()) / 16, key / 16,
-                           [](float& x, bool kept) { x = kept ? x : 0.f; });
-    }
-    const auto p_frag = operands<Frag>(s_acc);
+    constexpr bool kFolded = Traits::kPlain || sizeof(T) == 2;
+    softmax.template rescale<kFolded>(s_acc, o_acc, options.to_log2);
 
-    cp_async_wait<0>();
-    __syncthreads();  // this V is there for all; nobody reads this K (bias, mask) any more
-    if (key + kBlockN < block.last_key) load_keys(key + kBlockN);
-    cp_async_commit();
-    gemm_from_registers<Frag, Traits::kAhead>(o_acc, p_frag, v_smem, 0, 0);
+    const auto begin_next = [&] {
+      cp_async_wait<0>();
+      __syncthreads();  // this V is there for all; nobody reads this K (bias, mask) any more
+      if (key + kBlockN < block.last_key) load_keys(key + kBlockN);
+      cp_async_commit();
+    };
+    if constexpr (kInterleaved) {
+      begin_next();
+      float shift[kM][2], sum[kM][2] = {};
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        shift[m][0] = softmax.template shift<kFolded>(m, 0, options.to_log2);
+        shift[m][1] = softmax.template shift<kFolded>(m, 1, options.to_log2);
+      }
+      gemm_from_accumulators<Frag, Traits::kAhead>(o_acc, s_acc, v_smem, [&](int m, int n, int half) {
+#pragma unroll
+        for (int i = 2 * half; i < 2 * half + 2; ++i) {
+          float& x = s_acc[m][n][i];
+          x = softmax.template exponential<kFolded>(x, shift[m][half], options.to_log2);
+          sum[m][half] += x;
+        }
+      });
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        softmax.row_sum[m][0] += sum[m][0];
+        softmax.row_sum[m][1] += sum[m][1];
+      }
+    } else {
+      softmax.template exponentials<kFolded>(s_acc, options.to_log2);
+      if (drops()) {
+        visit_dropout<false>(s_acc, dropout.get(), block.bh, (block.first_query + warp_row()) / 16, key / 16,
+                             [](float& x, bool kept) { x = kept ? x : 0.f; });
+      }
+      const auto p = operands<Frag>(s_acc);
+      begin_next();
+      gemm_from_registers<Frag, Traits::kAhead>(o_acc, p, v_smem, 0, 0);
+    }
   }
   cp_async_wait<0>();
 

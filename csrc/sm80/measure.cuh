@@ -14,6 +14,7 @@
 
 #include "cuda/launch.h"
 #include "sm80/bwd_parts.cuh"
+#include "sm80/dropout.cuh"
 #include "sm80/shared_memory.h"
 
 namespace flash_ext::sm80 {

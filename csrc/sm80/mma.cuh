@@ -143,10 +143,15 @@ __device__ __forceinline__ Operands<Frag, kM, kN> operands(const float (&c)[kM][
   }
 }
 
-// C += P B, P in registers, B rows (k) from `k0`, columns from `col`.
-template <class Frag, bool kAhead = Frag::kAhead, int kM, int kN, int kP, class TileB>
+struct Nothing {
+  __device__ __forceinline__ void operator()(int, int) const {}
+};
+
+// C += P B, P in registers, B rows (k) from `k0`, columns from `col`. between(i, n) is called after part i of n, for
+// what shall be done while the tensor core works.
+template <class Frag, bool kAhead = Frag::kAhead, int kM, int kN, int kP, class TileB, class Between = Nothing>
 __device__ __forceinline__ void gemm_from_registers(float (&c)[kM][kN][4], const Operands<Frag, kM, kP>& p,
-                                                    TileB b_tile, int k0, int col) {
+                                                    TileB b_tile, int k0, int col, const Between& between = {}) {
   const unsigned lane = opaque(threadIdx.x % 32);
   constexpr int kSteps = Frag::template kSteps<TileB::kColumns>, kRow = kSteps * Frag::kK;
   constexpr int kBuffers = kAhead ? 2 : 1, kDepthRows = kP * 8 / kRow;
@@ -180,6 +185,48 @@ __device__ __forceinline__ void gemm_from_registers(float (&c)[kM][kN][4], const
               c[m][n + i], [&](int s) -> const auto& { return a[s]; },
               [&](int s) -> const auto& { return b[turn % kBuffers][s][i]; });
         }
+      }
+    }
+    between(k, kDepthRows);
+  }
+}
+
+// C += A B with A computed on the way, 16-bit types: A is an accumulator of which `make(m, n, half)` finishes rows g
+// (half 0) or g + 8 of block n. It is called for a step of k while the products of the step before are issued.
+template <class Frag, bool kAhead = Frag::kAhead, int kM, int kN, int kP, class TileB, class Make>
+__device__ __forceinline__ void gemm_from_accumulators(float (&c)[kM][kN][4], float (&p)[kM][kP][4], TileB b_tile,
+                                                       const Make& make) {
+  const unsigned lane = opaque(threadIdx.x % 32);
+  constexpr int kBuffers = kAhead ? 2 : 1, kPairs = kN / 2, kDepthSteps = kP / 2;
+  typename Frag::A a[2][kM];
+  // Word i of the fragments of a step.
+  const auto make_word = [&](int k, int i) {
+    const int m = i / 4, n = 2 * k + i % 4 / 2, half = i % 2;
+    make(m, n, half);
+    a[k % 2][m].r[i % 4] = Frag::pack(p[m][n][2 * half], p[m][n][2 * half + 1]);
+  };
+  typename Frag::B b[kBuffers][2];
+  if (kAhead) Frag::load_b_nn(b[0], b_tile, 0, 0, lane);
+#pragma unroll
+  for (int i = 0; i < 4 * kM; ++i) make_word(0, i);
+#pragma unroll
+  for (int k = 0; k < kDepthSteps; ++k) {
+#pragma unroll
+    for (int pair = 0; pair < kPairs; ++pair) {
+      const int turn = k * kPairs + pair, next = turn + 1;
+      if (!kAhead) {
+        Frag::load_b_nn(b[0], b_tile, k * 16, pair * 16, lane);
+      } else if (next < kDepthSteps * kPairs) {
+        Frag::load_b_nn(b[next % kBuffers], b_tile, next / kPairs * 16, next % kPairs * 16, lane);
+      }
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) Frag::mma(c[m][2 * pair + i], a[k % 2][m], b[turn % kBuffers][i]);
+      }
+      if (k + 1 < kDepthSteps) {
+#pragma unroll
+        for (int i = pair * 4 * kM / kPairs; i < (pair + 1) * 4 * kM / kPairs; ++i) make_word(k + 1, i);
       }
     }
   }

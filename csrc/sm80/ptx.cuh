@@ -85,6 +85,13 @@ __device__ __forceinline__ uint32_t movmatrix_trans(uint32_t value) {
   return result;
 }
 
+// add.cc, addc: flags * 2 + (word + not_below carries), which with not_below = 2^32 - t says word >= t.
+__device__ __forceinline__ void append_carry(uint32_t& flags, uint32_t word, uint32_t not_below) {
+  asm("{\n\t.reg .u32 sum;\n\tadd.cc.u32 sum, %1, %2;\n\taddc.u32 %0, %0, %0;\n\t}"
+      : "+r"(flags)
+      : "r"(word), "r"(not_below));
+}
+
 // barrier.cta.arrive and .sync between two warps; barrier 0 is __syncthreads.
 // NOTE: racecheck of compute-sanitizer (CUDA 13.0) loses its count behind an arrive: it reports dS, stored before a
 // __syncthreads and read after it. With .sync in both places it reports nothing.

@@ -9,7 +9,6 @@
 #pragma once
 
 #include "attention/band.h"
-#include "attention/dropout.h"
 #include "sm80/config.h"
 #include "sm80/tile.cuh"
 
@@ -326,16 +325,17 @@ struct ScoreMods {
       const int step = features & kBiasRows ? 1 : 0, present = step ? kBlockM : 1;
       const uint32_t to = bias_stage(features, stage);
       if (sizeof(T) == 4 || (features & kFloatBias)) {
-        load_rows<kBlockM, kBlockN / 4, kFloatPitch, kThreads, true>(to, as_float(), step * first_query, first_key,
-                                                                     present);
+        load_rows<kBlockM, kBlockN / 4, kFloatPitch, kThreads, LoadForm::kRare>(to, as_float(), step * first_query,
+                                                                                first_key, present);
       } else if constexpr (sizeof(T) == 2) {
-        load_rows<kBlockM, kBlockN / 8, kBiasPitch, kThreads, true>(to, bias, step * first_query, first_key, present);
+        load_rows<kBlockM, kBlockN / 8, kBiasPitch, kThreads, LoadForm::kRare>(to, bias, step * first_query, first_key,
+                                                                               present);
       }
     }
     if (features & kMask) {
       const int step = features & kMaskRows ? 1 : 0;
-      load_rows<kBlockM, kBlockN / 16, kMaskPitch, kThreads, true>(mask_stage(stage), mask, step * first_query,
-                                                                   first_key, step ? kBlockM : 1);
+      load_rows<kBlockM, kBlockN / 16, kMaskPitch, kThreads, LoadForm::kRare>(
+          mask_stage(stage), mask, step * first_query, first_key, step ? kBlockM : 1);
     }
   }
 
@@ -407,37 +407,11 @@ struct ScoreMods {
   }
 
   // cap * tanh(scale * x / cap), in 16-bit types by ex2 and rcp: absolute error 2e-7 of tanh. tanh.approx (5e-4) times
-  // a cap of 50 would break the error rule.
+  // a cap of 50 would break the error rule. NOTE: a polynomial, where a tile's maximum permits it, is no faster.
   __device__ __forceinline__ float capped_score(float x) const {
     if constexpr (sizeof(T) == 4) return cap * tanhf(__fmul_rn(x, scale) * inverse_cap);
     return fmaf(-2.f * cap, reciprocal_fast(1.f + exp2_fast(__fmul_rn(x, scale) * (2.f * kLog2e * inverse_cap))), cap);
   }
 };
-
-// ---- dropout --------------------------------------------------------------------------------------------------------
-
-// fn(value, kept) for every element of a fragment whose first (query, key), multiples of 16, are blocks (q16, k16) of
-// the map. In S^T the words are transposed across the warp, and words 1 and 2 change places (attention/dropout.h).
-template <bool kTransposed, int kM, int kN, class Fn>
-__device__ __forceinline__ void visit_dropout(float (&p)[kM][kN][4], const Dropout& dropout, uint32_t bh, uint32_t q16,
-                                              uint32_t k16, const Fn& fn) {
-  const uint32_t lane = opaque(threadIdx.x % 32);
-#pragma unroll
-  for (int m = 0; m < kM; ++m) {
-#pragma unroll
-    for (int n = 0; n < kN / 2; ++n) {
-      const PhiloxWords<uint32_t> words =
-          dropout.block_words(bh, q16 + (kTransposed ? n : m), k16 + (kTransposed ? m : n), lane);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        // Fragment word i: rows g + 8 * (i % 2), columns 8 * (i / 2) + {2t, 2t + 1}.
-        const uint32_t word = kTransposed ? movmatrix_trans(words.word[i % 2 * 2 + i / 2]) : words.word[i];
-        float(&pair)[4] = p[m][2 * n + i / 2];
-        fn(pair[i % 2 * 2], dropout.keeps(word & 0xFFFFu));
-        fn(pair[i % 2 * 2 + 1], dropout.keeps(word >> 16));
-      }
-    }
-  }
-}
 
 }  // namespace flash_ext::sm80

@@ -57,15 +57,22 @@ __device__ __forceinline__ GlobalRows<T> rows_of(const TensorView& view, int64_t
   return result;
 }
 
+enum class LoadForm {
+  kAlone,   // with a form of its own for whole tiles
+  kRare,    // without, because it stands beside load_whole
+  kScarce,  // kRare in as few registers as possible
+};
+
 // `kChunks` chunks of each of kRows rows, from row `first_row` and column `first_col`, to rows of kPitch bytes.
 // Rows at or past `rows`, and columns past `cols`, become zeros. `present`: how many of the kRows are wanted at all.
-// kRare: beside load_whole, without a form of its own for whole tiles.
-template <int kRows, int kChunks, int kPitch, int kThreads, bool kRare = false, class T>
+template <int kRows, int kChunks, int kPitch, int kThreads, LoadForm kForm = LoadForm::kAlone, class T>
 __device__ __forceinline__ void load_rows(uint32_t tile, const GlobalRows<T>& shared_from, int first_row, int first_col,
                                           int present = kRows) {
   constexpr int kPerChunk = kChunkBytes / static_cast<int>(sizeof(T));
   constexpr int kStep = kThreads / kChunks;  // rows a pass; where the division has a rest, some threads stay idle
-  const GlobalRows<T> from = shared_from;    // NOTE: a copy, or each cp.async below would read it again
+  // NOTE: a copy, or each cp.async below would read it again, which is wanted where registers are scarce.
+  constexpr bool kScarce = kForm == LoadForm::kScarce;
+  const std::conditional_t<kScarce, const GlobalRows<T>&, const GlobalRows<T>> from = shared_from;
   const unsigned thread = opaque(threadIdx.x);
   const int rows = from.rows - first_row < present ? from.rows - first_row : present;
   const int cols = from.cols - first_col;
@@ -75,7 +82,7 @@ __device__ __forceinline__ void load_rows(uint32_t tile, const GlobalRows<T>& sh
     const bool idle = kThreads % kChunks != 0 && row >= kStep;
     const T* address = source + row * from.row_stride + chunk * kPerChunk;
     const int64_t step = kStep * from.row_stride;
-    if (!kRare && rows == kRows && cols >= kChunks * kPerChunk) {
+    if (kForm == LoadForm::kAlone && rows == kRows && cols >= kChunks * kPerChunk) {
 #pragma unroll
       for (int i = 0; i < kRows; i += kStep) {
         if (!idle && (kRows % kStep == 0 || row + i < kRows)) {
@@ -98,16 +105,27 @@ __device__ __forceinline__ void load_rows(uint32_t tile, const GlobalRows<T>& sh
 #pragma unroll 1
   for (int index = threadIdx.x; index < present * kChunks; index += kThreads) {
     const int row = index / kChunks, chunk = index % kChunks;
-    union {
-      T element[kPerChunk];
-      uint32_t word[4];
-    } value;
     const T* address = source + row * from.row_stride + chunk * kPerChunk * from.col_stride;
+    const uint32_t to = tile + swizzled<kPitch>(row, chunk * kChunkBytes);
+    constexpr int kWords = kScarce ? 1 : 4, kElements = kPerChunk / 4 * kWords;  // stored at once
+#pragma unroll 1
+    for (int first = 0; first < kPerChunk; first += kElements) {
+      union {
+        T element[kElements];
+        uint32_t word[kWords];
+      } value;
 #pragma unroll
-    for (int i = 0; i < kPerChunk; ++i) {
-      value.element[i] = row < rows && chunk * kPerChunk + i < cols ? address[i * from.col_stride] : T(0);
+      for (int i = 0; i < kElements; ++i) {
+        const bool inside = row < rows && chunk * kPerChunk + first + i < cols;
+        value.element[i] = inside ? *address : T(0);
+        address += from.col_stride;
+      }
+      if constexpr (kScarce) {
+        store_shared(to + first * static_cast<int>(sizeof(T)), value.word[0]);
+      } else {
+        store_shared(to, value.word);
+      }
     }
-    store_shared(tile + swizzled<kPitch>(row, chunk * kChunkBytes), value.word);
   }
 }
 
@@ -141,10 +159,10 @@ __device__ __forceinline__ void load_whole(SmemTile<T, kCols> tile, const Global
   load_whole<kRows, kPitch / kChunkBytes, kPitch, kThreads>(tile.base, from, first_row, 0, thread);
 }
 
-template <int kRows, int kThreads, bool kRare = false, class T, int kCols>
+template <int kRows, int kThreads, LoadForm kForm = LoadForm::kAlone, class T, int kCols>
 __device__ __forceinline__ void load_tile(SmemTile<T, kCols> tile, const GlobalRows<T>& from, int first_row) {
   constexpr int kPitch = SmemTile<T, kCols>::kPitch;
-  load_rows<kRows, kPitch / kChunkBytes, kPitch, kThreads, kRare>(tile.base, from, first_row, 0);
+  load_rows<kRows, kPitch / kChunkBytes, kPitch, kThreads, kForm>(tile.base, from, first_row, 0);
 }
 
 // 16 * kM rows of accumulators, columns from `col`, as rows of T in global memory, through the warp's own part of

@@ -138,6 +138,19 @@ TEST(Dropout, RateAtItsLimits) {
   EXPECT_EQ(make_dropout(1, 2, 0.5 / 65536).threshold, 1u);
 }
 
+TEST(Dropout, PairsAreComparedAsNumbers) {
+  for (double p : {0.5 / 65536, 0.1, 0.5, 0.9, 65535.0 / 65536}) {
+    const Dropout dropout = make_dropout(1, 2, p);
+    const uint32_t threshold = dropout.pair_threshold(), t = dropout.threshold;
+    for (uint32_t low : {0u, t - 1, t, 65535u}) {
+      for (uint32_t high : {0u, t - 1, t, 65535u}) {
+        EXPECT_EQ(Dropout::keeps_low(high << 16 | low, threshold), dropout.keeps(low)) << p;
+        EXPECT_EQ(Dropout::keeps_high(high << 16 | low, threshold), dropout.keeps(high)) << p;
+      }
+    }
+  }
+}
+
 // 2^20 elements of four heads.
 template <class Visit>
 void for_each_number(const Dropout& dropout, Visit visit) {

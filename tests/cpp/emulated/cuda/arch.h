@@ -3,6 +3,7 @@
 
 namespace flash_ext::cuda {
 
+constexpr int kComputeCapability = 90;
 constexpr bool kHasBulkAdditions = true;
 
 }  // namespace flash_ext::cuda

@@ -39,6 +39,9 @@ inline void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) { emulated::ldmatrix
 inline void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t address) { emulated::ldmatrix_x4_trans(r, address); }
 inline uint32_t movmatrix_trans(uint32_t value) { return emulated::movmatrix_trans(value); }
 
+inline void append_carry(uint32_t& flags, uint32_t word, uint32_t not_below) {
+  flags = flags * 2 + (uint64_t{word} + not_below >> 32);
+}
 inline void pair_arrive(int barrier) { emulated::barrier(barrier, 64, false); }
 inline void pair_wait(int barrier) { emulated::barrier(barrier, 64); }
 
