@@ -77,12 +77,12 @@ struct Dropout {
   uint32_t key1 = 0;
   uint32_t offset = 0;     // low half; the high half is in key1
   uint32_t threshold = 0;  // 0..65536, so it does not fit 16 bits when p = 1
-  double scale = 1.0;      // 1 / (1 - p), 0 when p = 1
+  double scale = 1.0;      // 1 / (1 - p), 0 when everything is dropped
 
   FLASH_DEVICE bool keeps(uint32_t number) const { return number >= threshold; }
 
   // For a pair of numbers in a word, in an instruction less: compared as words, the upper one with bits below it, the
-  // lower one shifted up. With p = 1, whose scale is 0, one number in 65536 is kept.
+  // lower one shifted up. Where everything is dropped it keeps one number in 65536, with a scale of 0.
   FLASH_DEVICE uint32_t pair_threshold() const { return (threshold < 0xFFFFu ? threshold : 0xFFFFu) << 16; }
   FLASH_DEVICE static bool keeps_low(uint32_t word, uint32_t pair_threshold) { return word << 16 >= pair_threshold; }
   FLASH_DEVICE static bool keeps_high(uint32_t word, uint32_t pair_threshold) { return word >= pair_threshold; }
@@ -115,7 +115,7 @@ FLASH_DEVICE Dropout make_dropout(int64_t seed, int64_t offset, double p) {
   dropout.key1 = static_cast<uint32_t>(seed_bits >> 32) ^ static_cast<uint32_t>(offset_bits >> 32);
   dropout.offset = static_cast<uint32_t>(offset_bits);
   dropout.threshold = static_cast<uint32_t>(p * 65536.0 + 0.5);
-  dropout.scale = p < 1.0 ? 1.0 / (1.0 - p) : 0.0;
+  dropout.scale = dropout.threshold < 65536 ? 1.0 / (1.0 - p) : 0.0;
   return dropout;
 }
 

@@ -10,7 +10,7 @@
 // register operands. P passes from one to the other, dS to all for dQ, through shared memory. dQ of a tile is computed
 // beside the next tile's softmax, and added up in float in global memory (dq_sum.cuh), in the order of the blocks of
 // keys when deterministic. Called by backend.cpp through kernels.h. Invariant: rows past len_q are zeros in shared
-// memory, which make dS = 0 and add nothing to dV; keys past len_k are masked.
+// memory, with an lse of +inf, so that P = 0; keys past len_k are masked.
 #pragma once
 
 #include "attention/tile_schedule.h"

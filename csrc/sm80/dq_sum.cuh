@@ -4,7 +4,8 @@
 // instance: 16 whole rows of a head are then d / 8 fragments of 16 rows by 8 columns, of each of which lane l of a warp
 // holds numbers 4 l to 4 l + 3, as an accumulator of mma.sync does. Rows otherwise, and where fewer than 16 are left.
 // NOTE: an accumulator's rows are 32 bytes long. Added to rows of d they were 1,024 requests a tile, behind which the
-// loads and shuffles of the other warps waited, too: of 9,800 clocks a tile with a mask 2,500, head dimension 128.
+// loads and shuffles of the other warps waited, too: of 9,800 clocks a tile with a mask 1,600 in either, head dimension
+// 128.
 // Fragments are 512 bytes in a row, and a bulk addition takes them out of shared memory when no warp waits for it.
 // Called by bwd.cuh; cuda/rows.cu reads them. Invariant: a call adds to each group of rows in one way only.
 #pragma once

@@ -3,7 +3,6 @@
 // Called by fwd.cuh, bwd.cuh, measure.cuh and bias_gradient.cuh. Invariant: every lane of a warp takes part.
 #pragma once
 
-#include "attention/dropout.h"
 #include "sm80/score.cuh"
 
 namespace flash_ext::sm80 {

@@ -8,7 +8,7 @@
 // is at most 2^8 and O needs no correction. NOTE: what limits it on 9.0 is that a scheduler has two warps, which issue
 // an instruction in 37 % of the clocks. Two halves of a block of 256 queries that take turns at the products
 // (FlashAttention-3) were 13 % slower: they spilled, and a warp alone waits for its ldmatrix; copies issued between the
-// steps of the products, 2 to 8 %; blocks that start half a tile apart were as fast. Called by backend.cpp through
+// steps of the products, 0 to 9 %; blocks that start half a tile apart were as fast. Called by backend.cpp through
 // kernels.h. Invariant: rows past len_q and keys past len_k are zeros in shared memory; keys past len_k are masked,
 // rows past len_q never written.
 #pragma once

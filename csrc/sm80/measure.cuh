@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   const bool drops = problem.dropout_p > 0.0;
   Dropout dropout;
   if (drops) dropout = make_dropout(args.fwd.rng_state[0], args.fwd.rng_state[1], problem.dropout_p);
-  const float dropout_scale = problem.dropout_p < 1.0 ? static_cast<float>(1.0 / (1.0 - problem.dropout_p)) : 0.f;
+  const float dropout_scale = static_cast<float>(dropout.scale);
   const int diagonal = problem.bottom_right ? static_cast<int>(problem.len_k - problem.len_q) : 0;
   const TileBand tile_band = TileBand::make(problem);
   const int warp = threadIdx.x / 32, warp_key = warp * 16;

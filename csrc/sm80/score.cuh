@@ -9,6 +9,7 @@
 #pragma once
 
 #include "attention/band.h"
+#include "attention/dropout.h"
 #include "sm80/config.h"
 #include "sm80/tile.cuh"
 
@@ -222,7 +223,7 @@ struct ScoreOptions {
   unsigned features;
   float to_log2;        // what one unit of score is in log2: log2(e), or scale * log2(e) where scores stay q k^T
   float scale;          // as float
-  float dropout_scale;  // 1 / (1 - p), 0 where p = 1
+  float dropout_scale;  // Dropout::scale
 
   // Scores stay q k^T where nothing but the band, a mask or dropout lies behind them: the scale is then part of the
   // multiply-add before ex2. `may_be_raw`: not where measure.cuh must find the same bits.
@@ -232,7 +233,7 @@ struct ScoreOptions {
         may_be_raw && !problem.has_bias && !problem.has_alibi && problem.softcap == 0.0 && problem.scale > 0.0;
     return {features_of(args) | (is_raw ? kRaw : 0u),
             static_cast<float>((is_raw ? problem.scale : 1.0) * 1.4426950408889634), static_cast<float>(problem.scale),
-            problem.dropout_p < 1.0 ? static_cast<float>(1.0 / (1.0 - problem.dropout_p)) : 0.f};
+            static_cast<float>(make_dropout(0, 0, problem.dropout_p).scale)};
   }
 };
 

@@ -133,6 +133,9 @@ TEST(Dropout, RateAtItsLimits) {
   EXPECT_EQ(all.threshold, 65536u);
   EXPECT_EQ(all.scale, 0.0);
   EXPECT_FALSE(all.keeps(65535));
+  const Dropout nearly_all = make_dropout(1, 2, 1.0 - 1e-6);  // rounds to all, which pairs may not tell from 65535
+  EXPECT_EQ(nearly_all.threshold, 65536u);
+  EXPECT_EQ(nearly_all.scale, 0.0);
   EXPECT_EQ(make_dropout(1, 2, 0.001).threshold, 66u);
   EXPECT_EQ(make_dropout(1, 2, 0.1).scale, 1.0 / 0.9);
   EXPECT_EQ(make_dropout(1, 2, 0.5 / 65536).threshold, 1u);

@@ -103,6 +103,7 @@ const Case kCases[] = {
     {.name = "dropout_small_tiles", .len_q = 70, .len_k = 40, .dropout = 0.3, .shared_limit = 64 * 1024},
     {.name = "dropout_of_none", .len_q = 40, .len_k = 40, .dropout = 1e-6},
     {.name = "dropout_of_all", .len_q = 40, .len_k = 40, .dropout = 1.0},
+    {.name = "dropout_that_rounds_to_all", .len_q = 300, .len_k = 300, .bias = true, .dropout = 1 - 1e-6},
     {.name = "everything",
      .len_q = 144,
      .len_k = 160,
