@@ -212,7 +212,9 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   }
   __syncthreads();
   const auto drops = [&] { return !Traits::kPlain && (opaque(options.features) & kDropout); };
-  const int first_key = block.first_key;
+  // The last keys come first: with ALiBi they tend to have the largest scores, and O is not rescaled for each tile.
+  const int tiles = (block.last_key - block.first_key + kBlockN - 1) / kBlockN;
+  const int start = block.first_key + max(tiles - 1, 0) * kBlockN;
 
   // NOTE: computed anew wherever it is used; kept, it and the addresses made of it were three registers too many.
   const auto warp_row = [] { return static_cast<int>(opaque(threadIdx.x)) / 32 * 16 * kM; };
@@ -238,10 +240,10 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     }
   };
   load_tile<kBlockM, kThreads>(q_smem, block.q, block.first_query);
-  load_keys(first_key);
+  load_keys(start);
   cp_async_commit();
 
-  for (int key = first_key; key < block.last_key; key += kBlockN) {
+  for (int key = start; key >= block.first_key && tiles > 0; key -= kBlockN) {
     cp_async_wait<0>();
     __syncthreads();  // this K (bias, mask) is there for all; nobody reads the last V any more
     if (is_whole(key)) {
@@ -268,7 +270,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     const auto begin_next = [&] {
       cp_async_wait<0>();
       __syncthreads();  // this V is there for all; nobody reads this K (bias, mask) any more
-      if (key + kBlockN < block.last_key) load_keys(key + kBlockN);
+      if (key > block.first_key) load_keys(key - kBlockN);
       cp_async_commit();
     };
     if constexpr (kInterleaved) {
