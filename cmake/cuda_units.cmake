@@ -121,7 +121,7 @@ function(flash_ext_add_cuda_units target)
   list(JOIN tf32_head_dims ", " TF32_HEAD_DIMS)
   configure_file(${folder}/sm80_instances.h.in ${generated}/sm80_instances.h @ONLY)
 
-  file(GLOB sources CONFIGURE_DEPENDS csrc/cuda/*.cu csrc/sm80/*.cu csrc/sm80/*.cpp)
+  file(GLOB sources CONFIGURE_DEPENDS csrc/cuda/*.cu csrc/cuda/*.cpp csrc/sm80/*.cu csrc/sm80/*.cpp)
   target_sources(${target} PRIVATE ${sources})
   target_compile_definitions(${target} PRIVATE FLASH_EXT_WITH_CUDA)
 

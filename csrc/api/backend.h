@@ -37,6 +37,7 @@ struct Plan {
   int64_t block_m = 0, block_n = 0;  // queries, keys
   int stages = 0;                    // 0 where the notion does not exist
   bool small_tiles = false;          // of a backend that has two tiles for a pass, the smaller
+  bool tensor_maps = false;          // of a backend that can do without, tiles are copied by TMA
   int splits = 0;       // parts of a tile's keys, each the work of a block; 0 where the notion does not exist
   int split_tiles = 0;  // tiles of keys a part
   int head_rows = 0;    // of a tile that heads of a group share, for each of them; 0: they do not

@@ -166,6 +166,13 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
     cp_async_wait<1>();
     __syncthreads();  // K, Q, bias, mask and the rows of this item are there
     if (warp == 0 && progress.found == at + 1) find_items<Traits>(args, plan, ring, progress);
+    if constexpr (kMayBeExact<Frag, kHeadDim>) {
+      if (has_exact_products(problem)) {
+        add_exact_columns<Frag, true, kBlockM, kThreads>(q_smem);
+        add_exact_columns<Frag, false, kBlockN, kThreads>(k_smem);
+        __syncthreads();
+      }
+    }
     Scores p_acc;
     clear(p_acc);
     if (item().visible) gemm_nt<Frag, kHeadDim, false>(p_acc, k_smem, warp_key(), q_smem, warp_query());

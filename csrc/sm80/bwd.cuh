@@ -322,6 +322,13 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       const bool goes_on = query > block.first_query;
       if (kStages == 2 && goes_on) load_queries(query - kBlockM, stage ^ 1);
       cp_async_commit();
+      if constexpr (kMayBeExact<Frag, kHeadDim>) {
+        if (has_exact_products(problem)) {
+          if (query == block.last_query) add_exact_columns<Frag, false, kBlockN, kThreads>(k_smem);
+          add_exact_columns<Frag, true, kBlockM, kThreads>(q_smem);
+          __syncthreads();
+        }
+      }
 
       float s_acc[kM][kBlockM / 8][4];
       if (holds_dv()) {

@@ -45,14 +45,17 @@ struct ForwardSmem {
   int total = 0;
 };
 
-// bias_bytes: of one element, 0 without a bias.
+// Whether TMA can copy tiles of K and V, panels of 64 columns of a 16-bit type, where the device has it.
+constexpr bool has_boxes(int element_bytes, int head_dim) { return element_bytes == 2 && head_dim % 64 == 0; }
+
+// bias_bytes: of one element, 0 without a bias. stages: of K and V, which lie side by side.
 FLASH_DEVICE constexpr ForwardSmem forward_smem(TileShape tile, int head_dim, int element_bytes, int bias_bytes,
-                                                bool has_mask) {
+                                                bool has_mask, int stages) {
   ForwardSmem smem;
   const int row = head_dim * element_bytes;
   smem.k = tile.block_m * row;
   smem.v = smem.k + tile.block_n * row;
-  smem.bias = smem.v + tile.block_n * row;
+  smem.bias = smem.k + stages * 2 * tile.block_n * row;
   smem.mask = smem.bias + (bias_bytes > 0 ? tile.block_m * aux_pitch(tile.block_n, bias_bytes) : 0);
   smem.total = smem.mask + (has_mask ? tile.block_m * aux_pitch(tile.block_n, 1) : 0);
   return smem;

@@ -14,11 +14,15 @@
 
 namespace flash_ext::sm80 {
 
-// A tile in shared memory, rows of kCols elements of T, swizzled.
-template <class T, int kCols>
+// A tile in shared memory, rows of kCols elements of T, swizzled. kPanelRows: 0 where a row is kPitch bytes in a row;
+// else how many rows the tile has, and it lies in panels of 128 bytes of each, as TMA writes them.
+template <class T, int kCols, int kPanelRows = 0>
 struct SmemTile {
   static constexpr int kColumns = kCols, kPitch = kCols * static_cast<int>(sizeof(T));
-  uint32_t base;  // shared_address, a multiple of 128
+  static constexpr int kRowBytes = kPanelRows > 0 ? kLineBytes : kPitch;
+  static constexpr int kNextLine = kPanelRows > 0 ? kPanelRows* kLineBytes : kLineBytes;
+  static_assert(kPanelRows == 0 || kPitch % kLineBytes == 0);
+  uint32_t base;  // shared_address, a multiple of 128; of panels, of 1024
 
   // Address of byte `byte + lane_byte` of row `row8 + row`. What differs between the lanes is `row` and `lane_byte`;
   // row8 is a multiple of 8, so that it has no part in the swizzle, and `byte` is what a loop counts and knows at
@@ -26,7 +30,14 @@ struct SmemTile {
   // its load instructions for the rest.
   __device__ __forceinline__ uint32_t at(int row8, unsigned row, int byte, unsigned lane_byte) const {
     const int in_line = (byte & (kLineBytes - 1)) + static_cast<int>(lane_byte);
-    return swizzled<kPitch>(static_cast<int>(row), in_line) + (base + row8 * kPitch + (byte & ~(kLineBytes - 1)));
+    const int line = static_cast<int>(static_cast<unsigned>(byte) / kLineBytes);
+    return swizzled<kRowBytes>(static_cast<int>(row), in_line) + (base + row8 * kRowBytes + line * kNextLine);
+  }
+  // Offset of a byte of a row.
+  static __device__ __forceinline__ int offset(int row, int byte) {
+    if constexpr (kPanelRows == 0) return swizzled<kPitch>(row, byte);
+    const int line = static_cast<int>(static_cast<unsigned>(byte) / kLineBytes);
+    return swizzled<kLineBytes>(row, byte & (kLineBytes - 1)) + line * kNextLine;
   }
   static constexpr int bytes(int rows) { return rows * kPitch; }
 };
@@ -58,24 +69,24 @@ struct Fragments16 {
     }
   }
 
-  template <int kCols>
-  static __device__ __forceinline__ void load_a(A& a, SmemTile<T, kCols> tile, int row, int k, unsigned lane) {
+  template <class Tile>
+  static __device__ __forceinline__ void load_a(A& a, Tile tile, int row, int k, unsigned lane) {
     ldmatrix_x4(a.r, tile.at(row, lane % 16, k * 2, lane / 16 * 16));
   }
-  template <int kCols>
-  static __device__ __forceinline__ void load_a_trans(A& a, SmemTile<T, kCols> tile, int k, int row, unsigned lane) {
+  template <class Tile>
+  static __device__ __forceinline__ void load_a_trans(A& a, Tile tile, int k, int row, unsigned lane) {
     ldmatrix_x4_trans(a.r, tile.at(k, lane % 8 + lane / 16 * 8, row * 2, lane / 8 % 2 * 16));
   }
   // Two column blocks of 8 at once.
-  template <int kCols>
-  static __device__ __forceinline__ void load_b_nt(B (&b)[2], SmemTile<T, kCols> tile, int col, int k, unsigned lane) {
+  template <class Tile>
+  static __device__ __forceinline__ void load_b_nt(B (&b)[2], Tile tile, int col, int k, unsigned lane) {
     uint32_t r[4];
     ldmatrix_x4(r, tile.at(col, lane % 8 + lane / 16 * 8, k * 2, lane / 8 % 2 * 16));
     b[0] = {r[0], r[1]};
     b[1] = {r[2], r[3]};
   }
-  template <int kCols>
-  static __device__ __forceinline__ void load_b_nn(B (&b)[2], SmemTile<T, kCols> tile, int k, int col, unsigned lane) {
+  template <class Tile>
+  static __device__ __forceinline__ void load_b_nn(B (&b)[2], Tile tile, int k, int col, unsigned lane) {
     uint32_t r[4];
     ldmatrix_x4_trans(r, tile.at(k, lane % 16, col * 2, lane / 16 * 16));
     b[0] = {r[0], r[1]};
@@ -177,33 +188,30 @@ struct FragmentsTf32 {
   using A = Words<4>;
   using B = Words<2>;
 
-  template <int kCols>
-  static __device__ __forceinline__ void load_a(A& a, SmemTile<float, kCols> tile, int row, int k, unsigned lane) {
+  template <class Tile>
+  static __device__ __forceinline__ void load_a(A& a, Tile tile, int row, int k, unsigned lane) {
     uint32_t r[4];
     ldmatrix_x4(r, tile.at(row, lane % 16, k * 4, lane / 16 * 16));
 #pragma unroll
     for (int i = 0; i < 4; ++i) a.set(i, r[i]);
   }
-  template <int kCols>
-  static __device__ __forceinline__ void load_a_trans(A& a, SmemTile<float, kCols> tile, int k, int row,
-                                                      unsigned lane) {
+  template <class Tile>
+  static __device__ __forceinline__ void load_a_trans(A& a, Tile tile, int k, int row, unsigned lane) {
     const unsigned g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       a.set(i, load_shared(tile.at(k, 2 * t + i / 2, (row + i % 2 * 8) * 4, g / 4 * 16) + g % 4 * 4));
     }
   }
-  template <int kCols>
-  static __device__ __forceinline__ void load_b_nt(B (&b)[2], SmemTile<float, kCols> tile, int col, int k,
-                                                   unsigned lane) {
+  template <class Tile>
+  static __device__ __forceinline__ void load_b_nt(B (&b)[2], Tile tile, int col, int k, unsigned lane) {
     uint32_t r[4];
     ldmatrix_x4(r, tile.at(col, lane % 8 + lane / 16 * 8, k * 4, lane / 8 % 2 * 16));
 #pragma unroll
     for (int i = 0; i < 4; ++i) b[i / 2].set(i % 2, r[i]);
   }
-  template <int kCols>
-  static __device__ __forceinline__ void load_b_nn(B (&b)[2], SmemTile<float, kCols> tile, int k, int col,
-                                                   unsigned lane) {
+  template <class Tile>
+  static __device__ __forceinline__ void load_b_nn(B (&b)[2], Tile tile, int k, int col, unsigned lane) {
     const unsigned g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {

@@ -3,23 +3,23 @@
 //   S = Q K^T     P = e^(S - m)     l += rowsum(P)     O += dropout(P) V          out = O / l     lse = m + log l
 //
 // FlashAttention-2 (arXiv:2307.08691), algorithm 1. Each warp owns whole rows, so that softmax needs no other warp; Q
-// stays in shared memory, K and V follow each other: while S is computed V arrives, while P V is computed the next K.
-// m is brought up to date only when a maximum grew by more than 2^8 (FlashAttention-4's lazy rescaling): until then P
-// is at most 2^8 and O needs no correction. NOTE: what limits it on 9.0 is that a scheduler has two warps, which issue
-// an instruction in 37 % of the clocks. Two halves of a block of 256 queries that take turns at the products
-// (FlashAttention-3) were 13 % slower: they spilled, and a warp alone waits for its ldmatrix; copies issued between the
-// steps of the products, 0 to 9 %; blocks that start half a tile apart were as fast. Called by backend.cpp through
+// stays in shared memory. K and V of a tile have one place each: while S is computed V arrives, while P V is computed
+// the next K. Where TMA copies them (9.0) and shared memory permits it they have two, and arrive a tile ahead. NOTE:
+// what limits it on 9.0 is that a scheduler has two warps, which issue an instruction in 37 % of the clocks. Two halves
+// of a block of 256 queries that take turns at the products (FlashAttention-3) were 13 % slower: they spilled, and a
+// warp alone waits for its ldmatrix; blocks that start half a tile apart were as fast. Called by backend.cpp through
 // kernels.h. Invariant: rows past len_q and keys past len_k are zeros in shared memory; keys past len_k are masked,
 // rows past len_q never written.
 #pragma once
 
-#include "attention/online_softmax.h"
 #include "attention/seq_info.h"
 #include "attention/tile_schedule.h"
 #include "cuda/inspect.h"
 #include "cuda/launch.h"
+#include "sm80/boxes.cuh"
 #include "sm80/dropout.cuh"
 #include "sm80/shared_memory.h"
+#include "sm80/softmax.cuh"
 
 namespace flash_ext::sm80 {
 
@@ -38,134 +38,35 @@ struct ForwardTraits {
   static constexpr int kM = kBlockM / kTile.warps / 16;  // 16-row fragments of a warp
   static constexpr int kMinBlocks = kThreads == 128 ? 2 : 1;
   static constexpr bool kAhead = Frag::kAhead && kHeadDim <= 64;
+  static constexpr bool kBoxes = has_boxes(sizeof(T), kHeadDim);
   using Tile = SmemTile<T, kHeadDim>;
   using Mods = ScoreMods<Element, kBlockM, kBlockN, kThreads>;
-};
-
-// The running softmax of a warp's rows: thread-local sums over its own columns, maxima of whole rows.
-template <int kM>
-struct SoftmaxRows {
-  float row_max[kM][2];
-  float row_sum[kM][2];
-  // A row's maximum is beyond kFar, in log2. In the multiply-add before ex2 score * to_log2 is exact and maximum *
-  // to_log2 is rounded: there the difference alone is more than ex2 takes, and step() subtracts the maximum first.
-  static constexpr float kFar = 0x1p29f;
-  bool far = false;
-
-  __device__ __forceinline__ SoftmaxRows() {
-#pragma unroll
-    for (int m = 0; m < kM; ++m) {
-      row_max[m][0] = row_max[m][1] = kMinusInf;
-      row_sum[m][0] = row_sum[m][1] = 0.f;
-    }
-  }
-
-  // O is rescaled where a maximum moved. kFolded: one multiply-add before ex2; otherwise the maximum is subtracted
-  // first, which in float rounds less. to_log2: what one unit of score is in log2.
-  template <bool kFolded, int kN, int kD>
-  __device__ __forceinline__ void rescale(float (&s)[kM][kN][4], float (&o)[kM][kD][4], float to_log2) {
-    float tile_max[kM][2];
-    bool grew = far;
-#pragma unroll
-    for (int m = 0; m < kM; ++m) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float x = kMinusInf;
-#pragma unroll
-        for (int n = 0; n < kN; ++n) x = fmaxf(x, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
-        x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-        x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-        tile_max[m][half] = x;
-        grew |= (x - row_max[m][half]) * to_log2 > 8.f;  // not before subtracting: finfo.min times log2(e) is -inf
-      }
-    }
-    if (__any_sync(~0u, grew)) {
-      far = false;
-#pragma unroll
-      for (int m = 0; m < kM; ++m) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const float before = row_max[m][half];
-          const float after = fmaxf(before, tile_max[m][half]);
-          const float factor = before == kMinusInf ? 0.f : exp2_fast((before - after) * to_log2);
-          row_max[m][half] = after;
-          row_sum[m][half] *= factor;
-#pragma unroll
-          for (int n = 0; n < kD; ++n) {
-            o[m][n][2 * half] *= factor;
-            o[m][n][2 * half + 1] *= factor;
-          }
-          if (kFolded && fabsf(after * to_log2) > kFar && after != kMinusInf) {
-            far = true;
-#pragma unroll
-            for (int n = 0; n < kN; ++n) {
-              s[m][n][2 * half] -= after;
-              s[m][n][2 * half + 1] -= after;
-            }
-          }
-        }
-      }
-    }
-  }
-
-  // What is subtracted from the scores of a row, in log2 where kFolded.
-  template <bool kFolded>
-  __device__ __forceinline__ float shift(int m, int half, float to_log2) const {
-    const float x = row_max[m][half] == kMinusInf ? 0.f : row_max[m][half];
-    return !kFolded ? x : (fabsf(x * to_log2) > kFar ? 0.f : x * to_log2);
-  }
-  template <bool kFolded>
-  static __device__ __forceinline__ float exponential(float x, float shift, float to_log2) {
-    return kFolded ? exp2_fast(fmaf(x, to_log2, -shift)) : exp2_fast((x - shift) * to_log2);
-  }
-
-  // S becomes P. NOTE: a tile's sum is taken first, so that its rounding does not grow with the row.
-  template <bool kFolded, int kN>
-  __device__ __forceinline__ void exponentials(float (&s)[kM][kN][4], float to_log2) {
-#pragma unroll
-    for (int m = 0; m < kM; ++m) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float row_shift = shift<kFolded>(m, half, to_log2);
-        float sum = 0.f;
-#pragma unroll
-        for (int n = 0; n < kN; ++n) {
-#pragma unroll
-          for (int i = 2 * half; i < 2 * half + 2; ++i) {
-            s[m][n][i] = exponential<kFolded>(s[m][n][i], row_shift, to_log2);
-            sum += s[m][n][i];
-          }
-        }
-        row_sum[m][half] += sum;
-      }
-    }
-  }
-
-  // Whole-row sums, over the four threads that share a row.
-  __device__ __forceinline__ float total(int m, int half) const {
-    float sum = row_sum[m][half];
-    sum += __shfl_xor_sync(~0u, sum, 1);
-    return sum + __shfl_xor_sync(~0u, sum, 2);
-  }
 };
 
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     forward_kernel(const __grid_constant__ ForwardArgs args, const __grid_constant__ TileSchedule schedule,
-                   ScoreOptions options) {
+                   ScoreOptions options, const __grid_constant__ BoxCopies copies) {
   using Frag = typename Traits::Frag;
   using T = typename Traits::T;
   using Tile = typename Traits::Tile;
   constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kHeadDim = Traits::kHeadDim;
   constexpr int kThreads = Traits::kThreads, kM = Traits::kM;
-  char* const smem = dynamic_shared();
+  constexpr bool kTma = Traits::kBoxes && cuda::kComputeCapability >= 90;
+  using KeyTile = SmemTile<T, kHeadDim, kTma ? kBlockN : 0>;
+  char* const smem = dynamic_shared_of_boxes();
 
   const Problem& problem = args.problem;
   const uint32_t base = shared_address(smem);
   const int bias_bytes = Traits::kPlain || !problem.has_bias ? 0 : (problem.bias_dtype == DType::kFloat32 ? 4 : 2);
   constexpr TileShape kTile = Traits::kTile;
-  const ForwardSmem layout = forward_smem(kTile, kHeadDim, sizeof(T), bias_bytes, !Traits::kPlain && problem.has_mask);
-  const Tile q_smem{base}, k_smem{base + layout.k}, v_smem{base + layout.v};
+  const ForwardSmem layout =
+      forward_smem(kTile, kHeadDim, sizeof(T), bias_bytes, !Traits::kPlain && problem.has_mask, copies.stages);
+  const Tile q_smem{base};
+  constexpr int kStageBytes = 2 * KeyTile::bytes(kBlockN);
+  const auto k_tile = [&](int stage) { return KeyTile{base + layout.k + stage * kStageBytes}; };
+  const auto v_tile = [&](int stage) { return KeyTile{base + layout.v + stage * kStageBytes}; };
+  const bool by_tma = kTma && copies.by_tma, ahead = kTma && !Traits::kPlain && copies.stages == 2;
 
   // NOTE: what is read once a tile lies in shared memory, because it must not occupy registers during the products.
   __shared__ struct {
@@ -175,7 +76,9 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     int whole_keys;  // load_whole loads tiles that end before it
     float* lse;
     uint32_t bh;
+    cuda::BoxStart k_box, v_box;
   } block;
+  __shared__ uint64_t k_full[2], v_full[2];  // mbarriers
   __shared__ typename Traits::Mods mods;
   __shared__ SharedValue<Dropout> dropout;
   if (threadIdx.x == 0) {
@@ -198,8 +101,17 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     block.lse =
         args.lse == nullptr ? nullptr : static_cast<float*>(args.lse) + (b * problem.heads_q + head) * problem.len_q;
     block.bh = static_cast<uint32_t>(b * problem.heads_q + head);
-    bool is_regular =
-        block.k.is_regular && block.v.is_regular && problem.head_dim == kHeadDim && problem.head_dim_v == kHeadDim;
+    bool is_regular = kTma || (block.k.is_regular && block.v.is_regular && problem.head_dim == kHeadDim &&
+                               problem.head_dim_v == kHeadDim);
+    if constexpr (kTma) {
+      block.k_box = box_of(problem, copies.first.steps, b, head_k);
+      block.v_box = box_of(problem, copies.second.steps, b, head_v);
+      for (int i = 0; i < 2; ++i) {
+        cuda::barrier_init(shared_address(&k_full[i]), 1);
+        cuda::barrier_init(shared_address(&v_full[i]), 1);
+      }
+      cuda::fence_barrier_init();
+    }
     if constexpr (!Traits::kPlain) {
       mods = Traits::Mods::make(args, b, head, base + layout.bias, base + layout.mask);
       is_regular =
@@ -218,40 +130,72 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
 
   // NOTE: computed anew wherever it is used; kept, it and the addresses made of it were three registers too many.
   const auto warp_row = [] { return static_cast<int>(opaque(threadIdx.x)) / 32 * 16 * kM; };
+  constexpr bool kFolded = sizeof(T) == 2;
   float o_acc[kM][kHeadDim / 8][4];
   clear(o_acc);
   SoftmaxRows<kM> softmax;
 
   const auto is_whole = [&](int key) { return __builtin_expect(key + kBlockN <= block.whole_keys, 1); };
   // NOTE: P of the next step of keys is computed between the products of the present one, which the tensor core takes
-  // in no faster than one in six clocks. The general kernel, where that was 1 to 6 % faster, too, spilled, and so
-  // does 8.0.
-  constexpr bool kInterleaved = Traits::kPlain && sizeof(T) == 2 && (kHeadDim != 128 || cuda::kComputeCapability >= 90);
-  constexpr LoadForm kForm = kInterleaved ? LoadForm::kScarce : LoadForm::kRare;
-  // K, and what else the scores of a tile need.
-  const auto load_keys = [&](int key) {
-    if (is_whole(key)) {
-      const unsigned thread = opaque(threadIdx.x);
-      load_whole<kBlockN, kThreads>(k_smem, block.k, key, thread);
-      if constexpr (!Traits::kPlain) mods.load_whole(options.features, block.first_query, key, 0, thread);
+  // in no faster than one in six clocks. 8.0 spills where it is in the general kernel or head dimension is 128.
+  constexpr bool kInterleaved =
+      sizeof(T) == 2 && (cuda::kComputeCapability >= 90 || (Traits::kPlain && kHeadDim != 128));
+  constexpr LoadForm kForm = Traits::kPlain && kInterleaved ? LoadForm::kScarce : LoadForm::kRare;
+  const auto load = [&](KeyTile tile, const GlobalRows<T>& rows, const cuda::TensorMap& map, const cuda::BoxStart& box,
+                        int key, uint64_t& full) {
+    if (by_tma) {
+      if (threadIdx.x != 0) return;
+      cuda::barrier_expect(shared_address(&full), KeyTile::bytes(kBlockN));
+      load_box(tile, map, box, key, shared_address(&full));
+    } else if (!kTma && is_whole(key)) {
+      load_whole<kBlockN, kThreads>(tile, rows, key, opaque(threadIdx.x));
     } else {
-      load_tile<kBlockN, kThreads, kForm>(k_smem, block.k, key);
-      if constexpr (!Traits::kPlain) mods.load(options.features, block.first_query, key);
+      load_tile<kBlockN, kThreads, kForm>(tile, rows, key);
+    }
+  };
+  const auto load_keys = [&](int key, int stage) {
+    load(k_tile(stage), block.k, copies.first, block.k_box, key, k_full[stage]);
+  };
+  const auto load_values = [&](int key, int stage) {
+    load(v_tile(stage), block.v, copies.second, block.v_box, key, v_full[stage]);
+  };
+  const auto load_mods = [&](int key) {
+    if constexpr (!Traits::kPlain) {
+      if (is_whole(key)) {
+        mods.load_whole(options.features, block.first_query, key, 0, opaque(threadIdx.x));
+      } else {
+        mods.load(options.features, block.first_query, key);
+      }
     }
   };
   load_tile<kBlockM, kThreads>(q_smem, block.q, block.first_query);
-  load_keys(start);
+  if (tiles > 0) {
+    load_keys(start, 0);
+    if (ahead) load_values(start, 0);
+    load_mods(start);
+  }
   cp_async_commit();
 
+  int stage = 0, parity = 0;  // of the tile
   for (int key = start; key >= block.first_key && tiles > 0; key -= kBlockN) {
+    if (by_tma) cuda::barrier_wait(shared_address(&k_full[stage]), parity);
     cp_async_wait<0>();
-    __syncthreads();  // this K (bias, mask) is there for all; nobody reads the last V any more
-    if (is_whole(key)) {
-      load_whole<kBlockN, kThreads>(v_smem, block.v, key, opaque(threadIdx.x));
-    } else {
-      load_tile<kBlockN, kThreads, kForm>(v_smem, block.v, key);
+    __syncthreads();  // this K (bias, mask) is there for all; nobody reads the last V, nor the last K, any more
+    if (!ahead) {
+      load_values(key, 0);
+    } else if (key > block.first_key) {
+      load_keys(key - kBlockN, stage ^ 1);
+      load_values(key - kBlockN, stage ^ 1);
     }
     cp_async_commit();
+    const KeyTile k_smem = k_tile(stage), v_smem = v_tile(stage);
+    if constexpr (kMayBeExact<Frag, kHeadDim>) {
+      if (has_exact_products(problem)) {
+        if (key == start) add_exact_columns<Frag, true, kBlockM, kThreads>(q_smem);
+        add_exact_columns<Frag, false, kBlockN, kThreads>(k_smem);
+        __syncthreads();
+      }
+    }
 
     float s_acc[kM][kBlockN / 8][4];
     clear(s_acc);
@@ -264,16 +208,38 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     if (block.band.is_boundary(block.first_query, kBlockM, key, kBlockN)) {
       mask_band<false>(s_acc, warp_row(), 0, block.band, block.first_query, key);
     }
-    constexpr bool kFolded = Traits::kPlain || sizeof(T) == 2;
-    softmax.template rescale<kFolded>(s_acc, o_acc, options.to_log2);
+    // In float P of the largest score is 1, and not what ex2 makes of a difference.
+    softmax.template rescale<kFolded>(s_acc, o_acc, options.to_log2, sizeof(T) == 4 ? 0.f : 8.f);
 
     const auto begin_next = [&] {
-      cp_async_wait<0>();
-      __syncthreads();  // this V is there for all; nobody reads this K (bias, mask) any more
-      if (key > block.first_key) load_keys(key - kBlockN);
-      cp_async_commit();
+      if (!ahead) {
+        cp_async_wait<0>();
+        __syncthreads();  // this V is there for all; nobody reads this K (bias, mask) any more
+        if (key > block.first_key) {
+          load_keys(key - kBlockN, 0);
+          load_mods(key - kBlockN);
+        }
+        cp_async_commit();
+      }
+      if (by_tma) cuda::barrier_wait(shared_address(&v_full[stage]), parity);
+      if (ahead) stage ^= 1;
+      if (stage == 0) parity ^= 1;
     };
-    if constexpr (kInterleaved) {
+    const auto one_after_the_other = [&] {
+      softmax.template exponentials<kFolded>(s_acc, options.to_log2);
+      if (drops()) {
+        visit_dropout<false>(s_acc, dropout.get(), block.bh, (block.first_query + warp_row()) / 16, key / 16,
+                             [](float& x, bool kept) { x = kept ? x : 0.f; });
+      }
+      const auto p = operands<Frag>(s_acc);
+      begin_next();
+      gemm_from_registers<Frag, Traits::kAhead>(o_acc, p, v_smem, 0, 0);
+    };
+    if constexpr (!kInterleaved) {
+      one_after_the_other();
+    } else if (drops()) {
+      one_after_the_other();
+    } else {
       begin_next();
       float shift[kM][2], sum[kM][2] = {};
 #pragma unroll
@@ -294,15 +260,6 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
         softmax.row_sum[m][0] += sum[m][0];
         softmax.row_sum[m][1] += sum[m][1];
       }
-    } else {
-      softmax.template exponentials<kFolded>(s_acc, options.to_log2);
-      if (drops()) {
-        visit_dropout<false>(s_acc, dropout.get(), block.bh, (block.first_query + warp_row()) / 16, key / 16,
-                             [](float& x, bool kept) { x = kept ? x : 0.f; });
-      }
-      const auto p = operands<Frag>(s_acc);
-      begin_next();
-      gemm_from_registers<Frag, Traits::kAhead>(o_acc, p, v_smem, 0, 0);
     }
   }
   cp_async_wait<0>();
@@ -323,7 +280,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
       const int query = block.first_query + warp_row() + m * 16 + half * 8 + threadIdx.x % 32 / 4;
       if (block.lse != nullptr && threadIdx.x % 4 == 0 && query < problem.len_q) {
         const float row_max = softmax.row_max[m][half];
-        const float lse = sizeof(T) == 4 ? log_sum_exp(row_max, to_natural, sum) : row_max * to_natural + logf(sum);
+        float lse = row_max * to_natural + logf(sum);
+        if constexpr (sizeof(T) == 4) lse = log_sum_exp(row_max, to_natural, sum);
         block.lse[query] = sum == 0.f ? kMinusInf : lse;
       }
     }
@@ -347,9 +305,10 @@ auto with_forward_traits(const Problem& problem, bool small, const Fn& fn) {
 }
 
 template <class Traits>
-ForwardSmem forward_smem_of(const Problem& problem) {
+ForwardSmem forward_smem_of(const Problem& problem, const Plan& plan) {
   constexpr TileShape kTile = Traits::kTile;
-  return forward_smem(kTile, Traits::kHeadDim, sizeof(typename Traits::T), bias_bytes_of(problem), problem.has_mask);
+  return forward_smem(kTile, Traits::kHeadDim, sizeof(typename Traits::T), bias_bytes_of(problem), problem.has_mask,
+                      plan.stages);
 }
 
 inline TileSchedule forward_schedule(const Problem& problem, int block_m, int element_bytes) {
@@ -361,17 +320,19 @@ inline TileSchedule forward_schedule(const Problem& problem, int block_m, int el
 template <class Element, int kHeadDim>
 Plan plan_forward(const Problem& problem, const DeviceInfo& device) {
   const auto make = [&]<class Traits>(Traits) {
-    const ForwardSmem smem = forward_smem_of<Traits>(problem);
+    constexpr int kBytes = sizeof(typename Traits::T);
     Plan plan;
+    plan.stages = forward_stages(problem, Traits::kTile, kHeadDim, kBytes, Traits::kMinBlocks, device);
+    plan.tensor_maps = has_tensor_maps(device, kBytes, kHeadDim);
+    const ForwardSmem smem = forward_smem_of<Traits>(problem, plan);
     constexpr bool kTf32 = std::is_same_v<Element, Tf32>;
     plan.kernel = kTf32 ? (Traits::kPlain ? "sm80.forward.plain.tf32" : "sm80.forward.general.tf32")
                         : (Traits::kPlain ? "sm80.forward.plain" : "sm80.forward.general");
     plan.block_m = Traits::kBlockM;
     plan.block_n = Traits::kBlockN;
-    plan.stages = 1;
     plan.on_chip[0] = {"q", smem.k};
-    plan.on_chip[1] = {"k", smem.v - smem.k};
-    plan.on_chip[2] = {"v", smem.bias - smem.v};
+    plan.on_chip[1] = {"k", (smem.bias - smem.k) / 2};
+    plan.on_chip[2] = {"v", (smem.bias - smem.k) / 2};
     int next = 3;
     if (smem.mask > smem.bias) plan.on_chip[next++] = {"bias", smem.mask - smem.bias};
     if (smem.total > smem.mask) plan.on_chip[next++] = {"mask", smem.total - smem.mask};
@@ -390,19 +351,23 @@ Plan plan_forward(const Problem& problem, const DeviceInfo& device) {
 
 template <class Element, int kHeadDim>
 void run_forward(const ForwardArgs& args, const Plan& plan) {
-  with_forward_traits<Element, kHeadDim>(args.problem, plan.small_tiles, [&]<class Traits>(Traits) {
-    TileSchedule schedule = forward_schedule(args.problem, Traits::kBlockM, sizeof(typename Traits::T));
-    schedule.batch_inner = batch_shares_scores(args.problem, args);
+  const Problem& problem = args.problem;
+  with_forward_traits<Element, kHeadDim>(problem, plan.small_tiles, [&]<class Traits>(Traits) {
+    TileSchedule schedule = forward_schedule(problem, Traits::kBlockM, sizeof(typename Traits::T));
+    schedule.batch_inner = batch_shares_scores(problem, args);
     cuda::launch(forward_kernel<Traits>, cuda::grid_of(schedule.size()), Traits::kThreads,
-                 forward_smem_of<Traits>(args.problem).total, args.stream, args, schedule,
-                 ScoreOptions::of(args, Traits::kPlain || sizeof(typename Traits::T) == 2));
+                 forward_smem_of<Traits>(problem, plan).total, args.stream, args, schedule,
+                 ScoreOptions::of(args, Traits::kPlain || sizeof(typename Traits::T) == 2),
+                 box_copies(problem, {args.k, problem.heads_k, problem.len_k, problem.head_dim},
+                            {args.v, problem.heads_v, problem.len_k, problem.head_dim_v}, Traits::kBlockN,
+                            plan.tensor_maps, plan.stages));
   });
 }
 
 template <class Element, int kHeadDim>
 void inspect_forward(const Problem& problem, Plan& plan) {
   with_forward_traits<Element, kHeadDim>(problem, plan.small_tiles, [&]<class Traits>(Traits) {
-    cuda::inspect(forward_kernel<Traits>, Traits::kThreads, forward_smem_of<Traits>(problem).total, plan);
+    cuda::inspect(forward_kernel<Traits>, Traits::kThreads, forward_smem_of<Traits>(problem, plan).total, plan);
   });
 }
 

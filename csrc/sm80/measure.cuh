@@ -116,6 +116,13 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     cp_async_commit();
     cp_async_wait<0>();
     __syncthreads();  // all tiles are there
+    if constexpr (kMayBeExact<Frag, kHeadDim>) {
+      if (has_exact_products(problem)) {
+        add_exact_columns<Frag, true, kBlockM, kThreads>(q_smem);
+        add_exact_columns<Frag, false, kBlockN, kThreads>(k_smem);
+        __syncthreads();
+      }
+    }
     float p_acc[1][kN][4], dp_acc[1][kN][4];
     clear(p_acc);
     clear(dp_acc);

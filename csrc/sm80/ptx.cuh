@@ -11,6 +11,7 @@
 #include <cstdint>
 
 #include "cuda/arch.h"
+#include "cuda/tma.cuh"
 
 namespace flash_ext::sm80 {
 
@@ -18,6 +19,12 @@ namespace flash_ext::sm80 {
 __device__ __forceinline__ char* dynamic_shared() {
   extern __shared__ __align__(128) char smem[];
   return smem;
+}
+
+// The same, at a multiple of 1024 bytes.
+__device__ __forceinline__ char* dynamic_shared_of_boxes() {
+  extern __shared__ __align__(1024) char smem_of_boxes[];
+  return smem_of_boxes;
 }
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {

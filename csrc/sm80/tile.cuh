@@ -63,11 +63,14 @@ enum class LoadForm {
   kScarce,  // kRare in as few registers as possible
 };
 
-// `kChunks` chunks of each of kRows rows, from row `first_row` and column `first_col`, to rows of kPitch bytes.
+// `kChunks` chunks of each of kRows rows, from row `first_row` and column `first_col`, to rows of kPitch bytes,
+// of which kPanelRows make panels (SmemTile).
 // Rows at or past `rows`, and columns past `cols`, become zeros. `present`: how many of the kRows are wanted at all.
-template <int kRows, int kChunks, int kPitch, int kThreads, LoadForm kForm = LoadForm::kAlone, class T>
+template <int kRows, int kChunks, int kPitch, int kThreads, LoadForm kForm = LoadForm::kAlone, int kPanelRows = 0,
+          class T>
 __device__ __forceinline__ void load_rows(uint32_t tile, const GlobalRows<T>& shared_from, int first_row, int first_col,
                                           int present = kRows) {
+  using Tile = SmemTile<uint8_t, kPitch, kPanelRows>;
   constexpr int kPerChunk = kChunkBytes / static_cast<int>(sizeof(T));
   constexpr int kStep = kThreads / kChunks;  // rows a pass; where the division has a rest, some threads stay idle
   // NOTE: a copy, or each cp.async below would read it again, which is wanted where registers are scarce.
@@ -86,7 +89,7 @@ __device__ __forceinline__ void load_rows(uint32_t tile, const GlobalRows<T>& sh
 #pragma unroll
       for (int i = 0; i < kRows; i += kStep) {
         if (!idle && (kRows % kStep == 0 || row + i < kRows)) {
-          cp_async_16(tile + swizzled<kPitch>(row + i, chunk * kChunkBytes), address);
+          cp_async_16(tile + Tile::offset(row + i, chunk * kChunkBytes), address);
         }
         address += step;
       }
@@ -97,7 +100,7 @@ __device__ __forceinline__ void load_rows(uint32_t tile, const GlobalRows<T>& sh
 #pragma unroll 1
     for (int i = row; i < present && !idle; i += kStep) {
       const bool inside = i < rows && bytes > 0;
-      cp_async_16(tile + swizzled<kPitch>(i, chunk * kChunkBytes), inside ? address : from.data, inside ? bytes : 0);
+      cp_async_16(tile + Tile::offset(i, chunk * kChunkBytes), inside ? address : from.data, inside ? bytes : 0);
       address += step;
     }
     return;
@@ -106,7 +109,7 @@ __device__ __forceinline__ void load_rows(uint32_t tile, const GlobalRows<T>& sh
   for (int index = threadIdx.x; index < present * kChunks; index += kThreads) {
     const int row = index / kChunks, chunk = index % kChunks;
     const T* address = source + row * from.row_stride + chunk * kPerChunk * from.col_stride;
-    const uint32_t to = tile + swizzled<kPitch>(row, chunk * kChunkBytes);
+    const uint32_t to = tile + Tile::offset(row, chunk * kChunkBytes);
     constexpr int kWords = kScarce ? 1 : 4, kElements = kPerChunk / 4 * kWords;  // stored at once
 #pragma unroll 1
     for (int first = 0; first < kPerChunk; first += kElements) {
@@ -133,36 +136,72 @@ __device__ __forceinline__ void load_rows(uint32_t tile, const GlobalRows<T>& sh
 // `thread`: threadIdx.x, hidden once for all copies of a tile.
 // NOTE: with load_rows, which asks each matrix what it is, starting the copies of a tile was 17 to 25 % of the samples
 // of these kernels: waiting for the answers from shared memory, and for instructions from behind the rare cases.
-template <int kRows, int kChunks, int kPitch, int kThreads, class T>
+template <int kRows, int kChunks, int kPitch, int kThreads, int kPanelRows = 0, class T>
 __device__ __forceinline__ void load_whole(uint32_t tile, const GlobalRows<T>& from, int first_row, int first_col,
                                            unsigned thread) {
+  using Tile = SmemTile<uint8_t, kPitch, kPanelRows>;
   constexpr int kStep = kThreads / kChunks;
   const unsigned row = thread / kChunks, in_row = thread % kChunks * kChunkBytes;
   const char* const base = reinterpret_cast<const char*>(from.data) + first_col * static_cast<int>(sizeof(T)) + in_row;
   const int row_bytes = from.row_bytes;
-  const uint32_t to = tile + swizzled<kPitch>(static_cast<int>(row), static_cast<int>(in_row));
+  const uint32_t to = tile + Tile::offset(static_cast<int>(row), static_cast<int>(in_row));
   const bool idle = kThreads % kChunks != 0 && row >= kStep;
 #pragma unroll
   for (int i = 0; i < kRows; i += kStep) {
     if (idle || (kRows % kStep != 0 && static_cast<int>(row) + i >= kRows)) continue;
     // The swizzle repeats after eight rows.
-    const uint32_t at =
-        kStep % 8 == 0 ? to + i * kPitch : tile + swizzled<kPitch>(static_cast<int>(row) + i, static_cast<int>(in_row));
+    const uint32_t at = kStep % 8 == 0 ? to + i * Tile::kRowBytes
+                                       : tile + Tile::offset(static_cast<int>(row) + i, static_cast<int>(in_row));
     cp_async_16(at, base + int64_t{first_row + static_cast<int>(row) + i} * row_bytes);
   }
 }
 
-template <int kRows, int kThreads, class T, int kCols>
-__device__ __forceinline__ void load_whole(SmemTile<T, kCols> tile, const GlobalRows<T>& from, int first_row,
-                                           unsigned thread) {
+template <int kRows, int kThreads, class T, int kCols, int kPanelRows>
+__device__ __forceinline__ void load_whole(SmemTile<T, kCols, kPanelRows> tile, const GlobalRows<T>& from,
+                                           int first_row, unsigned thread) {
   constexpr int kPitch = SmemTile<T, kCols>::kPitch;
-  load_whole<kRows, kPitch / kChunkBytes, kPitch, kThreads>(tile.base, from, first_row, 0, thread);
+  load_whole<kRows, kPitch / kChunkBytes, kPitch, kThreads, kPanelRows>(tile.base, from, first_row, 0, thread);
 }
 
-template <int kRows, int kThreads, LoadForm kForm = LoadForm::kAlone, class T, int kCols>
-__device__ __forceinline__ void load_tile(SmemTile<T, kCols> tile, const GlobalRows<T>& from, int first_row) {
+template <int kRows, int kThreads, LoadForm kForm = LoadForm::kAlone, class T, int kCols, int kPanelRows>
+__device__ __forceinline__ void load_tile(SmemTile<T, kCols, kPanelRows> tile, const GlobalRows<T>& from,
+                                          int first_row) {
   constexpr int kPitch = SmemTile<T, kCols>::kPitch;
-  load_rows<kRows, kPitch / kChunkBytes, kPitch, kThreads, kForm>(tile.base, from, first_row, 0);
+  load_rows<kRows, kPitch / kChunkBytes, kPitch, kThreads, kForm, kPanelRows>(tile.base, from, first_row, 0);
+}
+
+// Float with few columns: products of numbers split as x = hi + lo + rest lack lo lo, hi rest and rest hi, up to 2^-21
+// of a product, which eager rounds to 2^-24; in a sum of many columns that is lost. Up to kExactColumns the padding of
+// the tiles, which is zeros, has room for these as more columns, of no cost to the product:
+//
+//   Q   x x rest lo        K   x rest x lo        kExactColumns each
+//
+// The caller puts a __syncthreads before and after. What products along rows make of these columns is never stored.
+constexpr int kExactColumns = 8;
+
+template <class Frag, int kHeadDim>
+constexpr bool kMayBeExact = kHeadDim <= 128 && Frag::kSplit;  // wider values, which few have, would spill
+
+__device__ __forceinline__ bool has_exact_products(const Problem& problem) { return problem.head_dim <= kExactColumns; }
+
+template <class Frag, bool kQueries, int kRows, int kThreads, int kCols>
+__device__ __forceinline__ void add_exact_columns(SmemTile<float, kCols> tile) {
+  static_assert(kCols >= 4 * kExactColumns);
+#pragma unroll 1
+  for (int i = opaque(threadIdx.x); i < kRows * kExactColumns; i += kThreads) {
+    const int row = i / kExactColumns, col = i % kExactColumns;
+    const auto place = [&](int part) {
+      return tile.base + tile.offset(row, (part * kExactColumns + col) * static_cast<int>(sizeof(float)));
+    };
+    const uint32_t x = load_shared(place(0));
+    typename Frag::template Words<1> words;
+    words.set(0, x);
+    const uint32_t read = words.lo[0] & ~0x1FFFu;  // of lo, by the tensor core
+    const uint32_t rest = __float_as_uint(__uint_as_float(words.lo[0]) - __uint_as_float(read));
+    store_shared(place(kQueries ? 1 : 2), x);
+    store_shared(place(kQueries ? 2 : 1), rest);
+    store_shared(place(3), read);
+  }
 }
 
 // 16 * kM rows of accumulators, columns from `col`, as rows of T in global memory, through the warp's own part of

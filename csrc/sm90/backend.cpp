@@ -11,10 +11,10 @@
 #include <algorithm>
 #include <utility>
 
+#include "cuda/tensor_map.h"
 #include "sm90/bwd_config.h"
 #include "sm90/choose_tiles.h"
 #include "sm90/config.h"
-#include "sm90/tensor_map.h"
 #include "sm90_instances.h"
 
 namespace flash_ext::sm90 {
@@ -146,7 +146,7 @@ std::string refuses_views(const ForwardArgs& args, const BackwardArgs* backward)
   const Problem& problem = args.problem;
   std::string reason;
   const auto ask = [&](const char* name, const TensorView& view, int64_t heads, int64_t rows) {
-    const char* const refused = reason.empty() ? tma_refuses(problem, view, heads, rows) : nullptr;
+    const char* const refused = reason.empty() ? cuda::tma_refuses(problem, view, heads, rows) : nullptr;
     if (refused != nullptr) reason = std::string(name) + " " + refused;
   };
   ask("query", args.q, problem.heads_q, problem.len_q);

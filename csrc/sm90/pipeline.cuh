@@ -3,11 +3,14 @@
 // after the wait that proves their wgmma finished.
 #pragma once
 
+#include "cuda/tensor_map.h"
 #include "sm90/descriptor.h"
 #include "sm90/ptx.cuh"
-#include "sm90/tensor_map.h"
 
 namespace flash_ext::sm90 {
+
+using cuda::BoxSteps, cuda::make_tensor_map, cuda::Promotion, cuda::TensorMap;
+static_assert(kPanelBytes == cuda::kBoxBytes);
 
 // A place in a ring of stages. The consumer waits for full with `phase`, the producer for empty with the other one, so
 // that its first round does not wait.

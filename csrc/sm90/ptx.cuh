@@ -1,7 +1,8 @@
-// Thin wrappers of the PTX instructions this backend uses, but for wgmma (wgmma.cuh); each names its instruction.
+// Thin wrappers of the PTX instructions this backend uses, but for wgmma (wgmma.cuh) and those of cuda/tma.cuh; each
+// names its instruction.
 // Shared-memory addresses are 32-bit offsets of the shared window (shared_address).
 // Called by the kernels and the tests of the wrappers; tests/cpp/emulated/sm90/ptx.cuh has the same names for the host.
-// Invariant: every wait is on a barrier of this block, but wait_count's; with FLASH_EXT_SM90_BOUNDED it traps instead
+// Invariant: every wait is on a barrier of this block, but wait_count's; with FLASH_EXT_BOUNDED_WAITS it traps instead
 // of hanging.
 #pragma once
 
@@ -11,7 +12,12 @@
 
 #include <cstdint>
 
+#include "cuda/tma.cuh"
+
 namespace flash_ext::sm90 {
+
+using cuda::barrier_arrive, cuda::barrier_expect, cuda::barrier_init, cuda::barrier_try_wait, cuda::barrier_wait;
+using cuda::BoxStart, cuda::fence_barrier_init, cuda::prefetch_map, cuda::tma_load;
 
 // The block's dynamic shared memory.
 __device__ __forceinline__ char* dynamic_shared() {
@@ -62,72 +68,12 @@ __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
 // fence.proxy.async.shared::cta: ordinary writes to shared memory before it are seen by TMA and wgmma after it.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// ---- mbarrier -------------------------------------------------------------------------------------------------------
-
-// mbarrier.init.shared::cta.b64
-__device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-// fence.mbarrier_init: TMA sees the initialised barriers.
-__device__ __forceinline__ void fence_barrier_init() {
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-// mbarrier.arrive.shared::cta.b64
-__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-// mbarrier.arrive.expect_tx: the phase also needs `bytes` of TMA, those out of bounds included.
-__device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-// mbarrier.try_wait.parity: whether the phase of this parity is complete; suspends for a while before it says no.
-__device__ __forceinline__ bool barrier_try_wait(uint32_t barrier, uint32_t parity) {
-  uint32_t done;
-  asm volatile(
-      "{\n.reg .pred p;\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-      "selp.u32 %0, 1, 0, p;\n}"
-      : "=r"(done)
-      : "r"(barrier), "r"(parity)
-      : "memory");
-  return done != 0;
-}
-__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
-#ifdef FLASH_EXT_SM90_BOUNDED
-  for (int polls = 0; !barrier_try_wait(barrier, parity); ++polls) {
-    if (polls > 1 << 20) __trap();
-  }
-#else
-  while (!barrier_try_wait(barrier, parity)) {
-  }
-#endif
-}
-
 // cp.async.mbarrier.arrive.noinc: arrives when this thread's cp.async are done.
 __device__ __forceinline__ void barrier_arrive_copied(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// ---- TMA ------------------------------------------------------------------------------------------------------------
-
-// Where a box starts, innermost dimension first: column, row, head, batch, outer batch.
-struct BoxStart {
-  int col, row, head, b0, b1;
-};
-
-// prefetch.tensormap
-__device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
-// cp.async.bulk.tensor.5d, global to shared; the barrier counts the bytes. One thread calls.
-__device__ __forceinline__ void tma_load(uint32_t shared, const CUtensorMap* map, uint32_t barrier, BoxStart at) {
-  asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], "
-      "[%2];" ::"r"(shared),
-      "l"(map), "r"(barrier), "r"(at.col), "r"(at.row), "r"(at.head), "r"(at.b0), "r"(at.b1)
-      : "memory");
-}
+// ---- TMA, but for tensor loads (cuda/tma.cuh) -----------------------------------------------------------------------
 
 // cp.async.bulk, global to shared: bytes in a row, addresses and size multiples of 16.
 __device__ __forceinline__ void bulk_load(uint32_t shared, const void* global, uint32_t barrier, uint32_t bytes) {
@@ -183,12 +129,12 @@ __device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wai
 // come after those whose thread counted them.
 __device__ __forceinline__ void wait_count(const uint32_t* count, uint32_t wanted) {
   uint32_t seen;
-#ifdef FLASH_EXT_SM90_BOUNDED
+#ifdef FLASH_EXT_BOUNDED_WAITS
   int polls = 0;
 #endif
   do {
     asm volatile("ld.global.acquire.gpu.u32 %0, [%1];" : "=r"(seen) : "l"(count) : "memory");
-#ifdef FLASH_EXT_SM90_BOUNDED
+#ifdef FLASH_EXT_BOUNDED_WAITS
     if (++polls > 1 << 22) __trap();
 #endif
   } while (seen != wanted);

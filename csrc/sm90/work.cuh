@@ -6,9 +6,9 @@
 #include "attention/tile_schedule.h"
 #include "sm90/config.h"
 #include "sm90/out.cuh"
+#include "sm90/pipeline.cuh"
 #include "sm90/softmax.cuh"
 #include "sm90/splits.h"
-#include "sm90/tensor_map.h"
 
 namespace flash_ext::sm90 {
 

@@ -94,6 +94,30 @@ TEST(SharedMemory, FewTilesAreSmallWhereEachHasAMultiprocessor) {
   }
 }
 
+TEST(SharedMemory, KeysHaveTwoStagesWhereTheyCostNoBlock) {
+  const auto stages = [](const Problem& problem, const DeviceInfo& device) {
+    const int head_dim = static_cast<int>(problem.head_dim), blocks = head_dim <= 128 ? 2 : 1;
+    return forward_stages(problem, forward_tile(2, head_dim, false, is_plain(problem)), head_dim, 2, blocks, device);
+  };
+  const DeviceInfo h200 = card(90, 232448);
+  for (const int head_dim : {64, 128, 192, 256}) {
+    Problem problem = make_problem(DType::kBFloat16, head_dim);
+    EXPECT_EQ(stages(problem, h200), 1);  // plain
+    problem.softcap = 1.0;
+    EXPECT_EQ(stages(problem, h200), 2);
+    EXPECT_EQ(stages(problem, card(80, 166912)), 1);                         // no TMA
+    EXPECT_EQ(stages(problem, card(120, 101376)), head_dim <= 128 ? 2 : 1);  // one block either way
+    problem.has_mask = true;
+    EXPECT_EQ(stages(problem, h200), 1);
+  }
+  Problem problem = make_problem(DType::kBFloat16, 96);  // no panels
+  problem.softcap = 1.0;
+  EXPECT_EQ(stages(problem, h200), 1);
+  problem = make_problem(DType::kBFloat16, 128);
+  problem.softcap = 1.0;
+  EXPECT_EQ(stages(problem, card(90, 180000)), 1);  // two blocks with one stage, one with two
+}
+
 TEST(SharedMemory, SixteenBitsFitEverywhereAndFloatsOnTheLargest) {
   for_each_problem([](const Problem& problem, int head_dim) {
     for (const DeviceInfo& device : kCards)

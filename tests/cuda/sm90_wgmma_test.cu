@@ -5,12 +5,12 @@
 // A program of its own, because it needs a GPU of compute capability 9.0 and no torch (CMakeLists.txt beside it):
 //   cmake --build build/<folder> --target sm90_wgmma_test && build/<folder>/tests/cuda/sm90_wgmma_test
 // Prints a line a case, the first wrong elements of a case that fails, and returns 1 if one did. No wait is endless.
-#define FLASH_EXT_SM90_BOUNDED
+#define FLASH_EXT_BOUNDED_WAITS
 #include <vector>
 
 #include "check.h"
 #include "sm90/descriptor.h"
-#include "sm90/tensor_map.h"
+#include "sm90/pipeline.cuh"
 #include "sm90/wgmma.cuh"
 
 namespace flash_ext::sm90 {

@@ -162,6 +162,7 @@ class Call {
     device.compute_capability = 90;
     device.multiprocessors = c_.multiprocessors;
     device.shared_memory_per_block = c_.shared_limit;
+    device.shared_memory_per_multiprocessor = c_.shared_limit + 1024;
     std::vector<float> workspace;
     const auto allocate = [&](const Plan& plan) {
       workspace.assign(plan.scratch_bytes / 4 + 64, std::nanf(""));

@@ -3,10 +3,10 @@
 // kernels.
 #include "attention_call.h"
 #include "cuda/combine.cu"
+#include "cuda/tensor_map.cpp"
 #include "sm90/backend.cpp"
 #include "sm90/bwd_instance.cuh"
 #include "sm90/run_fwd.cuh"
-#include "sm90/tensor_map.cpp"
 
 namespace flash_ext {
 

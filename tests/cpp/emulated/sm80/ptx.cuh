@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "cuda/arch.h"
+#include "cuda/tma.cuh"
 #include "warp.h"
 
 namespace flash_ext::sm80 {
@@ -14,6 +15,7 @@ using emulated::at_shared;
 using emulated::multiply_fragments;
 
 inline char* dynamic_shared() { return emulated::shared_memory(); }
+inline char* dynamic_shared_of_boxes() { return emulated::shared_memory(); }
 inline uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(static_cast<const char*>(pointer) - emulated::shared_memory());
 }

@@ -4,14 +4,17 @@
 //   dimension 0 col (64 a box: one panel)   1 row   2 head   3 last batch dimension   4 first batch dimension
 //
 // A dimension of stride 0 (a broadcast) gets size 1 in the map, and BoxSteps multiplies its coordinate by 0. Called by
-// forward, backward and the tests. Invariant: what tma_refuses lets pass encodes; nothing here touches the device.
+// both backends and the tests. Invariant: what tma_refuses lets pass encodes; nothing here touches the device.
 #pragma once
 
 #include <cuda.h>
 
 #include "attention/args.h"
 
-namespace flash_ext::sm90 {
+namespace flash_ext::cuda {
+
+constexpr int kBoxBytes = 128;  // of a row
+constexpr int kBoxCols = kBoxBytes / 2;
 
 // What a (head, batch) index is multiplied by to become a coordinate: 1, or 0 along a broadcast.
 struct BoxSteps {
@@ -35,4 +38,4 @@ enum class Promotion : uint8_t { k128, k256 };
 TensorMap make_tensor_map(const Problem& problem, const TensorView& view, int64_t heads, int64_t rows, int64_t cols,
                           int box_rows, Promotion promotion, int box_heads = 1);
 
-}  // namespace flash_ext::sm90
+}  // namespace flash_ext::cuda

@@ -1,15 +1,13 @@
 // Encoding of tensor maps. The driver's function is found through the runtime, so that the library does not link with
 // libcuda, which a machine without a GPU lacks.
-#include "sm90/tensor_map.h"
+#include "cuda/tensor_map.h"
 
 #include <cuda_runtime.h>
 
 #include <stdexcept>
 #include <string>
 
-#include "sm90/descriptor.h"
-
-namespace flash_ext::sm90 {
+namespace flash_ext::cuda {
 namespace {
 
 constexpr int kElementBytes = 2;
@@ -89,7 +87,7 @@ TensorMap make_tensor_map(const Problem& problem, const TensorView& view, int64_
   result.steps.b0 = add(3, batch_size(problem, 0), batch_stride(problem, view, 0));
   result.steps.b1 = add(4, batch_size(problem, 1), batch_stride(problem, view, 1));
 
-  const cuuint32_t box[5] = {kPanelCols, static_cast<cuuint32_t>(box_rows), static_cast<cuuint32_t>(box_heads), 1, 1};
+  const cuuint32_t box[5] = {kBoxCols, static_cast<cuuint32_t>(box_rows), static_cast<cuuint32_t>(box_heads), 1, 1};
   const cuuint32_t element_stride[5] = {1, 1, 1, 1, 1};
   const CUtensorMapDataType type =
       problem.dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
@@ -111,4 +109,4 @@ TensorMap make_tensor_map(const Problem& problem, const TensorView& view, int64_
   return result;
 }
 
-}  // namespace flash_ext::sm90
+}  // namespace flash_ext::cuda
