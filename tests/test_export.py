@@ -118,8 +118,23 @@ def test_aot_inductor_package_loads_in_another_process(device: str, tmp_path: Pa
         torch.testing.assert_close(tuple(got), tuple(expected))
         print("equal")
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
+    done = run_python(code)
+    if done.returncode < 0 and not loads_packages(device, tmp_path):
+        pytest.skip(f"a package of nn.Linear alone, without flash_ext, crashes here too when loaded on {device}")
     assert done.stdout.strip().endswith("equal"), done.stderr[-2000:]
+
+
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def loads_packages(device: str, folder: Path) -> bool:
+    """Whether this PyTorch loads an AOTInductor package in which nothing is of flash_ext."""
+    path = str(folder / "linear.pt2")
+    linear = torch.export.export(nn.Linear(8, 8, device=device), (rand(4, 8, device=device),))
+    package = torch._inductor.aoti_compile_and_package(linear, package_path=path)
+    return run_python(f"import torch; torch._inductor.aoti_load_package({package!r})").returncode >= 0
 
 
 def golden_names() -> list[str]:
