@@ -31,11 +31,12 @@ PLACES = {
 # What a backend may refuse: patterns of its reasons. The CPU and the chunked backend refuse nothing.
 REFUSALS = {
     "cpu": r"(?!)",
-    "sm80": r"head_dim(_v)? \d+ (is more than 256|in .* needs [\d,]+ bytes of shared memory)",
+    "sm80": r"head_dim(_v)? \d+ (is more than 256|in .* needs [\d,]+ bytes of shared memory)"
+    r"|a softcap above 4096 is not supported in fp16 and bf16",
     "sm90": r"compute capability \d+\.\d is not 9\.0|only fp16 and bf16 are supported"
     r"|head_dim(_v)? \d+ is (more than 256|not a multiple of 8)"
-    r"|(a softcap|a dropout_p that rounds to 1|dropout) is not supported|scale is not between"
-    r"|a mask, bias, slopes or dropout of at most 64 queries by 64 keys are not supported"
+    r"|(a softcap above 4096|a softcap|a dropout_p that rounds to 1|dropout) is not supported|scale is not between"
+    r"|a mask, bias, slopes, softcap or dropout of at most 64 queries by 64 keys are not supported"
     r"|bias has rows that do not start at"
     r"|(a mask is|a bias is|alibi_slopes are|a band of one key is) not supported in (deterministic )?backward"
     r"|the gradient of (alibi_slopes|a bias|a bias that is not broadcast) is not supported"

@@ -172,6 +172,22 @@ def test_who_is_faster_serves_unless_another_is_named(dtype: torch.dtype) -> Non
 
 @pytest.mark.skipif(not HAS_CUDA, reason="needs a build with CUDA")
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_wide_softcaps_are_refused(dtype: torch.dtype) -> None:
+    """The error of a tile's tanh is one of the cap; in 16 bits the composite takes its place."""
+    q = torch.empty(2, 4, 300, 128, device="meta", dtype=dtype)
+    for softcap in (4096.0, 4097.0):
+        plan = flash_ext.explain(q, q, q, device="cuda", softcap=softcap)
+        reasons = {r.reason for r in plan.refusals if r.backend == "sm80"}
+        expected = "sm80"
+        if dtype in HALF:
+            expected = "chunked" if softcap > 4096 else "sm90" if HAS_SM90 else "sm80"
+        assert (plan.forward.backend, plan.backward.backend) == (expected, expected)
+        refusal = "a softcap above 4096 is not supported in fp16 and bf16"
+        assert reasons == ({refusal} if expected == "chunked" else set())
+
+
+@pytest.mark.skipif(not HAS_CUDA, reason="needs a build with CUDA")
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 def test_lengths_beyond_positions_are_refused(dtype: torch.dtype) -> None:
     """Kernels count positions in 32 bits; the composite has no such limit."""
     for len_q, len_k in ((1, 2**30), (2**30 + 1, 1), (1, 2**30 + 1)):

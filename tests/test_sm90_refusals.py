@@ -45,7 +45,7 @@ def backward_refusal(*tensors: Tensor, **options: Any) -> str:
 
 
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
-    "softcap": ({"softcap": 5.0}, "a softcap is not supported"),
+    "softcap": ({"softcap": 4097.0}, "a softcap above 4096 is not supported"),
     "dropout of all": ({"dropout_p": 1.0}, "a dropout_p that rounds to 1 is not supported"),
     "zero": ({"scale": 0.0}, "scale is not between 1e-30 and 1e30"),
     "negative": ({"scale": -1.0}, "scale is not between 1e-30 and 1e30"),
@@ -68,8 +68,9 @@ def test_small_scores_are_refused() -> None:
         return q, k, k, {"bias": half(4, queries, keys)}
 
     *tensors, options = call(64, 64)
-    reason = "a mask, bias, slopes or dropout of at most 64 queries by 64 keys are not supported"
+    reason = "a mask, bias, slopes, softcap or dropout of at most 64 queries by 64 keys are not supported"
     assert refusal(*tensors, **options) == refusal(*tensors, dropout_p=0.1) == reason
+    assert refusal(*tensors, softcap=5.0) == reason
     for lengths in ((65, 64), (64, 72), (1, 4096)):
         *tensors, options = call(*lengths)
         assert explain(*tensors, **options).forward.backend == "sm90"
@@ -152,6 +153,17 @@ BACKWARD: dict[str, tuple[dict[str, Tensor], dict[str, Any], str]] = {
         wanting(*ALL),
         {"alibi_slopes": half(4, dtype=torch.float32), "bias": half(256, 256).requires_grad_()},
         "the gradient of a bias is not supported beside alibi_slopes",
+    ),
+    "narrow softcap": (wanting(*ALL), {"softcap": 5.0}, "a softcap is not supported in backward up to head dim 64"),
+    "softcap in order": (
+        wanting(*ALL, shape=(2, 4, 256, 72)),
+        {"softcap": 5.0, "deterministic": True},
+        "a softcap is not supported in deterministic backward up to head dim 128",
+    ),
+    "softcap beside a mask": (
+        wanting(*ALL, shape=(2, 4, 256, 128)),
+        {"softcap": 5.0, "mask": half(256, 256).bool()},
+        "a softcap is not supported in backward beside a mask, bias, slopes or dropout",
     ),
     "mask in order": (
         wanting(*ALL),

@@ -4,12 +4,13 @@
 //   Z = sum_j e^(s_j - lse)     inverse = 1 / Z     delta = (sum_j e^(s_j - lse) dP_j) / Z - dlse (unless apart)
 //
 // lse is a float: beyond |lse| = 2^15 (a row of finfo.min) it has lost log of the number of keys, and in float32, where
-// gradients are held to 1e-7, its rounding is felt from |lse| = 16 on; with few keys dP - delta cancels, which takes
-// delta from the very numbers that it is subtracted from: a row that sees one key then has dS = 0 but for dlse. The
-// gradient of slopes multiplies dS by a distance and adds up whole rows, where an error of delta, the same for all keys
-// of a row, does not average out: all rows are measured for it. Blocks of queries without such a row end at once.
-// Called by run_backward between delta and the main kernel. Invariant: S^T and dP^T come from the same products, in the
-// same roles and order, as in the main kernel, so that both see the same bits.
+// gradients are held to 1e-7, its rounding is felt from |lse| = 16 on, and where scores are exact (tile.cuh) always;
+// with few keys dP - delta cancels, which takes delta from the very numbers that it is subtracted from: a row that sees
+// one key then has dS = 0 but for dlse. The gradient of slopes multiplies dS by a distance and adds up whole rows,
+// where an error of delta, the same for all keys of a row, does not average out: all rows are measured for it. Blocks
+// of queries without such a row end at once. Called by run_backward between delta and the main kernel. Invariant: S^T
+// and dP^T come from the same products, in the same roles and order, as in the main kernel, so that both see the same
+// bits.
 #pragma once
 
 #include "cuda/launch.h"
@@ -40,7 +41,8 @@ struct MeasureTraits {
 template <class Traits>
 __device__ __forceinline__ bool is_inexact(const Problem& problem, float lse, int64_t visible) {
   if (lse == kMinusInf) return false;
-  return problem.wants_dalibi || visible < few_keys(Traits::kFloat) || fabsf(lse) > (Traits::kFloat ? 16.f : 32768.f);
+  if (problem.wants_dalibi || visible < few_keys(Traits::kFloat)) return true;
+  return Traits::kFloat ? fabsf(lse) > 16.f || has_exact_products(problem) : fabsf(lse) > 32768.f;
 }
 
 // NOTE: the second bound is there for registers: without it ptxas stops at 128 and spills in half of the instances.

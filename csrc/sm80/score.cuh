@@ -407,7 +407,8 @@ struct ScoreMods {
     }
   }
 
-  // cap * tanh(scale * x / cap), in 16-bit types by ex2 and rcp: absolute error 2e-7 of tanh. tanh.approx (5e-4) times
+  // cap * tanh(scale * x / cap), in 16-bit types by ex2 and rcp: absolute error 2e-7 of tanh, for which backend.cpp
+  // refuses caps above 4096. tanh.approx (5e-4) times
   // a cap of 50 would break the error rule. NOTE: a polynomial, where a tile's maximum permits it, is no faster.
   __device__ __forceinline__ float capped_score(float x) const {
     if constexpr (sizeof(T) == 4) return cap * tanhf(__fmul_rn(x, scale) * inverse_cap);

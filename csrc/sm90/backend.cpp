@@ -1,7 +1,7 @@
 // The sm90 backend's entry, host code only: refuses, plans, and picks the kernel's instance.
 //
-//   fp16 and bf16 by TMA and wgmma (fwd.cuh, bwd.cuh, bias_gradient.cuh): bands, grouped heads, lse, bias, ALiBi, mask
-//   and dropout; no softcap
+//   fp16 and bf16 by TMA and wgmma (fwd.cuh, bwd.cuh, bias_gradient.cuh): bands, grouped heads, lse, softcap, bias,
+//   ALiBi, mask and dropout
 //
 // Serves compute capability 9.0 exactly, because wgmma is of that one architecture; backward serves less than forward.
 // Called by api/dispatch.cpp. Invariant: what refuses() and refuses_views() let pass has an instance, and its tensor
@@ -22,6 +22,7 @@ namespace {
 
 constexpr int64_t kMaxLength = int64_t{1} << 29;  // sums of a position, a band's edge and a tile fit 32 bits
 constexpr double kMaxDropout = 1 - 0x1p-17;       // from here on the threshold takes 17 bits (attention/dropout.h)
+constexpr double kMaxSoftcap = 4096;              // tanh has an error of 2e-7
 constexpr double kMaxScale = 1e30;                // and its inverse: far from the ends of float
 // Rows with fewer, and those of a band of one, have a dS that is nearly or exactly 0 in eager attention, and the
 // rounding of P and out is all that is left of it: sm80/shared_memory.h, may_be_inexact.
@@ -62,15 +63,23 @@ bool takes_sm80(const Problem& problem) { return problem.wants_dbias && !has_bia
 // What forward serves and backward does not.
 std::string refuses_backward(const Problem& problem) {
   const Band band = make_band(problem);
-  if (is_scored(problem)) {
+  const int64_t head_dim = std::max(problem.head_dim, problem.head_dim_v);
+  if (is_scored(added_of(problem))) {
     const std::string scores = problem.has_mask    ? "a mask is"
                                : problem.has_bias  ? "a bias is"
                                : problem.has_alibi ? "alibi_slopes are"
                                                    : "dropout is";
-    if (std::max(problem.head_dim, problem.head_dim_v) > kNarrow) {
-      return scores + " not supported in backward above head dim " + std::to_string(kNarrow);
-    }
+    if (head_dim > kNarrow) return scores + " not supported in backward above head dim " + std::to_string(kNarrow);
     if (problem.deterministic) return scores + " not supported in deterministic backward";
+  }
+  if (problem.softcap != 0.0) {
+    if (problem.has_mask || problem.has_bias || problem.has_alibi || problem.dropout_p > 0.0) {
+      return "a softcap is not supported in backward beside a mask, bias, slopes or dropout";
+    }
+    if (head_dim <= kNoSoftcap) return "a softcap is not supported in backward up to head dim 64";
+    if (problem.deterministic && head_dim <= kNarrow) {
+      return "a softcap is not supported in deterministic backward up to head dim 128";
+    }
   }
   if (problem.wants_dalibi) return "the gradient of alibi_slopes is not supported";
   if (problem.wants_dbias && problem.has_alibi) return "the gradient of a bias is not supported beside alibi_slopes";
@@ -101,9 +110,9 @@ std::string refuses(const Problem& problem, Pass pass, const DeviceInfo& device)
   if (reason.empty()) reason = refuses_head_dim(problem, pass, "head_dim_v", problem.head_dim_v);
   if (!reason.empty()) return reason;
   if (is_scored(problem) && std::max(problem.len_q, problem.len_k) <= kSmallScores) {
-    return "a mask, bias, slopes or dropout of at most 64 queries by 64 keys are not supported";
+    return "a mask, bias, slopes, softcap or dropout of at most 64 queries by 64 keys are not supported";
   }
-  if (problem.softcap != 0.0) return "a softcap is not supported";
+  if (problem.softcap > kMaxSoftcap) return "a softcap above 4096 is not supported";
   if (problem.dropout_p >= kMaxDropout) return "a dropout_p that rounds to 1 is not supported";
   // The maximum is taken before scaling.
   if (!(problem.scale >= 1 / kMaxScale && problem.scale <= kMaxScale)) return "scale is not between 1e-30 and 1e30";
@@ -262,8 +271,9 @@ int64_t own_scratch_bytes(const Problem& problem) {
 Plan plan_backward(const Problem& problem, const DeviceInfo& device) {
   const Instance& instance = instance_of(problem, Pass::kBackward);
   if (instance.head_dim > kNarrow) return plan_wide_backward(problem, instance, device);
-  const bool scored = is_scored(problem);
-  const BackwardShape shape = backward_shape(instance.head_dim, scored);
+  const Added added = added_of(problem);
+  const bool scored = is_scored(added);
+  const BackwardShape shape = backward_shape(instance.head_dim, added);
   const BackwardSmem smem = backward_smem(shape, instance.head_dim);
   const bool ordered = is_ordered(problem);
   const TileSchedule schedule =
@@ -271,6 +281,7 @@ Plan plan_backward(const Problem& problem, const DeviceInfo& device) {
   const char* const kernel = takes_sm80(problem)          ? "sm90.backward.scored, sm80.bias_gradient"
                              : has_bias_gradient(problem) ? "sm90.backward.scored, sm90.bias_gradient"
                              : scored                     ? "sm90.backward.scored"
+                             : added == Added::kCap       ? "sm90.backward.softcap"
                                                           : "sm90.backward";
   Plan plan = plan_of(kernel, shape.threads, shape.consumer_registers(), shape.producer_registers(), device);
   const bool persistent = ordered || is_backward_persistent(problem);

@@ -35,7 +35,7 @@ struct BiasGradientTraits {
   static constexpr int kPanels = panels(kHeadDim), kTile = tile_bytes(kBlock, kHeadDim), kPair = 2 * kTile;
   static constexpr int kStages = kHeadDim <= 64 ? 6 : 3;
   static constexpr int kWarpBias = 16 * kBlock * 2;  // of a warp's scores
-  static constexpr int kStatsBlock = backward_shape(kHeadDim, true).block_m;
+  static constexpr int kStatsBlock = backward_shape(kHeadDim, Added::kScores).block_m;
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
   // P is kept as 2^10 P, as in bwd.cuh.
   static constexpr float kFactor = std::is_same_v<T, __half> ? 1.f / 1024.f : 1.f;

@@ -218,15 +218,20 @@ __device__ __forceinline__ void consume_backward(const typename Traits::Params& 
         const int distance = row - (m * kBlockM + lane % 4 * 2) - params.scores.alibi.offset;
         take_backward_scores<Traits>(s_acc, params, tiles, place.stage, scores, warp_row, slope, distance);
       }
+      if constexpr (Traits::kCaps) cap_scores(s_acc, params.softcap);
       // NOTE: with scores there are no registers for `inside`, 12 bytes were spilled.
       if (Traits::kScored ? params.band.is_boundary(m * kBlockM, kBlockM, work.first_key + consumer * 64, 64)
                           : !inside.has(m)) {
         mask_band_transposed(s_acc, params.band, row, m * kBlockM);
       }
-      with_queries(s_acc, tiles.stats_lse(place.stage), [&](float& x, float& y, float2 minus_lse, int i) {
-        x = exp2_fast(fmaf(x, params.to_log2, minus_lse.x));
-        y = exp2_fast(fmaf(y, params.to_log2, minus_lse.y));
+      [[maybe_unused]] uint32_t sloped_p[Traits::kCaps ? kBlockM / 4 : 1];  // P (1 - tanh^2), of which dS is made
+      with_queries(s_acc, tiles.stats_lse(place.stage), [&](float s_x, float s_y, float2 minus_lse, int i) {
+        const float x = exp2_fast(fmaf(s_x, params.to_log2, minus_lse.x));
+        const float y = exp2_fast(fmaf(s_y, params.to_log2, minus_lse.y));
         p_frag[i / 2] = pack(x, y, T());
+        if constexpr (Traits::kCaps) {
+          sloped_p[i / 2] = pack(x * slope_of(s_x, params.softcap), y * slope_of(s_y, params.softcap), T());
+        }
       });
       hold(p_frag);
       // NOTE: with dropout dP is waited for before dV is issued, because dS takes the P that dV does not, and there are
@@ -252,7 +257,9 @@ __device__ __forceinline__ void consume_backward(const typename Traits::Params& 
         wgmma_wait<1>();
         hold(dp_acc);
         with_queries(dp_acc, tiles.stats_delta(place.stage), [&](float x, float y, float2 delta, int i) {
-          ds_frag[i / 2] = ds_of<Traits>(p_frag[i / 2], x, y, delta, ds_scale);
+          uint32_t p = p_frag[i / 2];
+          if constexpr (Traits::kCaps) p = sloped_p[i / 2];
+          ds_frag[i / 2] = ds_of<Traits>(p, x, y, delta, ds_scale);
         });
       }
       if constexpr (kLast) {

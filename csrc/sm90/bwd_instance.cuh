@@ -21,8 +21,8 @@ int64_t backward_scratch_bytes(const Problem& problem) {
     return wide_scratch_bytes(problem);
   } else {
     using T = BackwardElement<kDType>;
-    if (is_scored(problem)) {
-      return backward_scratch<BackwardTraits<T, kHeadDim, Walk::kEvery, true>>(problem, nullptr).bytes;  // or drops
+    if (is_scored(added_of(problem))) {
+      return backward_scratch<BackwardTraits<T, kHeadDim, Walk::kEvery, Added::kScores>>(problem, nullptr).bytes;
     }
     return backward_scratch<BackwardTraits<T, kHeadDim>>(problem, nullptr).bytes;
   }
@@ -34,13 +34,19 @@ void run_backward(const BackwardArgs& args, int64_t grid, void* workspace) {
   if constexpr (kHeadDim > kNarrow) {
     static_assert(wide_keys_smem(kHeadDim).total <= kSharedMemoryLimit);
     static_assert(wide_queries_smem(kHeadDim).total <= kSharedMemoryLimit);
-    launch_wide<WideTraits<T, kHeadDim>>(args, workspace);
+    if (args.fwd.problem.softcap != 0.0) return launch_wide<WideTraits<T, kHeadDim, true>>(args, workspace);
+    launch_wide<WideTraits<T, kHeadDim, false>>(args, workspace);
   } else {
     static_assert(backward_smem(backward_shape(kHeadDim), kHeadDim).total <= kSharedMemoryLimit);
-    if (args.fwd.problem.dropout_p > 0.0) {
-      launch_backward<BackwardTraits<T, kHeadDim, Walk::kEvery, true, true>>(args, grid, workspace);
-    } else if (is_scored(args.fwd.problem)) {
-      launch_backward<BackwardTraits<T, kHeadDim, Walk::kEvery, true>>(args, grid, workspace);
+    const Added added = added_of(args.fwd.problem);
+    if (added == Added::kDrops) {
+      launch_backward<BackwardTraits<T, kHeadDim, Walk::kEvery, Added::kDrops>>(args, grid, workspace);
+    } else if (added == Added::kScores) {
+      launch_backward<BackwardTraits<T, kHeadDim, Walk::kEvery, Added::kScores>>(args, grid, workspace);
+    } else if (added == Added::kCap) {
+      if constexpr (kHeadDim > kNoSoftcap) {
+        launch_backward<BackwardTraits<T, kHeadDim, Walk::kEvery, Added::kCap>>(args, grid, workspace);
+      }
     } else if (is_ordered(args.fwd.problem)) {
       launch_backward<BackwardTraits<T, kHeadDim, Walk::kOrdered>>(args, grid, workspace);
     } else if (is_backward_persistent(args.fwd.problem)) {

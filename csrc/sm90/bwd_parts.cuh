@@ -54,17 +54,20 @@ __device__ __forceinline__ const DropoutParams& dropout_of(const ScoredBackwardP
 }
 __device__ __forceinline__ DropoutParams dropout_of(const BackwardParams&) { return {nullptr, 0, 1.f}; }
 
-// kScored: with a bias, slopes or a mask; kDrops: with dropout, with them or without.
-template <class T_, int kHeadDim_, Walk kWalk_ = Walk::kOne, bool kScored_ = false, bool kDrops_ = false>
+struct CappedBackwardParams : BackwardParams {
+  SoftcapParams softcap;  // in units of q k^T
+};
+
+template <class T_, int kHeadDim_, Walk kWalk_ = Walk::kOne, Added kAdded = Added::kNothing>
 struct BackwardTraits {
   using T = T_;
-  static constexpr bool kScored = kScored_, kDrops = kDrops_;
-  static_assert(kScored || !kDrops);
+  static constexpr bool kScored = is_scored(kAdded), kDrops = kAdded == Added::kDrops, kCaps = kAdded == Added::kCap;
   static_assert(kDropKeyBytes == 3 * DropoutDraws::kKeyBytes);
-  using Params = std::conditional_t<kScored, ScoredBackwardParams, BackwardParams>;
+  using Params = std::conditional_t<kScored, ScoredBackwardParams,
+                                    std::conditional_t<kCaps, CappedBackwardParams, BackwardParams>>;
   static constexpr Walk kWalk = kWalk_;
   static constexpr bool kOrdered = kWalk == Walk::kOrdered;
-  static constexpr BackwardShape kShape = backward_shape(kHeadDim_, kScored);
+  static constexpr BackwardShape kShape = backward_shape(kHeadDim_, kAdded);
   static constexpr int kHeadDim = kHeadDim_, kBlockM = kShape.block_m, kBlockN = kShape.block_n;
   static constexpr int kPanels = panels(kHeadDim);
   static constexpr BackwardSmem kSmem = backward_smem(kShape, kHeadDim);
@@ -240,11 +243,12 @@ __device__ __forceinline__ void with_queries(float (&c)[kCount], uint32_t number
 
 // dS = P o (dP - delta) of two queries. P is taken as it was rounded for dV, as eager attention does: in float, beside
 // dP, it leaves no registers for K. bf16: dP - delta is rounded, too, and so multiplied two at a time, which is 40
-// instructions fewer a tile of queries at head dim 128. NOTE: with scores that spills 52 bytes at head dim 64.
+// instructions fewer a tile of queries at head dim 128. NOTE: with scores that spills 52 bytes at head dim 64,
+// with a softcap 44.
 template <class Traits>
 __device__ __forceinline__ uint32_t ds_of(uint32_t p, float dp_x, float dp_y, float2 delta, float ds_scale) {
   using T = typename Traits::T;
-  if constexpr (!Traits::kScaled && !Traits::kScored) {
+  if constexpr (!Traits::kScaled && !Traits::kScored && !Traits::kCaps) {
     return multiply(p, pack(dp_x - delta.x, dp_y - delta.y, T()), T());
   } else {
     float p_x, p_y;

@@ -71,17 +71,23 @@ __device__ __forceinline__ void consume_keys(const WideParams& params, const typ
   const auto step = [&]<bool kLast>(std::bool_constant<kLast>) {
     uint32_t frag[kBlock / 4];
     if constexpr (kValues) {
+      if constexpr (Traits::kCaps) cap_scores(s_acc, params.softcap);
       if (params.band.is_boundary(m * kBlock, kBlock, work.first_row, kBlock)) {
         mask_band_transposed(s_acc, params.band, row, m * kBlock);
       }
-      with_queries(s_acc, tiles.lse(place.stage), [&](float& x, float& y, float2 minus_lse, int i) {
-        frag[i / 2] =
-            pack(exp2_fast(fmaf(x, params.to_log2, minus_lse.x)), exp2_fast(fmaf(y, params.to_log2, minus_lse.y)), T());
+      uint32_t for_ds[kBlock / 4];  // P of dS: with a softcap P (1 - tanh^2)
+      with_queries(s_acc, tiles.lse(place.stage), [&](float s_x, float s_y, float2 minus_lse, int i) {
+        const float x = exp2_fast(fmaf(s_x, params.to_log2, minus_lse.x));
+        const float y = exp2_fast(fmaf(s_y, params.to_log2, minus_lse.y));
+        for_ds[i / 2] = frag[i / 2] = pack(x, y, T());
+        if constexpr (Traits::kCaps) {
+          for_ds[i / 2] = pack(x * slope_of(s_x, params.softcap), y * slope_of(s_y, params.softcap), T());
+        }
       });
       barrier_wait(p_ring.empty(place.stage), place.phase ^ 1);
 #pragma unroll
       for (int i = 0; i < kBlock / 16; ++i) {
-        const uint32_t words[4] = {frag[4 * i], frag[4 * i + 1], frag[4 * i + 2], frag[4 * i + 3]};
+        const uint32_t words[4] = {for_ds[4 * i], for_ds[4 * i + 1], for_ds[4 * i + 2], for_ds[4 * i + 3]};
         store_shared(p_at(place.stage) + i * 2048, words);
       }
       __syncwarp();
@@ -257,6 +263,7 @@ __device__ __forceinline__ void consume_queries(const WideParams& params, const 
   int n = work.first;
   const auto step = [&]<bool kLast>(std::bool_constant<kLast>) {
     uint32_t ds_frag[kBlock / 4];
+    if constexpr (Traits::kCaps) cap_scores(s_acc, params.softcap);
     if (params.band.is_boundary(first_query, kBlock, n * kBlock, kBlock)) {
       mask_band(s_acc, params.band, row, n * kBlock);
     }
@@ -266,7 +273,8 @@ __device__ __forceinline__ void consume_queries(const WideParams& params, const 
       float ds[2];
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        const float p = exp2_fast(fmaf(s_acc[i + j], params.to_log2, minus_lse[half]));
+        float p = exp2_fast(fmaf(s_acc[i + j], params.to_log2, minus_lse[half]));
+        if constexpr (Traits::kCaps) p *= slope_of(s_acc[i + j], params.softcap);
         const float dp = dp_acc[i + j] - delta[half];
         ds[j] = p * (Traits::kScaled ? dp * (ds_scale * (1.f / 1024.f)) : dp);
       }

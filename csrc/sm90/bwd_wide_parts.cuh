@@ -25,6 +25,7 @@ struct WideParams {
   int batch, inner_batch;
   int head_dim_v;
   float scale, to_log2;
+  SoftcapParams softcap;  // in units of q k^T
 
   // What dS of these query heads of one key head is multiplied by to become fp16.
   __device__ __forceinline__ float ds_scale(int b, int first_head, int heads) const {
@@ -39,9 +40,10 @@ struct WideParams {
   }
 };
 
-template <class T_, int kHeadDim_>
+template <class T_, int kHeadDim_, bool kCaps_>
 struct WideTraits {
   using T = T_;
+  static constexpr bool kCaps = kCaps_;  // with a softcap
   static constexpr int kHeadDim = kHeadDim_, kPanels = panels(kHeadDim);
   static constexpr int kBlock = WideShape::block, kStages = WideShape::stages, kThreads = WideShape::threads;
   static constexpr int kTileBytes = tile_bytes(kBlock, kHeadDim), kPBytes = kBlock * kBlock * 2;

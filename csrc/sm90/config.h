@@ -79,7 +79,7 @@ constexpr ForwardShape forward_shape(int head_dim, Tiles tiles) {
 }
 
 inline bool is_scored(const Problem& problem) {
-  return problem.has_mask || problem.has_bias || problem.has_alibi || problem.dropout_p > 0.0;
+  return problem.has_mask || problem.has_bias || problem.has_alibi || problem.softcap != 0.0 || problem.dropout_p > 0.0;
 }
 
 // Whether a bias or mask can be read in chunks of 16 bytes. element: bytes. A dimension of one index has no stride.

@@ -258,6 +258,13 @@ __device__ __forceinline__ float exp2_fast(float x) {
   return result;
 }
 
+// rcp.approx.ftz.f32: relative error 2^-23; of infinity 0.
+__device__ __forceinline__ float reciprocal_fast(float x) {
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
 // mma.sync.aligned.m16n8k16: C[16, 8] += A[16, 16] B[8, 16] of one warp, in float.
 __device__ __forceinline__ void mma_16_8_16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, __half) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "

@@ -49,7 +49,8 @@ template <class Traits>
 void launch_backward(const BackwardArgs& args, int64_t grid, void* workspace) {
   // The same for every Walk, and finish with scores, too.
   using Rows = BackwardTraits<typename Traits::T, Traits::kHeadDim>;
-  using Prepare = BackwardTraits<typename Traits::T, Traits::kHeadDim, Walk::kOne, Traits::kScored>;
+  using Prepare = BackwardTraits<typename Traits::T, Traits::kHeadDim, Walk::kOne,
+                                 Traits::kScored ? Added::kScores : Added::kNothing>;
   constexpr int kFar = 1 << 30;  // backend.cpp refuses lengths beyond half of it
   const Problem& problem = args.fwd.problem;
   const BackwardScratch scratch = backward_scratch<Traits>(problem, workspace);
@@ -90,6 +91,7 @@ void launch_backward(const BackwardArgs& args, int64_t grid, void* workspace) {
     params.scores = make_scores(args.fwd, kScoreRows, kBlockN, kMaskBytes, kSmem.drops - kSmem.scores);
     params.inverse_scale = static_cast<float>(1.0 / problem.scale);
   }
+  if constexpr (Traits::kCaps) params.softcap = SoftcapParams::of(problem, problem.scale);
 
   const int64_t heads = problem.batch * problem.heads_q;
   params.turn_count = static_cast<int>(heads * params.m_blocks);

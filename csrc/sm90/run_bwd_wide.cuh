@@ -88,7 +88,8 @@ void launch_wide(const BackwardArgs& args, void* workspace) {
   params.members = static_cast<int>(problem.heads_q / problem.heads_k);
   params.inner_batch = problem.batch_rank > 0 ? static_cast<int>(problem.batch_size[problem.batch_rank - 1]) : 1;
   params.scale = static_cast<float>(problem.scale);
-  params.to_log2 = static_cast<float>(problem.scale * 1.4426950408889634);
+  params.to_log2 = static_cast<float>(problem.scale * kLog2e);
+  params.softcap = SoftcapParams::of(problem, problem.scale);
 
   using Rows = WideRows<typename Traits::T>;
   const int64_t heads = problem.batch * problem.heads_q;

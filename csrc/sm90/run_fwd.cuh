@@ -66,7 +66,7 @@ void launch_forward(const ForwardArgs& args, const ForwardLaunch& how, void* wor
     params.schedule.batch_inner = batch_shares_scores(problem, args);
     constexpr ForwardSmem kSmem = Traits::kSmem;
     params.scores = make_scores(args, Traits::kBlockM, Traits::kBlockN, 0, kSmem.works - kSmem.scores);
-    if (problem.has_bias || problem.has_alibi) {  // scores are in natural units then
+    if (problem.has_bias || problem.has_alibi || problem.softcap != 0.0) {  // scores are in natural units then
       params.scale = 1.f;
       params.to_log2 = kLog2e;
     }

@@ -1,5 +1,5 @@
-// The parameters of a bias, slopes, a mask and dropout, for both passes: views, and what fits the room in shared
-// memory. Called by run_fwd.cuh and run_bwd.cuh.
+// The parameters of a softcap, a bias, slopes, a mask and dropout, for both passes: views, and what fits the room in
+// shared memory. Called by run_fwd.cuh and run_bwd.cuh.
 #pragma once
 
 #include <algorithm>
@@ -31,7 +31,8 @@ inline ScoreParams make_scores(const ForwardArgs& args, int rows, int cols, int 
   const auto tile = [&](const ScoreView& view, int element) {
     return (view.row == 0 ? 1 : rows) * score_pitch(cols, element);
   };
-  scores.scale = static_cast<float>(problem.scale);
+  scores.softcap = SoftcapParams::of(problem, 1.0);
+  scores.scale = static_cast<float>(problem.softcap != 0.0 ? 1.0 : problem.scale);
   scores.bias_is_float = problem.bias_dtype == DType::kFloat32;
   if (problem.has_bias) {
     const int element = scores.bias_is_float ? 4 : 2;

@@ -1,7 +1,7 @@
-// Bias, ALiBi and mask of the forward: the first and the last from global memory, whatever their strides, through a
+// Softcap, bias, ALiBi and mask of the forward: bias and mask from global memory, whatever their strides, through a
 // ring in shared memory to the accumulators of S = Q K^T.
 //
-//   s = scale * q k^T + bias - slope |i + offset - j|    -inf where the mask holds 0
+//   s = cap * tanh(scale * q k^T / cap) + bias - slope |i + offset - j|    -inf where the mask holds 0
 //
 // in natural units; with a mask alone s stays q k^T.
 // Three warps beside the producer copy a tile [query][key] of each for every tile of keys, as many ahead as there is
@@ -14,6 +14,7 @@
 
 #include "sm90/dropout.cuh"
 #include "sm90/pipeline.cuh"
+#include "sm90/softcap.cuh"
 #include "sm90/softmax.cuh"
 #include "sm90/work.cuh"
 
@@ -45,7 +46,8 @@ struct AlibiView {
 struct ScoreParams {
   ScoreView bias, mask;
   AlibiView alibi;
-  float scale;  // of q k^T, with a bias or slopes
+  SoftcapParams softcap;  // in natural units
+  float scale;            // of q k^T, with a bias or slopes; 1 with a softcap, which it is part of
   bool bias_is_float;
   int mask_at;              // offset in a stage, behind the bias
   int stage_bytes, stages;  // 0 bytes: nothing is brought
@@ -219,6 +221,7 @@ template <class T, int kCols>
 __device__ __forceinline__ void apply_scores(float (&s)[kCols / 2], const ScoreParams& params, uint32_t stage,
                                              int warp_row, float slope, int distance) {
   const int lane = threadIdx.x % 32;
+  if (params.softcap.cap != 0.f) cap_scores(s, params.softcap);
   if (params.bias.data != nullptr) {
     const int step = params.bias.row != 0;
     if (params.bias_is_float) {

@@ -137,8 +137,9 @@ TEST(Scores, RowsLieInDifferentBanks) {
   }
 }
 
-class BackwardShapes : public testing::TestWithParam<bool> {};
-INSTANTIATE_TEST_SUITE_P(Scored, BackwardShapes, testing::Bool());
+class BackwardShapes : public testing::TestWithParam<Added> {};
+INSTANTIATE_TEST_SUITE_P(All, BackwardShapes,
+                         testing::Values(Added::kNothing, Added::kCap, Added::kScores, Added::kDrops));
 
 TEST_P(BackwardShapes, FitTheMultiprocessor) {
   for (const int head_dim : {64, 128}) {

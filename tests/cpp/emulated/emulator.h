@@ -136,6 +136,7 @@ inline unsigned __float_as_uint(float x) {
 }
 inline int __float_as_int(float x) { return static_cast<int>(__float_as_uint(x)); }
 inline float __fmul_rn(float x, float y) { return x * y; }
+inline float __saturatef(float x) { return x > 0.f ? std::min(x, 1.f) : 0.f; }  // of NaN, too
 inline float __int_as_float(int x) { return __uint_as_float(static_cast<unsigned>(x)); }
 inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
   return static_cast<unsigned>((static_cast<uint64_t>(high) << 32 | low) >> (shift % 32));

@@ -124,6 +124,8 @@ void load_shared(Words& words, uint32_t address) {
 
 inline float exp2_fast(float x) { return x < -126.f ? 0.f : exp2f(x); }
 
+inline float reciprocal_fast(float x) { return 1.f / x; }
+
 template <class T>
 void mma_16_8_16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, T) {
   const uint32_t b[2] = {b0, b1};
