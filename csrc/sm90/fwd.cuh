@@ -151,8 +151,8 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
     release(rings.k, k);
     if constexpr (Traits::kScored) {
       const int row = consumer * 64 + warp_row, first = work.first_query + row + lane / 4 - lane % 4 * 2;
-      take_scores<T, kBlockN>(s_acc, params.scores, rings.scores, c, row, slope,
-                              first + params.scores.alibi.offset - n * kBlockN);
+      take_scores<T, kBlockN, (kHeadDim <= 128)>(s_acc, params.scores, rings.scores, c, row, slope,
+                                                 first + params.scores.alibi.offset - n * kBlockN);
     }
     if (!Traits::kStaged && n == work.first_n && lane == 0) barrier_arrive(rings.q.empty(q_index()));
     const int first_row = work.first_query + consumer * 64;

@@ -217,11 +217,11 @@ __device__ __forceinline__ void add_alibi(float (&s)[kCount], float minus_slope,
 }
 
 // S, 16 rows a warp from row `warp_row` of the tile on. distance: of a thread's first number, as above.
-template <class T, int kCols>
+template <class T, int kCols, bool kCapsNear>
 __device__ __forceinline__ void apply_scores(float (&s)[kCols / 2], const ScoreParams& params, uint32_t stage,
                                              int warp_row, float slope, int distance) {
   const int lane = threadIdx.x % 32;
-  if (params.softcap.cap != 0.f) cap_scores(s, params.softcap);
+  if (params.softcap.cap != 0.f) cap_scores<kCapsNear>(s, params.softcap);
   if (params.bias.data != nullptr) {
     const int step = params.bias.row != 0;
     if (params.bias_is_float) {
@@ -280,11 +280,12 @@ __device__ __forceinline__ void apply_scores(float (&s)[kCols / 2], const ScoreP
 }
 
 // The next stage: applied to S, or only handed back.
-template <class T, int kCols, class Ring>
+template <class T, int kCols, bool kCapsNear, class Ring>
 __device__ __forceinline__ void take_scores(float (&s)[kCols / 2], const ScoreParams& params, const Ring& ring,
                                             ScorePlace& place, int warp_row, float slope, int distance) {
   if (params.stage_bytes > 0) barrier_wait(ring.full(place.stage), place.phase);
-  apply_scores<T, kCols>(s, params, ring.tile(0) + place.stage * params.stage_bytes, warp_row, slope, distance);
+  apply_scores<T, kCols, kCapsNear>(s, params, ring.tile(0) + place.stage * params.stage_bytes, warp_row, slope,
+                                    distance);
   if (params.stage_bytes == 0) return;
   __syncwarp();
   if (threadIdx.x % 32 == 0) barrier_arrive(ring.empty(place.stage));

@@ -9,27 +9,59 @@
 
 namespace flash_ext::sm90 {
 
+// tanh(x) = x p(x^2) within 1e-7 up to kNear, minimax.
+constexpr double kNear = 0.7;
+constexpr int kTanhTerms = 5;
+constexpr double kTanh[kTanhTerms] = {0.9999985, -0.33326973, 0.13257456, -0.0501953, 0.01319423};
+
 struct SoftcapParams {
-  float cap;       // 0: none
-  float argument;  // of e^(2 x), in log2, where tanh is taken of x, for 1 of q k^T
-  float inverse;   // 1 / cap
+  float cap;               // 0: none
+  float argument;          // of e^(2 x), in log2, where tanh is taken of x, for 1 of q k^T
+  float inverse;           // 1 / cap
+  float to_tanh;           // x for 1 of q k^T
+  float near;              // the q k^T at kNear
+  float tanh[kTanhTerms];  // times cap
 
   // unit: what 1 of the results is in natural units.
   static SoftcapParams of(const Problem& problem, double unit) {
-    if (problem.softcap == 0.0) return {};
-    return {static_cast<float>(problem.softcap / unit),
-            static_cast<float>(2.0 * kLog2e * problem.scale / problem.softcap),
-            static_cast<float>(unit / problem.softcap)};
+    SoftcapParams params = {};
+    if (problem.softcap == 0.0) return params;
+    const double cap = problem.softcap / unit, to_tanh = problem.scale / problem.softcap;
+    params.cap = static_cast<float>(cap);
+    params.argument = static_cast<float>(2.0 * kLog2e * to_tanh);
+    params.inverse = static_cast<float>(1.0 / cap);
+    params.to_tanh = static_cast<float>(to_tanh);
+    params.near = static_cast<float>(kNear / to_tanh);
+    for (int i = 0; i < kTanhTerms; ++i) params.tanh[i] = static_cast<float>(kTanh[i] * cap);
+    return params;
   }
 };
 
 // A fragment of q k^T becomes what it is capped to, within 2e-7 of cap; tanh.approx (5e-4) times a cap of 50 would
-// break the error rule.
-template <int kCount>
+// break the error rule. NOTE: a multiprocessor makes 16 special functions a clock, and ex2 and a reciprocal for each
+// score are more than the products take; so a warp whose scores are all near 0 has multiply-adds instead.
+// kNearToo: without; there are no registers for both at head dims 192 and 256.
+template <bool kNearToo, int kCount>
 __device__ __forceinline__ void cap_scores(float (&s)[kCount], const SoftcapParams& softcap) {
-  const float cap = softcap.cap, argument = softcap.argument;
+  float most = 0.f;
+  if constexpr (kNearToo) {
 #pragma unroll
-  for (float& x : s) x = fmaf(-2.f * cap, reciprocal_fast(1.f + exp2_fast(x * argument)), cap);
+    for (const float x : s) most = fmaxf(most, fabsf(x));
+  }
+  if (kNearToo && !__any_sync(~0u, most > softcap.near)) {
+#pragma unroll
+    for (float& x : s) {
+      const float tanh_of = x * softcap.to_tanh, square = tanh_of * tanh_of;
+      float sum = softcap.tanh[kTanhTerms - 1];
+#pragma unroll
+      for (int i = kTanhTerms - 2; i >= 0; --i) sum = fmaf(sum, square, softcap.tanh[i]);
+      x = tanh_of * sum;
+    }
+  } else {
+    const float cap = softcap.cap, argument = softcap.argument;
+#pragma unroll
+    for (float& x : s) x = fmaf(-2.f * cap, reciprocal_fast(1.f + exp2_fast(x * argument)), cap);
+  }
 }
 
 // 1 - tanh^2 of a capped score.

@@ -89,7 +89,7 @@ const Case kCases[] = {
      .heads_k = 1,
      .heads_v = 1,
      .causal = true,
-     .softcap = 5.0},
+     .softcap = 20.0},
     {.name = "softcap_192", .head_dim = 192, .len_q = 130, .len_k = 150, .causal = true, .softcap = 30.0},
     {.name = "everything",
      .head_dim = 128,
