@@ -76,7 +76,6 @@ std::string refuses_backward(const Problem& problem) {
     if (problem.has_mask || problem.has_bias || problem.has_alibi || problem.dropout_p > 0.0) {
       return "a softcap is not supported in backward beside a mask, bias, slopes or dropout";
     }
-    if (head_dim <= kNoSoftcap) return "a softcap is not supported in backward up to head dim 64";
     if (problem.deterministic && head_dim <= kNarrow) {
       return "a softcap is not supported in deterministic backward up to head dim 128";
     }

@@ -212,8 +212,11 @@ __device__ __forceinline__ void consume_backward(const typename Traits::Params& 
       if constexpr (Traits::kScored) slope = params.scores.alibi.of(head, work.b0, work.b1);
       barrier_wait(d_out_ring.full(place.stage), place.phase);
       if constexpr (Traits::kOrdered) m = uniform(load_shared_int(tiles.m_block(place.stage)));
-      wgmma_fence();
-      issue_scores<T, kBlockN, kBlockM, kHeadDim>(dp_acc, v_desc, d_out_ring.tile(place.stage));
+      const auto issue_dp = [&] {
+        wgmma_fence();
+        issue_scores<T, kBlockN, kBlockM, kHeadDim>(dp_acc, v_desc, d_out_ring.tile(place.stage));
+      };
+      if constexpr (!Traits::kLateDp) issue_dp();
       if constexpr (Traits::kScored) {
         const int distance = row - (m * kBlockM + lane % 4 * 2) - params.scores.alibi.offset;
         take_backward_scores<Traits>(s_acc, params, tiles, place.stage, scores, warp_row, slope, distance);
@@ -225,15 +228,12 @@ __device__ __forceinline__ void consume_backward(const typename Traits::Params& 
         mask_band_transposed(s_acc, params.band, row, m * kBlockM);
       }
       [[maybe_unused]] uint32_t sloped_p[Traits::kCaps ? kBlockM / 4 : 1];  // P (1 - tanh^2), of which dS is made
-      with_queries(s_acc, tiles.stats_lse(place.stage), [&](float s_x, float s_y, float2 minus_lse, int i) {
-        const float x = exp2_fast(fmaf(s_x, params.to_log2, minus_lse.x));
-        const float y = exp2_fast(fmaf(s_y, params.to_log2, minus_lse.y));
-        p_frag[i / 2] = pack(x, y, T());
-        if constexpr (Traits::kCaps) {
-          sloped_p[i / 2] = pack(x * slope_of(s_x, params.softcap), y * slope_of(s_y, params.softcap), T());
-        }
-      });
+      probabilities<Traits>(p_frag, sloped_p, s_acc, params, tiles.stats_lse(place.stage));
       hold(p_frag);
+      if constexpr (Traits::kLateDp) {
+        hold(sloped_p);
+        issue_dp();
+      }
       // NOTE: with dropout dP is waited for before dV is issued, because dS takes the P that dV does not, and there are
       // no registers for both.
       if constexpr (Traits::kDrops) {

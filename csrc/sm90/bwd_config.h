@@ -47,15 +47,12 @@ inline Added added_of(const Problem& problem) {
   if (problem.softcap != 0.0) return Added::kCap;
   return is_scored(problem) ? Added::kScores : Added::kNothing;
 }
-// NOTE: up to here a tile is 128 queries, whose P and P (1 - tanh^2) leave no registers: bf16 spilled 28 to 90 bytes in
-// all of twelve forms.
-constexpr int kNoSoftcap = 64;
 constexpr bool is_scored(Added added) { return added == Added::kScores || added == Added::kDrops; }
 
 constexpr BackwardShape backward_shape(int head_dim, Added added = Added::kNothing) {
   // NOTE: with 224 registers one step spills 4 to 16 bytes.
   if (is_scored(added)) return {head_dim <= 64 ? 128 : 64, 2, 1, 0, false, true};
-  if (added == Added::kCap) return {64, 2, 2, 0, false, false};
+  if (added == Added::kCap) return {head_dim <= 64 ? 128 : 64, 2, 2, 0, false, false};
   if (head_dim <= 64) return {128, 2, 2, 4, true, false};
   return {64, 2, 2, 4, false, false};
 }

@@ -44,9 +44,7 @@ void run_backward(const BackwardArgs& args, int64_t grid, void* workspace) {
     } else if (added == Added::kScores) {
       launch_backward<BackwardTraits<T, kHeadDim, Walk::kEvery, Added::kScores>>(args, grid, workspace);
     } else if (added == Added::kCap) {
-      if constexpr (kHeadDim > kNoSoftcap) {
-        launch_backward<BackwardTraits<T, kHeadDim, Walk::kEvery, Added::kCap>>(args, grid, workspace);
-      }
+      launch_backward<BackwardTraits<T, kHeadDim, Walk::kEvery, Added::kCap>>(args, grid, workspace);
     } else if (is_ordered(args.fwd.problem)) {
       launch_backward<BackwardTraits<T, kHeadDim, Walk::kOrdered>>(args, grid, workspace);
     } else if (is_backward_persistent(args.fwd.problem)) {

@@ -63,6 +63,9 @@ struct BackwardTraits {
   using T = T_;
   static constexpr bool kScored = is_scored(kAdded), kDrops = kAdded == Added::kDrops, kCaps = kAdded == Added::kCap;
   static_assert(kDropKeyBytes == 3 * DropoutDraws::kKeyBytes);
+  // dP is issued behind the softmax. NOTE: beside P and P (1 - tanh^2) of 128 queries there are no registers for it:
+  // bf16 spilled 16 to 90 bytes in all of twelve forms.
+  static constexpr bool kLateDp = kCaps && kHeadDim_ <= 64;
   using Params = std::conditional_t<kScored, ScoredBackwardParams,
                                     std::conditional_t<kCaps, CappedBackwardParams, BackwardParams>>;
   static constexpr Walk kWalk = kWalk_;
@@ -239,6 +242,22 @@ __device__ __forceinline__ void with_queries(float (&c)[kCount], uint32_t number
     fn(c[4 * n], c[4 * n + 1], pair, 4 * n);
     fn(c[4 * n + 2], c[4 * n + 3], pair, 4 * n + 2);
   }
+}
+
+// P of S^T, packed; kCaps: and P (1 - tanh^2). lse: where the queries' numbers lie.
+template <class Traits, int kPairs>
+__device__ __forceinline__ void probabilities(uint32_t (&p)[Traits::kBlockM / 4], uint32_t (&sloped)[kPairs],
+                                              float (&s)[Traits::kBlockM / 2], const typename Traits::Params& params,
+                                              uint32_t lse) {
+  using T = typename Traits::T;
+  with_queries(s, lse, [&](float s_x, float s_y, float2 minus_lse, int i) {
+    const float x = exp2_fast(fmaf(s_x, params.to_log2, minus_lse.x));
+    const float y = exp2_fast(fmaf(s_y, params.to_log2, minus_lse.y));
+    p[i / 2] = pack(x, y, T());
+    if constexpr (Traits::kCaps) {
+      sloped[i / 2] = pack(x * slope_of(s_x, params.softcap), y * slope_of(s_y, params.softcap), T());
+    }
+  });
 }
 
 // dS = P o (dP - delta) of two queries. P is taken as it was rounded for dV, as eager attention does: in float, beside
