@@ -311,10 +311,10 @@ ForwardSmem forward_smem_of(const Problem& problem, const Plan& plan) {
                       plan.stages);
 }
 
-inline TileSchedule forward_schedule(const Problem& problem, int block_m, int element_bytes) {
+inline TileSchedule forward_schedule(const Problem& problem, int block_m, int element_bytes, int64_t processors) {
   constexpr int64_t kL2Budget = 24 << 20;  // of the 40 to 60 MB of A100 and H200
   const int64_t kv_head_bytes = problem.len_k * (problem.head_dim + problem.head_dim_v) * element_bytes;
-  return make_tile_schedule(problem, block_m, kv_head_bytes, kL2Budget);
+  return make_tile_schedule(problem, block_m, kv_head_bytes, kL2Budget, processors);
 }
 
 template <class Element, int kHeadDim>
@@ -337,10 +337,9 @@ Plan plan_forward(const Problem& problem, const DeviceInfo& device) {
     if (smem.mask > smem.bias) plan.on_chip[next++] = {"bias", smem.mask - smem.bias};
     if (smem.total > smem.mask) plan.on_chip[next++] = {"mask", smem.total - smem.mask};
     plan.on_chip_limit = device.shared_memory_per_block;
-    plan.grid = forward_schedule(problem, Traits::kBlockM, sizeof(typename Traits::T)).size();
-    if (device.multiprocessors > 0) {
-      plan.waves = static_cast<double>(plan.grid) / (device.multiprocessors * Traits::kMinBlocks);
-    }
+    plan.grid = block_count(problem.len_q, Traits::kBlockM) * problem.batch * problem.heads_q;
+    plan.processors = device.multiprocessors * Traits::kMinBlocks;
+    if (plan.processors > 0) plan.waves = static_cast<double>(plan.grid) / static_cast<double>(plan.processors);
     return plan;
   };
   const bool small = takes_small_tiles(problem, Pass::kForward, kHeadDim, device);
@@ -353,7 +352,7 @@ template <class Element, int kHeadDim>
 void run_forward(const ForwardArgs& args, const Plan& plan) {
   const Problem& problem = args.problem;
   with_forward_traits<Element, kHeadDim>(problem, plan.small_tiles, [&]<class Traits>(Traits) {
-    TileSchedule schedule = forward_schedule(problem, Traits::kBlockM, sizeof(typename Traits::T));
+    TileSchedule schedule = forward_schedule(problem, Traits::kBlockM, sizeof(typename Traits::T), plan.processors);
     schedule.batch_inner = batch_shares_scores(problem, args);
     cuda::launch(forward_kernel<Traits>, cuda::grid_of(schedule.size()), Traits::kThreads,
                  forward_smem_of<Traits>(problem, plan).total, args.stream, args, schedule,

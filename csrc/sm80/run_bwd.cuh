@@ -38,7 +38,7 @@ BackwardSmem backward_smem_of(const Problem& problem, const DeviceInfo& device) 
 }
 
 template <class Traits>
-TileSchedule backward_schedule(const Problem& problem, int64_t groups) {
+TileSchedule backward_schedule(const Problem& problem, int64_t groups, int64_t processors) {
   constexpr int64_t kL2Budget = 24 << 20;
   TileSchedule schedule;
   schedule.blocks = block_count(problem.len_k, Traits::kBlockN);
@@ -47,7 +47,12 @@ TileSchedule backward_schedule(const Problem& problem, int64_t groups) {
   schedule.batch = problem.batch;
   const int64_t bytes = problem.len_q * (problem.head_dim * (sizeof(typename Traits::T) + 4) +
                                          problem.head_dim_v * sizeof(typename Traits::T));
-  schedule.section = heads_per_section(bytes * problem.heads_q / groups, kL2Budget);
+  const int64_t l2_heads = heads_per_section(bytes * problem.heads_q / groups, kL2Budget);
+  const Band band = make_band(problem);
+  set_sections(schedule, l2_heads, processors, [&](int64_t block) {
+    const int64_t first = block * Traits::kBlockN;
+    return band.queries({first, std::min(first + Traits::kBlockN, problem.len_k)}, problem.len_q).size();
+  });
   return schedule;
 }
 
@@ -136,7 +141,8 @@ Plan plan_backward(const Problem& problem, const DeviceInfo& device) {
     use("dq", smem.total - smem.dq);
     plan.on_chip_limit = device.shared_memory_per_block;
     plan.scratch_bytes = backward_scratch<Traits>(problem, nullptr).bytes;
-    plan.grid = backward_schedule<Traits>(problem, problem.heads_k).size();
+    plan.grid = block_count(problem.len_k, Traits::kBlockN) * problem.batch * problem.heads_k;
+    plan.processors = device.multiprocessors;  // mostly one block each
     if (device.multiprocessors > 0) plan.waves = static_cast<double>(plan.grid) / device.multiprocessors;
     return plan;
   };
@@ -180,7 +186,7 @@ void run_backward(const BackwardArgs& given, const Plan& plan, void* workspace) 
       options.features |= (may_be_inexact(problem) ? kMeasured : 0u) |
                           (part_scratch.d_lse != nullptr ? kDlseApart : 0u) | (p.wants_dalibi ? kSlopeGradient : 0u) |
                           (part_scratch.direct_dbias ? kBiasGradient : 0u);
-      TileSchedule schedule = backward_schedule<Traits>(problem, groups);
+      TileSchedule schedule = backward_schedule<Traits>(problem, groups, plan.processors);
       schedule.batch_inner = batch_shares_scores(problem, part.fwd);
       cuda::launch(backward_kernel<Traits>, cuda::grid_of(schedule.size()), Traits::kThreads, plan.on_chip_bytes(),
                    args.fwd.stream, part, part_scratch, schedule, options);

@@ -200,6 +200,7 @@ Plan plan_of(const char* kernel, int threads, int registers, int producer_regist
 void set_grid(Plan& plan, const TileSchedule& schedule, int64_t items, bool persistent, const DeviceInfo& device) {
   plan.grid = items;
   plan.l2_section = std::min(schedule.section, schedule.kv_heads);
+  plan.processors = device.multiprocessors;  // one block each
   if (device.multiprocessors == 0) return;
   plan.waves = static_cast<double>(items) / device.multiprocessors;
   if (persistent) plan.grid = std::min<int64_t>(items, device.multiprocessors);
@@ -238,7 +239,7 @@ Plan plan_forward(const Problem& problem, const DeviceInfo& device) {
 
 Plan plan_wide_backward(const Problem& problem, const Instance& instance, const DeviceInfo& device) {
   const WideKeysSmem smem = wide_keys_smem(instance.head_dim);
-  const TileSchedule schedule = backward_schedule(problem, WideShape::block);
+  const TileSchedule schedule = backward_schedule(problem, WideShape::block, device.multiprocessors);
   using Shape = WideShape;
   Plan plan =
       plan_of("sm90.backward.wide", Shape::threads, Shape::consumer_registers, Shape::producer_registers, device);
@@ -275,15 +276,14 @@ Plan plan_backward(const Problem& problem, const DeviceInfo& device) {
   const BackwardShape shape = backward_shape(instance.head_dim, added);
   const BackwardSmem smem = backward_smem(shape, instance.head_dim);
   const bool ordered = is_ordered(problem);
-  const TileSchedule schedule =
-      ordered ? ordered_schedule(problem, shape.block_n) : backward_schedule(problem, shape.block_n);
+  const TileSchedule schedule = narrow_schedule(problem, shape.block_n, device.multiprocessors);
   const char* const kernel = takes_sm80(problem)          ? "sm90.backward.scored, sm80.bias_gradient"
                              : has_bias_gradient(problem) ? "sm90.backward.scored, sm90.bias_gradient"
                              : scored                     ? "sm90.backward.scored"
                              : added == Added::kCap       ? "sm90.backward.softcap"
                                                           : "sm90.backward";
   Plan plan = plan_of(kernel, shape.threads, shape.consumer_registers(), shape.producer_registers(), device);
-  const bool persistent = ordered || is_backward_persistent(problem);
+  const bool persistent = ordered || is_backward_persistent(problem, device.multiprocessors);
   plan.schedule = ordered ? "dq in order, persistent" : persistent ? "persistent" : "a tile of keys a block";
   plan.block_m = shape.block_m;
   plan.block_n = shape.block_n;
@@ -325,7 +325,7 @@ void forward(const ForwardArgs& args, const Plan& plan, void* workspace) {
 
 void backward(const BackwardArgs& args, const Plan& plan, void* workspace) {
   const Problem& problem = args.fwd.problem;
-  instance_of(problem, Pass::kBackward).run_backward(args, plan.grid, workspace);
+  instance_of(problem, Pass::kBackward).run_backward(args, {plan.grid, plan.processors}, workspace);
   if (!takes_sm80(problem)) return;
   BackwardArgs part = args;
   part.fwd.problem = bias_part_of(problem);

@@ -152,7 +152,8 @@ constexpr BackwardSmem backward_smem(BackwardShape shape, int head_dim) {
 }
 
 // Tiles of keys, those with the most queries first, inside sections of heads whose Q, dO and dQ stay in L2.
-inline TileSchedule backward_schedule(const Problem& problem, int block_n) {
+// processors: as set_sections says.
+inline TileSchedule backward_schedule(const Problem& problem, int block_n, int64_t processors) {
   constexpr int64_t kL2Budget = 24 << 20;
   TileSchedule schedule;
   schedule.blocks = block_count(problem.len_k, block_n);
@@ -160,7 +161,12 @@ inline TileSchedule backward_schedule(const Problem& problem, int block_n) {
   schedule.kv_heads = problem.batch * problem.heads_k;
   schedule.batch = problem.batch;
   const int64_t head_bytes = problem.len_q * (problem.head_dim * (2 + 4) + problem.head_dim_v * 2);
-  schedule.section = heads_per_section(head_bytes * problem.heads_q / problem.heads_k, kL2Budget);
+  const int64_t l2_heads = heads_per_section(head_bytes * problem.heads_q / problem.heads_k, kL2Budget);
+  const Band band = make_band(problem);
+  set_sections(schedule, l2_heads, processors, [&](int64_t block) {
+    const int64_t end = (block + 1) * block_n;
+    return band.queries({block * block_n, end < problem.len_k ? end : problem.len_k}, problem.len_q).size();
+  });
   return schedule;
 }
 
@@ -171,7 +177,7 @@ inline int64_t queries_of(const Problem& problem, int64_t key) {
 
 // For Walk::kOrdered: those with the fewest queries first; bwd_order.cuh says why.
 inline TileSchedule ordered_schedule(const Problem& problem, int block_n) {
-  TileSchedule schedule = backward_schedule(problem, block_n);
+  TileSchedule schedule = backward_schedule(problem, block_n, 0);
   schedule.last_first = queries_of(problem, 0) > queries_of(problem, problem.len_k - 1);
   return schedule;
 }
@@ -183,10 +189,15 @@ inline bool has_few_queries(const Problem& problem) {
 
 // Whether blocks walk over tiles, so that Q and dO of the next one arrive under the end of this one. It pays where
 // tiles are short and differ (an H200, causal, 16k tokens, TFLOP/s at S = 512 / 1k / 2k / 4k: head dim 64
-// 202/300/386/462 against 173/265/373/461, head dim 128 223/337/435/494 against 211/311/413/495); elsewhere it cost up
-// to 10 %, and a third at S = 16k, causal, head dim 128.
+// 202/300/386/462 against 173/265/373/461, head dim 128 223/337/435/494 against 211/311/413/495; later, beside the
+// present order of the others, head dim 64 still 10 %, 128 0 to 2 %); elsewhere it cost up to 10 %, and a third at
+// S = 16k, causal, head dim 128. What a block takes is fixed, so each needs many: with 8 tiles a block both took the
+// same time, with 6 the other way took 12 % less, with 2 up to 28 %.
 inline bool is_even(const Problem& problem) { return queries_of(problem, 0) == queries_of(problem, problem.len_k - 1); }
-inline bool is_backward_persistent(const Problem& problem) { return has_few_queries(problem) && !is_even(problem); }
+inline bool is_backward_persistent(const Problem& problem, int64_t processors) {
+  const int64_t tiles = problem.batch * problem.heads_k * block_count(problem.len_k, BackwardShape::block_n);
+  return has_few_queries(problem) && !is_even(problem) && tiles >= 8 * processors;
+}
 
 // Whether dQ is added up in one order: where that is asked for, and where it is faster, because dQ is not filled with
 // zeros first. Blocks then always walk: one tile of keys a block took up to 15 % more, 3 % less at best. An H200, bf16,
@@ -199,6 +210,13 @@ inline bool is_ordered(const Problem& problem) {
   if (is_even(problem)) return length <= 512;
   const int64_t tiles = problem.batch * problem.heads_k * block_count(problem.len_k, BackwardShape::block_n);
   return tiles >= 512 && length <= (problem.head_dim > 64 || problem.head_dim_v > 64 ? 1024 : 512);
+}
+
+// Of the main kernel, up to head dim 128. Where what a block takes is fixed, heads are counted by L2 alone: with
+// set_sections causal calls of 16k tokens took 2 % longer.
+inline TileSchedule narrow_schedule(const Problem& problem, int block_n, int64_t processors) {
+  if (is_ordered(problem)) return ordered_schedule(problem, block_n);
+  return backward_schedule(problem, block_n, is_backward_persistent(problem, processors) ? 0 : processors);
 }
 
 // Whether the gradient of a bias is computed here (bias_gradient.cuh), and not by sm80's pass.

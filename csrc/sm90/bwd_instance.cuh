@@ -29,28 +29,29 @@ int64_t backward_scratch_bytes(const Problem& problem) {
 }
 
 template <DType kDType, int kHeadDim>
-void run_backward(const BackwardArgs& args, int64_t grid, void* workspace) {
+void run_backward(const BackwardArgs& args, const BackwardLaunch& how, void* workspace) {
   using T = BackwardElement<kDType>;
   if constexpr (kHeadDim > kNarrow) {
     static_assert(wide_keys_smem(kHeadDim).total <= kSharedMemoryLimit);
     static_assert(wide_queries_smem(kHeadDim).total <= kSharedMemoryLimit);
-    if (args.fwd.problem.softcap != 0.0) return launch_wide<WideTraits<T, kHeadDim, true>>(args, workspace);
-    launch_wide<WideTraits<T, kHeadDim, false>>(args, workspace);
+    if (args.fwd.problem.softcap != 0.0)
+      return launch_wide<WideTraits<T, kHeadDim, true>>(args, how.processors, workspace);
+    launch_wide<WideTraits<T, kHeadDim, false>>(args, how.processors, workspace);
   } else {
     static_assert(backward_smem(backward_shape(kHeadDim), kHeadDim).total <= kSharedMemoryLimit);
     const Added added = added_of(args.fwd.problem);
     if (added == Added::kDrops) {
-      launch_backward<BackwardTraits<T, kHeadDim, Walk::kEvery, Added::kDrops>>(args, grid, workspace);
+      launch_backward<BackwardTraits<T, kHeadDim, Walk::kEvery, Added::kDrops>>(args, how, workspace);
     } else if (added == Added::kScores) {
-      launch_backward<BackwardTraits<T, kHeadDim, Walk::kEvery, Added::kScores>>(args, grid, workspace);
+      launch_backward<BackwardTraits<T, kHeadDim, Walk::kEvery, Added::kScores>>(args, how, workspace);
     } else if (added == Added::kCap) {
-      launch_backward<BackwardTraits<T, kHeadDim, Walk::kEvery, Added::kCap>>(args, grid, workspace);
+      launch_backward<BackwardTraits<T, kHeadDim, Walk::kEvery, Added::kCap>>(args, how, workspace);
     } else if (is_ordered(args.fwd.problem)) {
-      launch_backward<BackwardTraits<T, kHeadDim, Walk::kOrdered>>(args, grid, workspace);
-    } else if (is_backward_persistent(args.fwd.problem)) {
-      launch_backward<BackwardTraits<T, kHeadDim, Walk::kEvery>>(args, grid, workspace);
+      launch_backward<BackwardTraits<T, kHeadDim, Walk::kOrdered>>(args, how, workspace);
+    } else if (is_backward_persistent(args.fwd.problem, how.processors)) {
+      launch_backward<BackwardTraits<T, kHeadDim, Walk::kEvery>>(args, how, workspace);
     } else {
-      launch_backward<BackwardTraits<T, kHeadDim>>(args, grid, workspace);
+      launch_backward<BackwardTraits<T, kHeadDim>>(args, how, workspace);
     }
   }
 }

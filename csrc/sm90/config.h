@@ -122,7 +122,9 @@ inline ForwardOrder forward_order(const Problem& problem, int block_m, int multi
   const bool alike = (problem.len_q % block_m == 0 || problem.len_q < block_m) &&
                      keys_of(problem, 0) == keys_of(problem, problem.len_q - 1);
   const int64_t kv_head_bytes = problem.len_k * (problem.head_dim + problem.head_dim_v) * 2;
-  ForwardOrder order{make_tile_schedule(problem, block_m, kv_head_bytes, alike ? 0 : kL2Budget), false, 0};
+  ForwardOrder order{
+      make_tile_schedule(problem, block_m, kv_head_bytes, alike ? 0 : kL2Budget, alike ? 0 : multiprocessors), false,
+      0};
   const int64_t tiles = order.schedule.size();
   order.grid = multiprocessors > 0 && multiprocessors < tiles ? multiprocessors : tiles;
   order.counted = !alike && order.grid < tiles;

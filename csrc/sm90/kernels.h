@@ -16,22 +16,28 @@ struct ForwardLaunch {
   int grid;
 };
 
+// As Plan has them.
+struct BackwardLaunch {
+  int64_t grid;  // blocks of the main kernel
+  int64_t processors;
+};
+
 // workspace: of plan().scratch_bytes.
 template <DType kDType, int kHeadDim>
 void run_forward(const ForwardArgs& args, const ForwardLaunch& how, void* workspace);
 
 template <DType kDType, int kHeadDim>
 int64_t backward_scratch_bytes(const Problem& problem);
-// grid: blocks of the main kernel. workspace: of that size, aligned to 64.
+// workspace: of that size, aligned to 64.
 template <DType kDType, int kHeadDim>
-void run_backward(const BackwardArgs& args, int64_t grid, void* workspace);
+void run_backward(const BackwardArgs& args, const BackwardLaunch& how, void* workspace);
 
 struct Instance {
   DType dtype;
   int head_dim;  // serves smaller ones, too: columns beyond the tensor's read as zeros
   void (*run_forward)(const ForwardArgs& args, const ForwardLaunch& how, void* workspace);
   int64_t (*backward_scratch_bytes)(const Problem& problem) = nullptr;  // null, as the next: it has no backward
-  void (*run_backward)(const BackwardArgs& args, int64_t grid, void* workspace) = nullptr;
+  void (*run_backward)(const BackwardArgs& args, const BackwardLaunch& how, void* workspace) = nullptr;
 };
 
 }  // namespace flash_ext::sm90

@@ -44,9 +44,9 @@ BackwardScratch backward_scratch(const Problem& problem, void* workspace) {
   return scratch;
 }
 
-// grid: blocks of the main kernel; those beyond one a tile are left out.
+// Of the blocks, those beyond one a tile are left out.
 template <class Traits>
-void launch_backward(const BackwardArgs& args, int64_t grid, void* workspace) {
+void launch_backward(const BackwardArgs& args, const BackwardLaunch& how, void* workspace) {
   // The same for every Walk, and finish with scores, too.
   using Rows = BackwardTraits<typename Traits::T, Traits::kHeadDim>;
   using Prepare = BackwardTraits<typename Traits::T, Traits::kHeadDim, Walk::kOne,
@@ -71,11 +71,11 @@ void launch_backward(const BackwardArgs& args, int64_t grid, void* workspace) {
   params.bounds = scratch.bounds;
   params.dq = scratch.dq;
   params.turns = scratch.turns;
-  params.schedule = Traits::kOrdered ? ordered_schedule(problem, kBlockN) : backward_schedule(problem, kBlockN);
+  params.schedule = narrow_schedule(problem, kBlockN, how.processors);
   params.band = {clamp(band.lower), clamp(band.upper), static_cast<int>(problem.len_k)};
   const int64_t tiles = params.schedule.size();
-  const dim3 blocks = cuda::grid_of(Traits::kWalk == Walk::kOne ? tiles : std::min(tiles, grid));
-  params.walks = grid < tiles;
+  const dim3 blocks = cuda::grid_of(Traits::kWalk == Walk::kOne ? tiles : std::min(tiles, how.grid));
+  params.walks = how.grid < tiles;
   params.tiles = static_cast<int>(tiles);
   params.len_q = static_cast<int>(problem.len_q);
   params.m_blocks = static_cast<int>(block_count(problem.len_q, kBlockM));

@@ -56,7 +56,7 @@ inline int64_t wide_scratch_bytes(const Problem& problem) {
 }
 
 template <class Traits>
-void launch_wide(const BackwardArgs& args, void* workspace) {
+void launch_wide(const BackwardArgs& args, int64_t processors, void* workspace) {
   constexpr int kFar = 1 << 30, kBlock = Traits::kBlock;
   const Problem& problem = args.fwd.problem;
   const Band band = make_band(problem);
@@ -78,9 +78,9 @@ void launch_wide(const BackwardArgs& args, void* workspace) {
   params.bounds = bounds;
   params.batch = static_cast<int>(problem.batch);
   params.head_dim_v = static_cast<int>(problem.head_dim_v);
-  params.keys = backward_schedule(problem, kBlock);
+  params.keys = backward_schedule(problem, kBlock, processors);
   const int64_t kv_head_bytes = problem.len_k * (problem.head_dim + problem.head_dim_v) * 2;
-  params.queries = make_tile_schedule(problem, 2 * kBlock, kv_head_bytes, int64_t{16} << 20);
+  params.queries = make_tile_schedule(problem, 2 * kBlock, kv_head_bytes, int64_t{16} << 20, processors);
   params.band = {clamp(band.lower), clamp(band.upper), static_cast<int>(problem.len_k)};
   params.len_q = static_cast<int>(problem.len_q);
   params.padded = static_cast<int>(wide_padded(problem));

@@ -224,9 +224,13 @@ TEST(Order, SectionsHoldWhatTheCacheDoes) {
 }
 
 TEST(BackwardTiles, PersistentWhereTilesAreShortAndDiffer) {
-  EXPECT_TRUE(is_backward_persistent(problem(1024, true)));
-  EXPECT_FALSE(is_backward_persistent(problem(1024, false)));
-  EXPECT_FALSE(is_backward_persistent(problem(8192, true)));
+  EXPECT_TRUE(is_backward_persistent(problem(1024, true), 0));
+  EXPECT_FALSE(is_backward_persistent(problem(1024, false), 0));
+  EXPECT_FALSE(is_backward_persistent(problem(8192, true), 0));
+  Problem many = problem(1024, true);
+  many.batch = 132 * 8;  // as many tiles of keys, or more
+  EXPECT_TRUE(is_backward_persistent(many, 132));
+  EXPECT_FALSE(is_backward_persistent(problem(1024, true), 132));
 }
 
 // Blocks are tiles of keys of a key head, first keys first: under a causal band they are seen by the most queries.
@@ -234,11 +238,11 @@ TEST(BackwardTiles, BlocksAreTilesOfKeys) {
   Problem grouped = problem(1000, true);
   grouped.heads_k = grouped.heads_v = 4;
   grouped.batch = 3;
-  const TileSchedule schedule = backward_schedule(grouped, 128);
+  const TileSchedule schedule = backward_schedule(grouped, 128, 0);
   EXPECT_EQ(schedule.size(), 3 * 4 * 8);
   EXPECT_EQ(schedule.at(0).block, 0);
   EXPECT_EQ(schedule.at(schedule.size() - 1).block, 7);
-  EXPECT_EQ(backward_schedule(problem(16384, true), 128).section, 1);  // 16 MiB a head of 24
+  EXPECT_EQ(backward_schedule(problem(16384, true), 128, 132).section, 1);  // 16 MiB a head of 24
 }
 
 // What a tile of keys and a tile of queries say of each other, against the pairs that the band keeps: the deterministic

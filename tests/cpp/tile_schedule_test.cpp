@@ -3,8 +3,12 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <functional>
+#include <queue>
 #include <set>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 namespace flash_ext {
@@ -43,6 +47,26 @@ TEST(TileSchedule, IsABijection) {
             }
 }
 
+TEST(TileSchedule, IsABijectionWithATail) {
+  for (int64_t kv_heads = 1; kv_heads < 8; ++kv_heads)
+    for (int64_t section = 1; section < 10; ++section)
+      for (int64_t tail = 0; tail <= kv_heads; ++tail) {
+        TileSchedule schedule;
+        schedule.blocks = 5;
+        schedule.heads_k = schedule.kv_heads = kv_heads;
+        schedule.group = 2;
+        schedule.section = section;
+        schedule.tail = tail;
+        std::set<std::pair<int64_t, int64_t>> seen;
+        for (int64_t i = 0; i < schedule.size(); ++i) {
+          const Tile tile = schedule.at<uint32_t>(i);
+          ASSERT_TRUE(tile.head >= 0 && tile.head < 2 * kv_heads && tile.block >= 0 && tile.block < 5);
+          ASSERT_TRUE(seen.insert({tile.head, tile.block}).second);
+          ASSERT_EQ(tile.head >= 2 * (kv_heads - tail), i >= 10 * (kv_heads - tail));
+        }
+      }
+}
+
 TEST(TileSchedule, LargeIndices) {
   TileSchedule schedule;
   schedule.blocks = 1 << 20;
@@ -76,6 +100,69 @@ TEST(TileSchedule, LongestFirstWithinASection) {
         before = keys;
       }
     }
+}
+
+// Tiles of keys of a causal backward as blocks of 128, and when the last of them ends, over the best possible: each is
+// taken by whoever is free first.
+TileSchedule causal_schedule(int64_t kv_heads, int64_t length, int64_t l2_heads, int64_t processors) {
+  TileSchedule schedule;
+  schedule.blocks = block_count(length, 128);
+  schedule.heads_k = schedule.kv_heads = kv_heads;
+  set_sections(schedule, l2_heads, processors, [&](int64_t block) { return length - block * 128; });
+  return schedule;
+}
+double end_of(const TileSchedule& schedule, int64_t length, int64_t processors) {
+  std::priority_queue<int64_t, std::vector<int64_t>, std::greater<>> free_at;
+  for (int64_t i = 0; i < processors; ++i) free_at.push(0);
+  int64_t sum = 0, end = 0;
+  for (int64_t i = 0; i < schedule.size(); ++i) {
+    const int64_t time = length - schedule.at(i).block * 128;
+    end = std::max(end, free_at.top() + time);
+    free_at.push(free_at.top() + time);
+    free_at.pop();
+    sum += time;
+  }
+  return static_cast<double>(end) / std::max(static_cast<double>(sum) / processors, static_cast<double>(length));
+}
+
+TEST(TileSchedule, TheLastTileEndsAboutWhenAllDo) {
+  double before = 0, sum = 0;
+  int count = 0;
+  for (int64_t heads : {8, 12, 16, 24, 32, 40, 64, 96, 128})
+    for (int64_t length : {1024, 2048, 3000, 4096, 5000, 8192, 16384}) {
+      const int64_t l2_heads = heads_per_section(length * 1024, int64_t{24} << 20);
+      const double end = end_of(causal_schedule(heads, length, l2_heads, 132), length, 132);
+      EXPECT_LE(end, 1.13) << heads << " " << length;
+      sum += end;
+      before += end_of(causal_schedule(heads, length, l2_heads, 0), length, 132);
+      ++count;
+    }
+  EXPECT_LE(sum / count, 1.02);
+  EXPECT_GE(before / count, 1.05);
+}
+
+TEST(TileSchedule, SectionsThatEndTogether) {
+  // 8 key heads of 4 query heads, whose Q, dO and dQ fill L2 alone: 4 heads of 32 tiles run at a time.
+  const TileSchedule grouped = causal_schedule(32, 4096, 1, 132);
+  EXPECT_EQ(grouped.section, 4);
+  EXPECT_EQ(grouped.tail, 16);  // of 9 that are needed; 16 before it are four sections
+  EXPECT_LE(end_of(grouped, 4096, 132), 1.01);
+  EXPECT_GE(end_of(causal_schedule(8, 4096, 1, 0), 4096, 132), 1.5);
+  EXPECT_LE(end_of(causal_schedule(8, 4096, 1, 132), 4096, 132), 1.01);
+  // L2 holds six: one round. Where it holds nine, two rounds are even by themselves.
+  EXPECT_EQ(causal_schedule(64, 4096, 6, 132).section, 4);
+  EXPECT_EQ(causal_schedule(64, 4096, 9, 132).section, 8);
+  EXPECT_EQ(causal_schedule(64, 4096, 9, 132).tail % 8, 0);
+  // Longer than a round: one head.
+  EXPECT_EQ(causal_schedule(16, 1 << 20, 1, 132).section, 1);
+  // Tiles of one length, and a number of processors that nobody knows.
+  TileSchedule even = causal_schedule(64, 4096, 6, 0);
+  EXPECT_EQ(std::make_pair(even.section, even.tail), std::make_pair(int64_t{6}, int64_t{0}));
+  set_sections(even, 6, 132, [](int64_t) { return 7; });
+  EXPECT_EQ(std::make_pair(even.section, even.tail), std::make_pair(int64_t{6}, int64_t{0}));
+  TileSchedule none;
+  set_sections(none, 6, 132, [](int64_t) { return 7; });
+  EXPECT_EQ(none.tail, 0);
 }
 
 TEST(TileSchedule, DirectionFollowsTheBand) {
