@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
     __syncthreads();  // K, Q, bias, mask and the rows of this item are there
     if (warp == 0 && progress.found == at + 1) find_items<Traits>(args, plan, ring, progress);
     if constexpr (kMayBeExact<Frag, kHeadDim>) {
-      if (has_exact_products(problem)) {
+      if (has_exact_scores(problem)) {
         add_exact_columns<Frag, true, kBlockM, kThreads>(q_smem);
         add_exact_columns<Frag, false, kBlockN, kThreads>(k_smem);
         __syncthreads();
@@ -209,6 +209,13 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
     cp_async_commit();
     Scores dp_acc;
     clear(dp_acc);
+    if constexpr (kMayHaveExactDp<Frag, kHeadDim>) {
+      if (has_exact_dp(problem)) {
+        add_exact_columns<Frag, true, kBlockM, kThreads>(d_out_smem);
+        add_exact_columns<Frag, false, kBlockN, kThreads>(v_smem);
+        __syncthreads();
+      }
+    }
     if (item().visible) gemm_nt<Frag, kHeadDim, false>(dp_acc, v_smem, warp_key(), d_out_smem, warp_query());
 
     __syncthreads();  // nobody reads V and dO any more

@@ -290,6 +290,15 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         float dq_acc[Traits::kDqM][Traits::kDqPart][4];
         clear(dq_acc);
         gemm_tn<Frag, kBlockN>(dq_acc, ds_tile(ds_stage), dq_row, k_smem, dq_col + n * 8);
+        if constexpr (kMayBeExact<Frag, kHeadDim>) {
+          if (has_exact_scores(problem) && dq_col + n == 0) {
+#pragma unroll
+            for (int m = 0; m < Traits::kDqM; ++m) {
+#pragma unroll
+              for (int i = 0; i < 4; ++i) dq_acc[m][0][i] += dq_acc[m][1][i];  // dS hi + dS lo
+            }
+          }
+        }
         // NOTE: asked of the parameters and not of the pointer. With `pointer == nullptr ? nullptr : pointer + i`,
         // tested for null, one fp16 instance on 9.0 took the branch with a null pointer; probably the comparison did
         // not wait for the zero that was written (CS2R).
@@ -322,13 +331,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       const bool goes_on = query > block.first_query;
       if (kStages == 2 && goes_on) load_queries(query - kBlockM, stage ^ 1);
       cp_async_commit();
-      if constexpr (kMayBeExact<Frag, kHeadDim>) {
-        if (has_exact_products(problem)) {
-          if (query == block.last_query) add_exact_columns<Frag, false, kBlockN, kThreads>(k_smem);
-          add_exact_columns<Frag, true, kBlockM, kThreads>(q_smem);
-          __syncthreads();
-        }
-      }
+      make_products_exact<Frag, kHeadDim, kBlockM, kBlockN, kThreads>(problem, q_smem, k_smem, d_out_smem, v_smem);
 
       float s_acc[kM][kBlockM / 8][4];
       if (holds_dv()) {

@@ -190,7 +190,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     cp_async_commit();
     const KeyTile k_smem = k_tile(stage), v_smem = v_tile(stage);
     if constexpr (kMayBeExact<Frag, kHeadDim>) {
-      if (has_exact_products(problem)) {
+      if (has_exact_scores(problem)) {
         if (key == start) add_exact_columns<Frag, true, kBlockM, kThreads>(q_smem);
         add_exact_columns<Frag, false, kBlockN, kThreads>(k_smem);
         __syncthreads();

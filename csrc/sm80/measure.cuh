@@ -42,7 +42,7 @@ template <class Traits>
 __device__ __forceinline__ bool is_inexact(const Problem& problem, float lse, int64_t visible) {
   if (lse == kMinusInf) return false;
   if (problem.wants_dalibi || visible < few_keys(Traits::kFloat)) return true;
-  return Traits::kFloat ? fabsf(lse) > 16.f || has_exact_products(problem) : fabsf(lse) > 32768.f;
+  return Traits::kFloat ? fabsf(lse) > 16.f || has_exact_scores(problem) : fabsf(lse) > 32768.f;
 }
 
 // NOTE: the second bound is there for registers: without it ptxas stops at 128 and spills in half of the instances.
@@ -118,13 +118,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     cp_async_commit();
     cp_async_wait<0>();
     __syncthreads();  // all tiles are there
-    if constexpr (kMayBeExact<Frag, kHeadDim>) {
-      if (has_exact_products(problem)) {
-        add_exact_columns<Frag, true, kBlockM, kThreads>(q_smem);
-        add_exact_columns<Frag, false, kBlockN, kThreads>(k_smem);
-        __syncthreads();
-      }
-    }
+    make_products_exact<Frag, kHeadDim, kBlockM, kBlockN, kThreads>(problem, q_smem, k_smem, d_out_smem, v_smem);
     float p_acc[1][kN][4], dp_acc[1][kN][4];
     clear(p_acc);
     clear(dp_acc);

@@ -174,15 +174,20 @@ __device__ __forceinline__ void load_tile(SmemTile<T, kCols, kPanelRows> tile, c
 // of a product, which eager rounds to 2^-24; in a sum of many columns that is lost. Up to kExactColumns the padding of
 // the tiles, which is zeros, has room for these as more columns, of no cost to the product:
 //
-//   Q   x x rest lo        K   x rest x lo        kExactColumns each
+//   Q, dO   x x rest x         K, V   hi lo x rest         kExactColumns each
 //
-// The caller puts a __syncthreads before and after. What products along rows make of these columns is never stored.
+// dQ, which sums over rows of K, then has dS hi and dS lo side by side, whose sum lacks less than dS x would. What
+// products along rows make of the other columns is never stored. The caller puts a __syncthreads before and after; to
+// do it again changes nothing.
 constexpr int kExactColumns = 8;
 
 template <class Frag, int kHeadDim>
 constexpr bool kMayBeExact = kHeadDim <= 128 && Frag::kSplit;  // wider values, which few have, would spill
+template <class Frag, int kHeadDim>
+constexpr bool kMayHaveExactDp = kHeadDim <= 64 && Frag::kSplit;  // as would these on 8.0
 
-__device__ __forceinline__ bool has_exact_products(const Problem& problem) { return problem.head_dim <= kExactColumns; }
+__device__ __forceinline__ bool has_exact_scores(const Problem& problem) { return problem.head_dim <= kExactColumns; }
+__device__ __forceinline__ bool has_exact_dp(const Problem& problem) { return problem.head_dim_v <= kExactColumns; }
 
 template <class Frag, bool kQueries, int kRows, int kThreads, int kCols>
 __device__ __forceinline__ void add_exact_columns(SmemTile<float, kCols> tile) {
@@ -193,14 +198,37 @@ __device__ __forceinline__ void add_exact_columns(SmemTile<float, kCols> tile) {
     const auto place = [&](int part) {
       return tile.base + tile.offset(row, (part * kExactColumns + col) * static_cast<int>(sizeof(float)));
     };
-    const uint32_t x = load_shared(place(0));
+    uint32_t x = load_shared(place(0));
+    if (!kQueries) {  // hi, where it has been done
+      const uint32_t kept = load_shared(place(2));
+      x = kept != 0 ? kept : x;
+    }
     typename Frag::template Words<1> words;
     words.set(0, x);
-    const uint32_t read = words.lo[0] & ~0x1FFFu;  // of lo, by the tensor core
-    const uint32_t rest = __float_as_uint(__uint_as_float(words.lo[0]) - __uint_as_float(read));
-    store_shared(place(kQueries ? 1 : 2), x);
-    store_shared(place(kQueries ? 2 : 1), rest);
-    store_shared(place(3), read);
+    const uint32_t lo = words.lo[0] & ~0x1FFFu;  // what the tensor core reads of it
+    const uint32_t rest = __float_as_uint(__uint_as_float(words.lo[0]) - __uint_as_float(lo));
+    if (!kQueries) store_shared(place(0), words.hi[0]);
+    store_shared(place(1), kQueries ? x : lo);
+    store_shared(place(2), kQueries ? rest : x);
+    store_shared(place(3), kQueries ? x : rest);
+  }
+}
+
+// Q and K, dO and V of a backward, as far as they have few columns; with the __syncthreads after.
+template <class Frag, int kHeadDim, int kBlockM, int kBlockN, int kThreads, class Tile>
+__device__ __forceinline__ void make_products_exact(const Problem& problem, Tile q, Tile k, Tile d_out, Tile v) {
+  if constexpr (kMayBeExact<Frag, kHeadDim>) {
+    const bool exact_dp = kMayHaveExactDp<Frag, kHeadDim> && has_exact_dp(problem);
+    if (!has_exact_scores(problem) && !exact_dp) return;
+    if (has_exact_scores(problem)) {
+      add_exact_columns<Frag, true, kBlockM, kThreads>(q);
+      add_exact_columns<Frag, false, kBlockN, kThreads>(k);
+    }
+    if (exact_dp) {
+      add_exact_columns<Frag, true, kBlockM, kThreads>(d_out);
+      add_exact_columns<Frag, false, kBlockN, kThreads>(v);
+    }
+    __syncthreads();
   }
 }
 
