@@ -24,7 +24,7 @@ set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
 function(flash_ext_cuda_options target)
   # NOTE: -std=c++20 by hand, because CMake 3.25 drops CMAKE_CUDA_STANDARD 20.
   set(options -std=c++20 --expt-relaxed-constexpr --expt-extended-lambda -Xcompiler=-Wall,-Wextra,-fvisibility=hidden
-              -Xptxas=-v)
+              -Xptxas=-v,--warn-on-spills)
   if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 12.8)
     list(APPEND options --compress-mode=balance) # NOTE: size is a fifth smaller and 4 s of a unit slower
   else()
@@ -76,7 +76,6 @@ function(flash_ext_add_sm90_units target generated)
   set_target_properties(${target}_sm90 PROPERTIES CUDA_ARCHITECTURES 90a-real)
   target_link_libraries(${target}_sm90 PRIVATE flash_ext_options)
   flash_ext_cuda_options(${target}_sm90)
-  target_compile_options(${target}_sm90 PRIVATE -Xptxas=--warn-on-spills)
 
   file(GLOB sources CONFIGURE_DEPENDS csrc/sm90/*.cpp)
   target_sources(${target} PRIVATE ${sources} $<TARGET_OBJECTS:${target}_sm90>)

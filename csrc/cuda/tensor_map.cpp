@@ -71,7 +71,7 @@ const char* tma_refuses(const Problem& problem, const TensorView& view, int64_t 
 }
 
 TensorMap make_tensor_map(const Problem& problem, const TensorView& view, int64_t heads, int64_t rows, int64_t cols,
-                          int box_rows, Promotion promotion, int box_heads) {
+                          int box_rows, Promotion promotion, int box_heads, int box_cols) {
   TensorMap result;
   cuuint64_t size[5] = {static_cast<cuuint64_t>(cols), static_cast<cuuint64_t>(rows), 1, 1, 1};
   cuuint64_t stride[4] = {static_cast<cuuint64_t>(view.row_stride * kElementBytes), kStrideUnit, kStrideUnit,
@@ -87,7 +87,8 @@ TensorMap make_tensor_map(const Problem& problem, const TensorView& view, int64_
   result.steps.b0 = add(3, batch_size(problem, 0), batch_stride(problem, view, 0));
   result.steps.b1 = add(4, batch_size(problem, 1), batch_stride(problem, view, 1));
 
-  const cuuint32_t box[5] = {kBoxCols, static_cast<cuuint32_t>(box_rows), static_cast<cuuint32_t>(box_heads), 1, 1};
+  const cuuint32_t box[5] = {static_cast<cuuint32_t>(box_cols), static_cast<cuuint32_t>(box_rows),
+                             static_cast<cuuint32_t>(box_heads), 1, 1};
   const cuuint32_t element_stride[5] = {1, 1, 1, 1, 1};
   const CUtensorMapDataType type =
       problem.dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
@@ -95,7 +96,8 @@ TensorMap make_tensor_map(const Problem& problem, const TensorView& view, int64_
       promotion == Promotion::k256 ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B : CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
   const auto encode = [&] {
     return encode_function()(&result.map, type, 5, view.data, size, stride, box, element_stride,
-                             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, promoted,
+                             CU_TENSOR_MAP_INTERLEAVE_NONE,
+                             box_cols == kBoxCols ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B, promoted,
                              CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   };
   CUresult status = encode();

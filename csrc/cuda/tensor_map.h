@@ -34,8 +34,9 @@ const char* tma_refuses(const Problem& problem, const TensorView& view, int64_t 
 // 4.2 instead of 4.5 TB/s and short causal forwards take 2 % longer; backward of long full calls is 3 % faster.
 enum class Promotion : uint8_t { k128, k256 };
 
-// Boxes of box_rows rows by 64 columns of a 16-bit type, of box_heads heads one behind the other, 128-byte swizzle.
+// Boxes of box_rows rows by 64 columns of a 16-bit type, of box_heads heads one behind the other, 128-byte swizzle; or
+// by half as many columns, with a swizzle of 64 bytes.
 TensorMap make_tensor_map(const Problem& problem, const TensorView& view, int64_t heads, int64_t rows, int64_t cols,
-                          int box_rows, Promotion promotion, int box_heads = 1);
+                          int box_rows, Promotion promotion, int box_heads = 1, int box_cols = kBoxCols);
 
 }  // namespace flash_ext::cuda

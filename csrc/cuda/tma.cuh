@@ -1,5 +1,6 @@
-// Tiles by TMA (compute capability 9.0 and above): mbarriers and the copies of boxes that they wait for. Thin wrappers,
-// each of which names its instruction. Shared-memory addresses are 32-bit offsets of the shared window.
+// Tiles by TMA (compute capability 9.0 and above): mbarriers, the copies of boxes that they wait for, and boxes that
+// are stored. Thin wrappers, each of which names its instruction. Shared-memory addresses are 32-bit offsets of the
+// shared window.
 //
 // Called by the kernels of sm80/ and sm90/; tests/cpp/emulated/cuda/tma.cuh has the same names for the host.
 // Invariant: every wait is on a barrier of this block; with FLASH_EXT_BOUNDED_WAITS it traps instead of hanging.
@@ -71,6 +72,20 @@ __device__ __forceinline__ void tma_load(uint32_t shared, const CUtensorMap* map
       "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], "
       "[%2];" ::"r"(shared),
       "l"(map), "r"(barrier), "r"(at.col), "r"(at.row), "r"(at.head), "r"(at.b0), "r"(at.b1)
+      : "memory");
+}
+
+// cp.async.bulk.tensor.5d, shared to global: rows and columns outside of the tensor are not written.
+__device__ __forceinline__ void tma_store(const CUtensorMap* map, uint32_t shared, BoxStart at) {
+  asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(map),
+               "r"(shared), "r"(at.col), "r"(at.row), "r"(at.head), "r"(at.b0), "r"(at.b1)
+               : "memory");
+}
+// cp.reduce.async.bulk.tensor.5d .add: the same, added to what is there, in the map's type.
+__device__ __forceinline__ void tma_add(const CUtensorMap* map, uint32_t shared, BoxStart at) {
+  asm volatile(
+      "cp.reduce.async.bulk.tensor.5d.global.shared::cta.add.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(map),
+      "r"(shared), "r"(at.col), "r"(at.row), "r"(at.head), "r"(at.b0), "r"(at.b1)
       : "memory");
 }
 

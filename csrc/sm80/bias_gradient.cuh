@@ -7,8 +7,9 @@
 // One stage of each operand, and each is loaded again as soon as nobody reads it: K and Q of the next item while this
 // one's P and dP are made, V and dO while the next S is. What the next item shares stays.
 // attention/bias_gradient_plan.h has the order of the items; where parts share a tile, a second kernel adds their sums
-// up in order. A bias that is broadcast over nothing is written by the main backward kernel (bwd.cuh). Called by
-// run_backward. Invariant: each element of the gradient is written exactly once.
+// up in order. A bias that is broadcast over nothing, or in bf16 over few batch elements, gets its gradient from the
+// main backward kernel (bwd.cuh, bias_boxes.cuh). Called by run_backward. Invariant: each element of the gradient is
+// written exactly once.
 #pragma once
 
 #include "cuda/launch.h"
@@ -244,13 +245,15 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
       }
     }
     if (item().last) {
-      float* const to = (plan.partial != nullptr ? plan.partial : static_cast<float*>(args.dbias.data)) + item().to;
+      const SumsTo<T> to = SumsTo<T>{reinterpret_cast<char*>(plan.partial != nullptr ? plan.partial : args.dbias.data),
+                                     (opaque(features) & kNarrowDbias) != 0} +
+                           item().to;
       const int stage = layout.rows - Traits::kStage;
       const int left_rows = static_cast<int>(problem.len_q) - item().first_query;
       const int left_cols = static_cast<int>(problem.len_k) - item().first_key;
       if (plan.own_rows && plan.own_cols) {
         store_sums<Traits>(sum, base + stage + warp * Traits::kStageBytes,
-                           to + warp_query() * args.dbias.row_stride + warp_key() * args.dbias.col_stride, args.dbias,
+                           to + (warp_query() * args.dbias.row_stride + warp_key() * args.dbias.col_stride), args.dbias,
                            left_rows - warp_query(), left_cols - warp_key());
       } else {
         store_reduced<Traits>(sum, reinterpret_cast<float*>(smem + stage), to, args.dbias, plan, left_rows, left_cols);
@@ -266,7 +269,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
 // ---- host -----------------------------------------------------------------------------------------------------------
 
 template <class Element, int kHeadDim>
-void run_bias_gradient(const BackwardArgs& args, const BackwardScratch& scratch, int64_t shared_limit) {
+void run_bias_gradient(const BackwardArgs& args, const BackwardScratch& scratch, int64_t shared_limit, bool narrow) {
   const Problem& problem = args.fwd.problem;
   const auto bytes = [&]<class Traits>(Traits) -> int64_t {
     constexpr TileShape kTile = Traits::kTile;
@@ -282,10 +285,11 @@ void run_bias_gradient(const BackwardArgs& args, const BackwardScratch& scratch,
                                                     int64_t{multiprocessors} * Traits::kBlocksPerSm);
     if (plan.parts > 1) plan.partial = scratch.bias_partial;
     cuda::launch(bias_gradient_kernel<Traits>, cuda::grid_of(plan.blocks()), Traits::kThreads, bytes(traits),
-                 args.fwd.stream, args, scratch.delta, scratch.d_lse, scratch.inverse, plan, features_of(args.fwd));
+                 args.fwd.stream, args, scratch.delta, scratch.d_lse, scratch.inverse, plan,
+                 features_of(args.fwd) | (narrow && plan.parts == 1 ? kNarrowDbias : 0u));
     if (plan.parts > 1) {
-      cuda::sum_parts(args.dbias.data, DType::kFloat32, scratch.bias_partial, plan.part_elements, plan.parts,
-                      args.fwd.stream);
+      cuda::sum_parts(args.dbias.data, narrow ? problem.dtype : DType::kFloat32, scratch.bias_partial,
+                      plan.part_elements, plan.parts, args.fwd.stream);
     }
   };
   using Large = BiasGradientTraits<Element, kHeadDim, false>;

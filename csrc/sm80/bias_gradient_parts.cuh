@@ -125,19 +125,48 @@ __device__ __forceinline__ void load_operand(typename Traits::Tile tile, const G
   }
 }
 
+// The gradient from some element on, in float or in T.
+template <class T>
+struct SumsTo {
+  char* data;
+  bool narrow;
+
+  __device__ __forceinline__ SumsTo operator+(int64_t elements) const {
+    return {data + elements * (narrow ? 2 : 4), narrow};
+  }
+  __device__ __forceinline__ void store(int64_t at, float x) const {
+    if (sizeof(T) == 2 && narrow) {
+      reinterpret_cast<T*>(data)[at] = T(x);
+    } else {
+      reinterpret_cast<float*>(data)[at] = x;
+    }
+  }
+  // Four side by side.
+  __device__ __forceinline__ void store_four(int64_t at, const uint32_t (&x)[4]) const {
+    if (sizeof(T) == 2 && narrow) {
+      alignas(8) const T numbers[4] = {T(__uint_as_float(x[0])), T(__uint_as_float(x[1])), T(__uint_as_float(x[2])),
+                                       T(__uint_as_float(x[3]))};
+      *reinterpret_cast<uint2*>(data + at * 2) = reinterpret_cast<const uint2&>(numbers);
+    } else {
+      *reinterpret_cast<uint4*>(data + at * 4) = {x[0], x[1], x[2], x[3]};
+    }
+  }
+};
+
 // A warp's sums to the gradient, whose corner for this warp is `to`; `stage` is the warp's own shared memory. Sixteen
 // queries at a time become rows of keys, so that the stores are whole sectors.
 template <class Traits>
-__device__ __forceinline__ void store_sums(const typename Traits::Scores& sum, uint32_t stage, float* to,
-                                           const TensorView& dbias, int rows, int cols) {
+__device__ __forceinline__ void store_sums(const typename Traits::Scores& sum, uint32_t stage,
+                                           const SumsTo<typename Traits::T>& to, const TensorView& dbias, int rows,
+                                           int cols) {
   constexpr int kWarpKeys = Traits::kWarpKeys;
   constexpr int kLanes = kWarpKeys / 4, kRows = 32 / kLanes;  // of a row, and rows at once, where stores take 16 bytes
   const int lane = opaque(threadIdx.x % 32);
   const auto address = [&](int query, int key) {
     return stage + (query * kWarpKeys + (key ^ query / 2 % (kWarpKeys / 8) * 8)) * 4;
   };
-  const bool vectors = dbias.col_stride == 1 && dbias.row_stride % 4 == 0 && reinterpret_cast<uint64_t>(to) % 16 == 0 &&
-                       cols >= kWarpKeys;
+  const bool vectors = dbias.col_stride == 1 && dbias.row_stride % 4 == 0 &&
+                       reinterpret_cast<uint64_t>(to.data) % (to.narrow ? 8 : 16) == 0 && cols >= kWarpKeys;
 #pragma unroll
   for (int n = 0; n < Traits::kN; n += 2) {
     __syncwarp();
@@ -156,16 +185,15 @@ __device__ __forceinline__ void store_sums(const typename Traits::Scores& sum, u
       for (int row = lane / kLanes; row < 16; row += kRows) {
         uint32_t words[4];
         load_shared(words, address(row, key));
-        *reinterpret_cast<uint4*>(to + (n * 8 + row) * dbias.row_stride + key) = {words[0], words[1], words[2],
-                                                                                  words[3]};
+        to.store_four((n * 8 + row) * dbias.row_stride + key, words);
       }
     } else {
       const int key = lane % kWarpKeys;
 #pragma unroll 1
       for (int row = lane / kWarpKeys; row < 16 && n * 8 + row < rows; row += 32 / kWarpKeys) {
         if (key < cols) {
-          to[(n * 8 + row) * dbias.row_stride + key * dbias.col_stride] =
-              __uint_as_float(load_shared(address(row, key)));
+          to.store((n * 8 + row) * dbias.row_stride + key * dbias.col_stride,
+                   __uint_as_float(load_shared(address(row, key))));
         }
       }
     }
@@ -175,9 +203,9 @@ __device__ __forceinline__ void store_sums(const typename Traits::Scores& sum, u
 // The same where queries, keys or both are summed over the tile too: in the thread, over the lanes, then over the warps
 // through `partial`, always in the same order.
 template <class Traits>
-__device__ __forceinline__ void store_reduced(const typename Traits::Scores& sum, float* partial, float* to,
-                                              const TensorView& dbias, const BiasGradientPlan& plan, int rows,
-                                              int cols) {
+__device__ __forceinline__ void store_reduced(const typename Traits::Scores& sum, float* partial,
+                                              const SumsTo<typename Traits::T>& to, const TensorView& dbias,
+                                              const BiasGradientPlan& plan, int rows, int cols) {
   constexpr int kWarpsM = Traits::kWarpsM, kWarpsN = Traits::kWarpsN;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, thread = static_cast<int>(threadIdx.x);
   const auto over_lanes = [](float x, int first, int last) {
@@ -203,7 +231,7 @@ __device__ __forceinline__ void store_reduced(const typename Traits::Scores& sum
       float x = 0.f;
 #pragma unroll
       for (int i = 0; i < kWarpsN; ++i) x += partial[i * Traits::kBlockM + thread];
-      to[thread * dbias.row_stride] = x;
+      to.store(thread * dbias.row_stride, x);
     }
     return;
   }
@@ -232,7 +260,7 @@ __device__ __forceinline__ void store_reduced(const typename Traits::Scores& sum
   for (int i = thread; i < numbers && i < cols; i += Traits::kThreads) {
     float x = 0.f;
     for (int term = 0; term < terms; ++term) x += partial[term * numbers + i];
-    to[i * dbias.col_stride] = x;
+    to.store(i * dbias.col_stride, x);
   }
 }
 

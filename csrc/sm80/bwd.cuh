@@ -14,6 +14,7 @@
 #pragma once
 
 #include "attention/tile_schedule.h"
+#include "sm80/bias_boxes.cuh"
 #include "sm80/bwd_block.cuh"
 #include "sm80/dq_sum.cuh"
 #include "sm80/dropout.cuh"
@@ -43,6 +44,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   using T = typename Traits::T;
   using Tile = typename Traits::Tile;
   using ScoreTile = typename Traits::ScoreTile;
+  using Sums = typename Traits::Sums;
   constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kHeadDim = Traits::kHeadDim;
   constexpr int kThreads = Traits::kThreads, kStages = Traits::kStages, kM = Traits::kM;
   constexpr bool kScaled = std::is_same_v<typename Traits::Element, Fp16>;
@@ -52,7 +54,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     __trap();
     return;
   }
-  char* const smem = dynamic_shared();
+  constexpr bool kSendsDbias = Traits::kSendsDbias && kHasBulkAdditions;
+  char* const smem = dynamic_shared_of_boxes();
 
   const Problem& problem = args.fwd.problem;
   const uint32_t base = shared_address(smem);
@@ -72,9 +75,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     block.tile = blockIdx.x;
     if (scratch.turns != nullptr) {
       block.tile = atomicAdd(scratch.turns + problem.batch * problem.heads_q * scratch.m_blocks * Traits::kWarps, 1);
+      block.tile -= scratch.first_batch * static_cast<unsigned>(schedule.size());  // of the launches before
     }
   }
-  const auto has = [&](Feature feature) { return (opaque(options.features) & feature) != 0; };
+  const auto has = [&](unsigned features) { return (opaque(options.features) & features) != 0; };
   const auto drops = [&] { return !Traits::kPlain && has(kDropout); };
   const auto measured = [&] { return !(kFolded && Traits::kPlain) && has(kMeasured); };
   // The first half of the warps holds dV, the second dK; a pair of warps, one of each, shares its keys. NOTE: computed
@@ -87,7 +91,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 
   // NOTE: everything is found here, before dK and dV occupy half of the registers; later heads only step on.
   if (threadIdx.x == 0) {
-    const auto [b, group, n_block] = schedule.at<uint32_t>(block.tile);
+    const auto [place, group, n_block] = schedule.at<uint32_t>(block.tile);
+    const int64_t b = place + scratch.first_batch;
     const int members = static_cast<int>(problem.heads_q / schedule.heads_k);
     block.find(args, scratch, schedule, b, group * members, n_block, members);
     if constexpr (!Traits::kPlain) {
@@ -173,37 +178,42 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
   };
 
-  // dP^T - delta of rows that have keys, by their dlse.
-  const auto add_dlse = [&](float(&dp_acc)[kM][kBlockM / 8][4], int query, int stage) {
-    const int column = lane_column() * 2;
-    const float* const d_lse = scratch.d_lse + int64_t{block.bh} * opaque(problem.len_q) + query + column;
-    const int left = opaque(static_cast<int>(problem.len_q) - query - column);
-    const float* const lse_row = row_smem + stage * 3 * kBlockM + column;
-#pragma unroll
-    for (int n = 0; n < kBlockM / 8; ++n) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const bool has_keys = n * 8 + i < left && lse_row[n * 8 + i] != kMinusInf;
-        const float x = has_keys ? d_lse[n * 8 + i] : 0.f;
-#pragma unroll
-        for (int m = 0; m < kM; ++m) {
-          dp_acc[m][n][i] += x;
-          dp_acc[m][n][i + 2] += x;
-        }
-      }
-    }
-  };
-
-  // dP^T becomes dS^T. NOTE: P is what the products see, rounded to T, because P in float beside dP would spill (eager
+  // dS^T of dP^T. NOTE: P is what the products see, rounded to T, because P in float beside dP would spill (eager
   // attention rounds P and dP).
   float slope_sum = 0.f;
-  const auto dp_to_ds = [&](float(&dp_acc)[kM][kBlockM / 8][4], int query, int stage) {
+  const auto ds_of = [&](float(&dp_acc)[kM][kBlockM / 8][4], int query, int stage) {
+    const float* const delta = row_smem + (stage * 3 + 1) * kBlockM;
+    if constexpr (Traits::kPacksDs) {
+      if (Traits::kPlain || !has(kSlopeGradient | kBiasGradient | kDlseApart)) {
+        auto ds = subtract_delta<Frag>(dp_acc, delta, Traits::kPlain ? 1.f : options.dropout_scale);
+        pair_wait(1 + pair());
+        if (drops()) {
+          multiply_by_p<Frag, true>(ds, p_buffer(), delta);
+        } else {
+          multiply_by_p<Frag, false>(ds, p_buffer(), delta);
+        }
+        if constexpr (kSendsDbias) {
+          if (has(kBiasBoxes)) {
+            cuda::BoxStart at = block.dbias_box;
+            at.col += warp_key();
+            at.row = query;
+            send_dbias(ds, p_buffer(), scratch.dbias_map, scratch.adds_dbias, at);
+          }
+        }
+        if (!Traits::kPlain && has(kCap)) multiply_scores<Frag>(ds, ds_tile(stage), warp_key());
+        return ds;
+      }
+    }
+    pair_wait(1 + pair());
     if (drops()) {
       with_p<Frag>(dp_acc, p_buffer(), [&](float& x, float p) { x = p > 0.f ? x * options.dropout_scale : 0.f; });
     }
-    for_each_column(dp_acc, row_smem + (stage * 3 + 1) * kBlockM, [](float& x, float delta) { x -= delta; });
+    for_each_column(dp_acc, delta, [](float& x, float number) { x -= number; });
     if constexpr (!Traits::kPlain) {
-      if (has(kDlseApart)) add_dlse(dp_acc, query, stage);
+      if (has(kDlseApart)) {
+        const int64_t row = int64_t{block.bh} * opaque(problem.len_q) + query;
+        add_dlse(dp_acc, row_smem + stage * 3 * kBlockM, scratch.d_lse + row, static_cast<int>(problem.len_q) - query);
+      }
     }
     with_p<Frag>(dp_acc, p_buffer(), [&](float& x, float p) { x *= Traits::kPlain ? p : fabsf(p); });
     if (kScaled) for_each_score<true>(dp_acc, 0, 0, [](float& x, int, int) { x *= 1.f / 1024.f; });
@@ -222,6 +232,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       const float scale = ds_scale();
       for_each_score<true>(dp_acc, 0, 0, [&](float& x, int, int) { x *= scale; });
     }
+    return operands<Frag>(dp_acc);
   };
 
   bool has_next;  // head of the group
@@ -354,7 +365,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         if (kDrawsAhead && drops()) {
           gemm_from_registers<Frag>(acc, p_frag, d_out_smem, 0, 0, [&](int i, int n) { draw(query - kBlockM, i, n); });
         } else {
-          gemm_from_registers<Frag>(acc, p_frag, d_out_smem, 0, 0);
+          gemm_from_registers<Frag, Sums>(acc, p_frag, d_out_smem, 0, 0);
         }
         if (Traits::kDeferred && Traits::kFirstDqWarp == 0 && query < block.last_query) {
           add_dq(query + kBlockM, stage ^ 1);
@@ -363,11 +374,12 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         if (Traits::kDeferred && query < block.last_query) add_dq(query + kBlockM, stage ^ 1);
         clear(s_acc);
         gemm_nt<Frag, kHeadDim>(s_acc, v_smem, warp_key(), d_out_smem, 0);
-        pair_wait(1 + pair());
-        dp_to_ds(s_acc, query, stage);
-        const auto ds_frag = operands<Frag>(s_acc);
+        const auto ds_frag = ds_of(s_acc, query, stage);
         store_scores(ds_tile(stage), ds_frag, warp_key());
-        gemm_from_registers<Frag>(acc, ds_frag, q_smem, 0, 0);
+        gemm_from_registers<Frag, Sums>(acc, ds_frag, q_smem, 0, 0);
+        if constexpr (kSendsDbias) {
+          if (has(kBiasBoxes)) bulk_wait_read();  // the partner's next P comes there
+        }
       }
       if (kStages == 2) {
         stage ^= 1;

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "attention/tile_schedule.h"
+#include "sm80/boxes.cuh"
 #include "sm80/bwd_parts.cuh"
 
 namespace flash_ext::sm80 {
@@ -26,6 +27,7 @@ struct BackwardBlock {
   TileBand band;
   int first_key, n_block, first_query, last_query, diagonal;
   uint32_t bh;
+  cuda::BoxStart dbias_box;    // of bias_boxes.cuh, at the block's first key
   uint32_t dq_stage;           // shared memory of all warps' stages of dQ
   int dq_rows;                 // BackwardSmem::dq_rows; 0: fragments without a stage, -1: rows
   float bound, delta_max;      // of dS, fp16
@@ -69,6 +71,10 @@ struct BackwardBlock {
     if (scratch.direct_dbias) {
       dbias = static_cast<float*>(args.dbias.data) + batch_offset(problem, args.dbias, b) +
               first_head * args.dbias.head_stride;
+    }
+    if (Traits::kSendsDbias) {
+      dbias_box = box_of(problem, scratch.dbias_map.steps, b, head);
+      dbias_box.col = static_cast<int>(key_tile) * kBlockN;
     }
     band = TileBand::make(problem);
     n_block = static_cast<int>(key_tile);
@@ -118,6 +124,7 @@ struct BackwardBlock {
     turn += opaque(scratch.m_blocks) * Traits::kWarps;
     if (slope != nullptr) slope += opaque(schedule.blocks);
     if (dbias != nullptr) dbias += opaque(args.dbias.head_stride);
+    if (Traits::kSendsDbias) dbias_box.head += scratch.dbias_map.steps.head;
     ++bh;
   }
 };

@@ -8,6 +8,7 @@
 #include <cmath>
 
 #include "attention/tile_schedule.h"
+#include "cuda/tensor_map.h"
 #include "sm80/score.cuh"
 
 namespace flash_ext::sm80 {
@@ -28,6 +29,9 @@ struct BackwardScratch {
   float* zeros = nullptr;         // [d_v], float with one key
   const float* d_lse = nullptr;   // [b, h_q, s_q], where delta is without it, see is_dlse_apart
   bool direct_dbias = false;      // no dimension of the bias is broadcast: the main kernel writes its gradient
+  cuda::TensorMap dbias_map;      // of bias_boxes.cuh
+  bool adds_dbias = false;        // to what is there
+  int first_batch = 0;            // of this launch
 };
 
 // Tensor cores truncate when they add to their accumulators, which over 10^5 additions is more than fp16 rounds. Where
@@ -56,7 +60,14 @@ struct BackwardTraits {
   // Columns of 8 at once, fewer where registers would spill.
   static constexpr bool kTight = sizeof(T) == 4 && (kHeadDim == 96 || kHeadDim > 128);
   static constexpr bool kTightHalf = std::is_same_v<Element, Fp16> && kHeadDim == 128;
-  static constexpr int kDqPart = kSmall ? kDqN : (kTight || (kTightHalf && kPlain) ? 2 : (kTightHalf ? 4 : kDqN));
+  static constexpr int kDqPart = kTight ? 2 : kSmall ? kDqN : kTightHalf ? (kPlain ? 2 : 4) : kDqN;
+  // Of dV and dK. NOTE: those of FragmentsTf32 spilled 4 to 12 bytes on 9.0, and 40 and 280 of small tiles on 8.0.
+  static constexpr bool kTightSums = Frag::kSplit && kHeadDim > 128 && (kSmall || cuda::kComputeCapability >= 90);
+  using Sums = std::conditional_t<kTightSums, StepSums<1, kSmall && (kHeadDim > 192) ? 0 : 1>, void>;
+  // See multiply_by_p. NOTE: in the plain kernel of head dimension 128 it was 2 % slower, in the other one 8.0 spilled.
+  static constexpr bool kPacksDs =
+      std::is_same_v<Element, Bf16> && (kHeadDim <= 64 || (!kPlain && cuda::kComputeCapability >= 90));
+  static constexpr bool kSendsDbias = std::is_same_v<Element, Bf16> && kM == 2 && !kSmall && !kPlain;
   static_assert(kBlockN == kShape.key_rows * kWarps / 2, "the keys are laid over half of the warps");
   static_assert(kDqM >= 1 && kDqN >= 2 && kDqN % 2 == 0, "dQ is laid over the warps in pairs of 8 columns");
   // P is at most 1: in fp16, where 2^-14 is the least normal number, it is kept as 2^10 P.
@@ -105,6 +116,28 @@ __device__ __forceinline__ void for_each_column(float (&c)[kM][kN][4], const flo
       c, numbers, [](float x) { return x; }, fn);
 }
 
+// dP^T - delta of rows that have keys, by their dlse. lse: in shared memory; d_lse: of the tile's first query, of which
+// there are `queries`.
+template <int kM, int kN>
+__device__ __forceinline__ void add_dlse(float (&dp)[kM][kN][4], const float* lse, const float* d_lse, int queries) {
+  const int column = lane_column() * 2, left = opaque(queries - column);
+  d_lse += column;
+  lse += column;
+#pragma unroll
+  for (int n = 0; n < kN; ++n) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const bool has_keys = n * 8 + i < left && lse[n * 8 + i] != kMinusInf;
+      const float x = has_keys ? d_lse[n * 8 + i] : 0.f;
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        dp[m][n][i] += x;
+        dp[m][n][i + 2] += x;
+      }
+    }
+  }
+}
+
 // A fragment of S^T to its place in a [key][query] tile.
 template <class Frag, int kM, int kN, class Tile>
 __device__ __forceinline__ void store_scores(Tile tile, const Operands<Frag, kM, kN>& c, int key) {
@@ -133,6 +166,20 @@ __device__ __forceinline__ void multiply_scores(float (&c)[kM][kN][4], Tile tile
         c[m][n][2 * half] *= pair.x;
         c[m][n][2 * half + 1] *= pair.y;
       }
+    }
+  }
+}
+
+// The same of what is packed, in bf16.
+template <class Frag, int kM, int kN, class Tile>
+__device__ __forceinline__ void multiply_scores(Operands<Frag, kM, kN>& c, Tile tile, int key) {
+  const unsigned lane = opaque(threadIdx.x % 32);
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int i = 0; i < 2 * kN; ++i) {
+      const uint32_t word = Frag::template Operand<kN>::load_word(tile, key + m * 16 + i % 2 * 8, i / 2 * 8, lane);
+      c.row[m].set_word(i, multiply_bf16(c.row[m].word(i), word));
     }
   }
 }
@@ -193,6 +240,58 @@ __device__ __forceinline__ void with_p(float (&c)[kM][kN][4], uint32_t buffer, c
       for (int block = 0; block < kBlocks; ++block) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) fn(c[m][n + block][i], p.value(block, i));
+      }
+    }
+  }
+}
+
+// dP - delta in bf16, where dP is `factor` times dp: what dS is made of when P has come, rounded as eager attention
+// rounds dP.
+template <class Frag, int kM, int kN>
+__device__ __forceinline__ Operands<Frag, kM, kN> subtract_delta(const float (&dp)[kM][kN][4], const float* delta,
+                                                                 float factor) {
+  Operands<Frag, kM, kN> result;
+  delta += opaque(threadIdx.x) % 4 * 2;
+#pragma unroll
+  for (int n = 0; n < kN; ++n) {
+    const float2 pair = *reinterpret_cast<const float2*>(delta + n * 8);
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float x = fmaf(dp[m][n][2 * half], factor, -pair.x), y = fmaf(dp[m][n][2 * half + 1], factor, -pair.y);
+        result.row[m].set_word(2 * n + half, Frag::pack(x, y));
+      }
+    }
+  }
+  return result;
+}
+
+// dS of it, two numbers an instruction. P as with_p has it. With kDrops dP is 0 where P is negative, and dS then P
+// delta.
+template <class Frag, bool kDrops, int kM, int kN>
+__device__ __forceinline__ void multiply_by_p(Operands<Frag, kM, kN>& ds, uint32_t buffer, const float* delta) {
+  constexpr int kWords = Frag::template Operand<kN>::kWords;
+  const unsigned lane = opaque(threadIdx.x % 32);
+  const uint32_t at = buffer + lane * kChunkBytes;
+  delta += lane % 4 * 2;
+#pragma unroll
+  for (int n = 0; n < kN; n += 2) {
+    uint32_t deltas[2];
+#pragma unroll
+    for (int i = 0; i < 2 && kDrops; ++i) deltas[i] = Frag::pack(delta[(n + i) * 8], delta[(n + i) * 8 + 1]);
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+      uint32_t p[4];
+      load_shared(p, at + (m * kWords + 2 * n) * 128);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        uint32_t word = ds.row[m].word(2 * n + i);
+        if constexpr (kDrops) {
+          const uint32_t negative = spread_high_bits(p[i]);
+          word = (word & ~negative) | (deltas[i / 2] & negative);
+        }
+        ds.row[m].set_word(2 * n + i, multiply_bf16(p[i], word));
       }
     }
   }

@@ -124,8 +124,12 @@ struct Fragments16 {
     }
     // What this lane stored there.
     template <int kCols>
+    static __device__ __forceinline__ uint32_t load_word(SmemTile<T, kCols> tile, int row8, int col, unsigned lane) {
+      return load_shared(tile.at(row8, lane / 4, col * 2, 0) + lane % 4 * 4);
+    }
+    template <int kCols>
     static __device__ __forceinline__ float2 load(SmemTile<T, kCols> tile, int row8, int col, unsigned lane) {
-      const uint32_t bits = load_shared(tile.at(row8, lane / 4, col * 2, 0) + lane % 4 * 4);
+      const uint32_t bits = load_word(tile, row8, col, lane);
       const uint16_t low = bits & 0xFFFFu, high = bits >> 16;
       return {static_cast<float>(reinterpret_cast<const T&>(low)),
               static_cast<float>(reinterpret_cast<const T&>(high))};
@@ -144,7 +148,7 @@ struct Fragments16 {
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) r[n][i] &= ~((r[n][i] >> 15 & 0x10001u) * 0xFFFFu);
+        for (int i = 0; i < 2; ++i) r[n][i] &= ~spread_high_bits(r[n][i]);
       }
     }
   };

@@ -233,7 +233,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
       }
       const auto p = operands<Frag>(s_acc);
       begin_next();
-      gemm_from_registers<Frag, Traits::kAhead>(o_acc, p, v_smem, 0, 0);
+      gemm_from_registers<Frag, void, Traits::kAhead>(o_acc, p, v_smem, 0, 0);
     };
     if constexpr (!kInterleaved) {
       one_after_the_other();

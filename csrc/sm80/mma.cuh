@@ -25,12 +25,23 @@ __device__ __forceinline__ void clear(float (&c)[kM][kN][4]) {
 // NOTE: the tensor core cuts off what its accumulator has no place for (relative error 1e-5 over 1,000 keys, measured).
 // With kSplit the products of these steps alone are added there, small and large ones apart, the large ones in kChains
 // sums, and C gets their sum by rounding additions. Mean error of sums of positive products in 2^-24 of them: -0.7 by
-// single steps, -1.9 by four, -0.9 by four in two chains; four take 0.92 of the time of one.
+// single steps, -1.9 by four, -0.9 by four in two chains; four take 0.92 of the time of one. kChains = 0: in one sum,
+// the small ones first, for where no registers are left for two.
 template <class Frag, int kSteps, int kChains, class GetA, class GetB>
 __device__ __forceinline__ void multiply_add(float (&c)[4], const GetA& a, const GetB& b) {
   if constexpr (!Frag::kSplit) {
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) Frag::mma(c, a(s), b(s));
+  } else if constexpr (kChains == 0) {
+    float sum[4] = {};
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      mma_m16n8k8(sum, a(s).hi, b(s).lo);
+      mma_m16n8k8(sum, a(s).lo, b(s).hi);
+      mma_m16n8k8(sum, a(s).hi, b(s).hi);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) c[i] += sum[i];
   } else {
     float small[4] = {}, large[kChains][4] = {};
 #pragma unroll
@@ -143,17 +154,25 @@ __device__ __forceinline__ Operands<Frag, kM, kN> operands(const float (&c)[kM][
   }
 }
 
+// What multiply_add is told by gemm_from_registers.
+template <int kSteps_, int kChains_>
+struct StepSums {
+  static constexpr int kSteps = kSteps_, kChains = kChains_;
+};
+
 struct Nothing {
   __device__ __forceinline__ void operator()(int, int) const {}
 };
 
 // C += P B, P in registers, B rows (k) from `k0`, columns from `col`. between(i, n) is called after part i of n, for
-// what shall be done while the tensor core works.
-template <class Frag, bool kAhead = Frag::kAhead, int kM, int kN, int kP, class TileB, class Between = Nothing>
+// what shall be done while the tensor core works. Sums: void for those of head dimension TileB::kColumns.
+template <class Frag, class Sums = void, bool kAhead = Frag::kAhead, int kM, int kN, int kP, class TileB,
+          class Between = Nothing>
 __device__ __forceinline__ void gemm_from_registers(float (&c)[kM][kN][4], const Operands<Frag, kM, kP>& p,
                                                     TileB b_tile, int k0, int col, const Between& between = {}) {
   const unsigned lane = opaque(threadIdx.x % 32);
-  constexpr int kSteps = Frag::template kSteps<TileB::kColumns>, kRow = kSteps * Frag::kK;
+  using UsedSums = std::conditional_t<std::is_void_v<Sums>, StepSums<Frag::template kSteps<TileB::kColumns>, 1>, Sums>;
+  constexpr int kSteps = UsedSums::kSteps, kRow = kSteps * Frag::kK;
   constexpr int kBuffers = kAhead ? 2 : 1, kDepthRows = kP * 8 / kRow;
   static_assert(kDepthRows * kRow == kP * 8 && (!kAhead || kSteps == 1));
   typename Frag::B b[kBuffers][kSteps][2];
@@ -181,7 +200,7 @@ __device__ __forceinline__ void gemm_from_registers(float (&c)[kM][kN][4], const
         for (int s = 0; s < kSteps; ++s) a[s] = p.row[m].step(k * kRow + s * Frag::kK);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          multiply_add<Frag, kSteps, 1>(
+          multiply_add<Frag, kSteps, UsedSums::kChains>(
               c[m][n + i], [&](int s) -> const auto& { return a[s]; },
               [&](int s) -> const auto& { return b[turn % kBuffers][s][i]; });
         }

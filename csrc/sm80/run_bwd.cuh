@@ -1,7 +1,7 @@
 // The host side of backward: which instance, how much scratch, which launches in which order.
 //
-//   memset -> delta -> (sums of rows with a large lse) -> (gradient of a broadcast bias) -> main kernel -> dQ to its
-//   own dtype, sums of slopes
+//   memset -> delta -> (sums of rows with a large lse) -> (gradient of a broadcast bias) -> main kernel, or one for
+//   each batch element -> dQ to its own dtype, sums of slopes
 //
 // Called by backend.cpp through kernels.h. Invariant: plan_backward and run_backward read the same functions, so
 // scratch and shared memory are what explain prints.
@@ -37,14 +37,15 @@ BackwardSmem backward_smem_of(const Problem& problem, const DeviceInfo& device) 
                        has_bulk_additions(device));
 }
 
+// batch: of how many elements.
 template <class Traits>
-TileSchedule backward_schedule(const Problem& problem, int64_t groups, int64_t processors) {
+TileSchedule backward_schedule(const Problem& problem, int64_t batch, int64_t groups, int64_t processors) {
   constexpr int64_t kL2Budget = 24 << 20;
   TileSchedule schedule;
   schedule.blocks = block_count(problem.len_k, Traits::kBlockN);
   schedule.heads_k = groups;
-  schedule.kv_heads = problem.batch * schedule.heads_k;
-  schedule.batch = problem.batch;
+  schedule.kv_heads = batch * schedule.heads_k;
+  schedule.batch = batch;
   const int64_t bytes = problem.len_q * (problem.head_dim * (sizeof(typename Traits::T) + 4) +
                                          problem.head_dim_v * sizeof(typename Traits::T));
   const int64_t l2_heads = heads_per_section(bytes * problem.heads_q / groups, kL2Budget);
@@ -141,6 +142,8 @@ Plan plan_backward(const Problem& problem, const DeviceInfo& device) {
     use("dq", smem.total - smem.dq);
     plan.on_chip_limit = device.shared_memory_per_block;
     plan.scratch_bytes = backward_scratch<Traits>(problem, nullptr).bytes;
+    plan.narrow_dbias = has_narrow_dbias<Element>(problem);
+    plan.tensor_maps = plan.narrow_dbias && has_tensor_maps(device, sizeof(typename Traits::T), kHeadDim);
     plan.grid = block_count(problem.len_k, Traits::kBlockN) * problem.batch * problem.heads_k;
     plan.processors = device.multiprocessors;  // mostly one block each
     if (device.multiprocessors > 0) plan.waves = static_cast<double>(plan.grid) / device.multiprocessors;
@@ -170,12 +173,17 @@ void run_backward(const BackwardArgs& given, const Plan& plan, void* workspace) 
     if (is_dlse_apart(problem)) scratch.d_lse = static_cast<const float*>(args.d_lse);
     cuda::delta(args, scratch.delta, scratch.bounds, scratch.d_lse != nullptr);
     if (may_be_inexact(problem)) run_measure<Element, kHeadDim>(args, scratch);
-    if (problem.wants_dbias && is_whole(problem, args.dbias)) {
-      scratch.direct_dbias = true;  // tiles outside the band are not visited
-      const int64_t bytes = bias_elements(problem, args.dbias) * 4;
+    const int by_boxes = problem.wants_dbias ? dbias_launches<Traits>(args, plan) : 0;
+    scratch.direct_dbias = problem.wants_dbias && !plan.narrow_dbias && is_whole(problem, args.dbias);
+    if (by_boxes > 0) {
+      scratch.dbias_map = cuda::make_tensor_map(problem, args.dbias, problem.heads_q, problem.len_q, problem.len_k,
+                                                Traits::kBlockM, cuda::Promotion::k128, 1, kDbiasCols);
+    } else if (problem.wants_dbias && !scratch.direct_dbias) {
+      run_bias_gradient<Element, kHeadDim>(args, scratch, plan.on_chip_limit, plan.narrow_dbias);
+    }
+    if (scratch.direct_dbias || (by_boxes > 0 && !make_band(problem).unbounded())) {  // some tiles are not visited
+      const int64_t bytes = bias_elements(problem, args.dbias) * (plan.narrow_dbias ? 2 : 4);
       cuda::check(cudaMemsetAsync(args.dbias.data, 0, bytes, static_cast<cudaStream_t>(args.fwd.stream)), "memset");
-    } else if (problem.wants_dbias) {
-      run_bias_gradient<Element, kHeadDim>(args, scratch, plan.on_chip_limit);
     }
     const bool has_tiles = problem.wants_dq || problem.wants_dk || problem.wants_dv || problem.wants_dalibi;
     if (!has_tiles && !scratch.direct_dbias) return;
@@ -185,11 +193,16 @@ void run_backward(const BackwardArgs& given, const Plan& plan, void* workspace) 
       ScoreOptions options = ScoreOptions::of(part.fwd, kMayBeRaw && (Traits::kPlain || !may_be_inexact(problem)));
       options.features |= (may_be_inexact(problem) ? kMeasured : 0u) |
                           (part_scratch.d_lse != nullptr ? kDlseApart : 0u) | (p.wants_dalibi ? kSlopeGradient : 0u) |
-                          (part_scratch.direct_dbias ? kBiasGradient : 0u);
-      TileSchedule schedule = backward_schedule<Traits>(problem, groups, plan.processors);
-      schedule.batch_inner = batch_shares_scores(problem, part.fwd);
-      cuda::launch(backward_kernel<Traits>, cuda::grid_of(schedule.size()), Traits::kThreads, plan.on_chip_bytes(),
-                   args.fwd.stream, part, part_scratch, schedule, options);
+                          (part_scratch.direct_dbias ? kBiasGradient : 0u) | (by_boxes > 0 ? kBiasBoxes : 0u);
+      const int64_t batch = by_boxes > 1 ? 1 : problem.batch;
+      TileSchedule schedule = backward_schedule<Traits>(problem, batch, groups, plan.processors);
+      schedule.batch_inner = batch > 1 && batch_shares_scores(problem, part.fwd);
+      BackwardScratch now = part_scratch;
+      for (; now.first_batch < problem.batch; now.first_batch += static_cast<int>(batch)) {
+        now.adds_dbias = now.first_batch > 0;
+        cuda::launch(backward_kernel<Traits>, cuda::grid_of(schedule.size()), Traits::kThreads, plan.on_chip_bytes(),
+                     args.fwd.stream, part, now, schedule, options);
+      }
     };
     if (problem.heads_k == problem.heads_v || !args.dv) {
       launch(args, scratch, problem.heads_k);

@@ -206,7 +206,9 @@ enum Feature : unsigned {
   kMeasured = 512,    // rows may have an inverse, see measure.cuh
   kDlseApart = 1024,  // see is_dlse_apart
   kSlopeGradient = 2048,
-  kBiasGradient = 4096,  // written by the main kernel
+  kBiasGradient = 4096,  // written by the main kernel, in float
+  kBiasBoxes = 8192,     // the same in bf16, by TMA
+  kNarrowDbias = 16384,  // of bias_gradient.cuh: in the type of query, not in float
 };
 
 inline unsigned features_of(const ForwardArgs& args) {
@@ -241,12 +243,14 @@ struct ScoreOptions {
 template <class Element, int kBlockM, int kBlockN, int kThreads>
 struct ScoreMods {
   using T = StorageOf<Element>;
+  static constexpr bool kApproximatesTanh = std::is_same_v<Element, Bf16>;
   static constexpr int kBiasPitch = aux_pitch(kBlockN, sizeof(T));
   static constexpr int kFloatPitch = aux_pitch(kBlockN, 4);
   static constexpr int kMaskPitch = aux_pitch(kBlockN, 1);
 
   float scale;
   float cap, inverse_cap;  // cap 0: off
+  float to_cap;            // tanh is taken of it times q k^T; in fp16 ex2 is
   float slope;
   const float* alibi;  // where the slope came from
   bool is_regular;     // load_whole may be used
@@ -263,6 +267,7 @@ struct ScoreMods {
     mods.scale = static_cast<float>(problem.scale);
     mods.cap = static_cast<float>(c == 0.0 || c >= 1.0 / limit ? c : 1.0 / limit);
     mods.inverse_cap = mods.cap > 0.f ? 1.f / mods.cap : 0.f;
+    mods.to_cap = mods.scale * mods.inverse_cap * (kApproximatesTanh ? 1.f : 2.f * kLog2e);
     mods.is_regular = true;
     mods.bias_smem = bias_base;
     mods.mask_smem = mask_base;
@@ -407,12 +412,13 @@ struct ScoreMods {
     }
   }
 
-  // cap * tanh(scale * x / cap), in 16-bit types by ex2 and rcp: absolute error 2e-7 of tanh, for which backend.cpp
-  // refuses caps above 4096. tanh.approx (5e-4) times
-  // a cap of 50 would break the error rule. NOTE: a polynomial, where a tile's maximum permits it, is no faster.
+  // cap * tanh(scale * x / cap). bf16: tanh.approx is within 2^-11 of tanh, where each of eager attention's roundings
+  // is up to 2^-8. fp16: by ex2 and rcp, 2e-7 of the cap, for which backend.cpp refuses caps above 4096. NOTE: a third
+  // special function a score, and what it took beside it, were 10 % of forward; a polynomial is no faster than they.
   __device__ __forceinline__ float capped_score(float x) const {
     if constexpr (sizeof(T) == 4) return cap * tanhf(__fmul_rn(x, scale) * inverse_cap);
-    return fmaf(-2.f * cap, reciprocal_fast(1.f + exp2_fast(__fmul_rn(x, scale) * (2.f * kLog2e * inverse_cap))), cap);
+    if constexpr (kApproximatesTanh) return __fmul_rn(cap, tanh_fast(x * to_cap));
+    return fmaf(-2.f * cap, reciprocal_fast(1.f + exp2_fast(x * to_cap)), cap);
   }
 };
 

@@ -18,8 +18,8 @@ template <class Traits>
 struct QueryTile {
   int64_t bh, b, head;
   int first_query;
-  __device__ __forceinline__ QueryTile(const Problem& problem, int m_blocks) {
-    const unsigned m_block = blockIdx.x % m_blocks, flat = blockIdx.x / m_blocks;
+  __device__ __forceinline__ QueryTile(const Problem& problem, int m_blocks, unsigned index) {
+    const unsigned m_block = index % m_blocks, flat = index / m_blocks;
     const unsigned heads = static_cast<unsigned>(problem.heads_q);
     bh = flat;
     b = flat / heads;

@@ -17,7 +17,7 @@
 namespace flash_ext::sm90 {
 
 using cuda::barrier_arrive, cuda::barrier_expect, cuda::barrier_init, cuda::barrier_try_wait, cuda::barrier_wait;
-using cuda::BoxStart, cuda::fence_barrier_init, cuda::prefetch_map, cuda::tma_load;
+using cuda::BoxStart, cuda::fence_barrier_init, cuda::prefetch_map, cuda::tma_load, cuda::tma_store;
 
 // The block's dynamic shared memory.
 __device__ __forceinline__ char* dynamic_shared() {
@@ -82,12 +82,6 @@ __device__ __forceinline__ void bulk_load(uint32_t shared, const void* global, u
                : "memory");
 }
 
-// cp.async.bulk.tensor.5d, shared to global: rows and columns outside of the tensor are not written.
-__device__ __forceinline__ void tma_store(const CUtensorMap* map, uint32_t shared, BoxStart at) {
-  asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(map),
-               "r"(shared), "r"(at.col), "r"(at.row), "r"(at.head), "r"(at.b0), "r"(at.b1)
-               : "memory");
-}
 // cp.reduce.async.bulk .add.f32, shared to global: bytes a multiple of 16, addresses, too; in the thread's bulk group.
 __device__ __forceinline__ void bulk_add(float* global, uint32_t shared, uint32_t bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global), "r"(shared),

@@ -23,6 +23,7 @@ struct Case {
   int64_t len_q = 0, len_k = 0;
   int64_t d = 0, d_v = 0;  // 0: head_dim
   int heads_q = 1, heads_k = 1, heads_v = 1;
+  int batch = 1;  // elements, which share bias and mask
   bool causal = false, bottom_right = false;
   int64_t window = kUnbounded;
   bool bias = false, mask = false, alibi = false;
@@ -107,10 +108,10 @@ class Call {
         d_(c.d > 0 ? c.d : c.head_dim),
         d_v_(c.d_v > 0 ? c.d_v : c.head_dim),
         rows_(c.one_row ? 1 : c.len_q),
-        q_(c.heads_q, c.len_q, d_, c.layout),
-        k_(c.heads_k, c.len_k, d_, c.layout),
-        v_(c.heads_v, c.len_k, d_v_, c.layout),
-        d_out_(c.heads_q, c.len_q, d_v_, c.layout),
+        q_(c.batch * c.heads_q, c.len_q, d_, c.layout),
+        k_(c.batch * c.heads_k, c.len_k, d_, c.layout),
+        v_(c.batch * c.heads_v, c.len_k, d_v_, c.layout),
+        d_out_(c.batch * c.heads_q, c.len_q, d_v_, c.layout),
         bias_(c.heads_q, rows_, c.len_k, c.layout),
         float_bias_(c.heads_q, rows_, c.len_k, c.layout),
         mask_(c.heads_q * rows_ * c.len_k, 1),
@@ -131,10 +132,12 @@ class Call {
       slopes_[h] = 0.05f + static_cast<float>(random() % 8) / 16;
       if (h % 2 == 1 && !c.slope_gradient) slopes_[h] = -4 * slopes_[h];
     }
-    d_lse_.resize(c.heads_q * c.len_q);
+    d_lse_.resize(c.batch * c.heads_q * c.len_q);
     for (float& x : d_lse_) x = normal(random);
 
     problem_.dtype = kDType<T>;
+    problem_.batch_rank = c.batch > 1 ? 1 : 0;
+    problem_.batch_size[0] = problem_.batch = c.batch;
     problem_.heads_q = c.heads_q;
     problem_.heads_k = c.heads_k;
     problem_.heads_v = c.heads_v;
@@ -170,9 +173,14 @@ class Call {
     };
     ForwardArgs args;
     args.problem = problem_;
-    args.q = q_.view();
-    args.k = k_.view();
-    args.v = v_.view();
+    // Heads of all batch elements lie one behind the other.
+    const auto batched = [&](TensorView view, int heads) {
+      view.batch_stride[0] = heads * view.head_stride;
+      return view;
+    };
+    args.q = batched(q_.view(), c_.heads_q);
+    args.k = batched(k_.view(), c_.heads_k);
+    args.v = batched(v_.view(), c_.heads_v);
     args.bias = c_.float_bias ? float_bias_.view() : bias_.view();
     args.mask.data = mask_.data();
     args.mask.head_stride = rows_ * c_.len_k;
@@ -182,9 +190,10 @@ class Call {
     args.alibi.data = slopes_.data();
     args.alibi.head_stride = 1;
     args.rng_state = rng_state_;
-    Matrices<T> out(c_.heads_q, c_.len_q, d_v_, c_.layout);
-    Matrices<float> lse(c_.heads_q, c_.len_q, 1, Layout::kHeadsFirst);
-    args.out = out.view();
+    const int heads_q = c_.batch * c_.heads_q, heads_k = c_.batch * c_.heads_k, heads_v = c_.batch * c_.heads_v;
+    Matrices<T> out(heads_q, c_.len_q, d_v_, c_.layout);
+    Matrices<float> lse(heads_q, c_.len_q, 1, Layout::kHeadsFirst);
+    args.out = batched(out.view(), c_.heads_q);
     args.lse = lse.view().data;
     EXPECT_EQ(backend.refuses(problem_, Pass::kForward, device), "");
     const Plan forward = backend.plan(problem_, Pass::kForward, device);
@@ -196,16 +205,16 @@ class Call {
     problem.wants_dq = problem.wants_dk = problem.wants_dv = true;
     problem.wants_dbias = c_.bias_gradient;
     problem.wants_dalibi = c_.slope_gradient;
-    back.d_out = d_out_.view();
+    back.d_out = batched(d_out_.view(), c_.heads_q);
     if (c_.d_lse) back.d_lse = d_lse_.data();
-    Matrices<T> dq(c_.heads_q, c_.len_q, d_, c_.layout), dk(c_.heads_k, c_.len_k, d_, c_.layout),
-        dv(c_.heads_v, c_.len_k, d_v_, c_.layout);
+    Matrices<T> dq(heads_q, c_.len_q, d_, c_.layout), dk(heads_k, c_.len_k, d_, c_.layout),
+        dv(heads_v, c_.len_k, d_v_, c_.layout);
     Matrices<float> dbias(c_.heads_q, rows_, c_.len_k, Layout::kHeadsFirst),
         dalibi(c_.heads_q, 1, 1, Layout::kHeadsFirst);
     Matrices<T> narrow_dbias(c_.heads_q, rows_, c_.len_k, Layout::kHeadsFirst);
-    back.dq = dq.view();
-    back.dk = dk.view();
-    back.dv = dv.view();
+    back.dq = batched(dq.view(), c_.heads_q);
+    back.dk = batched(dk.view(), c_.heads_k);
+    back.dv = batched(dv.view(), c_.heads_v);
     back.dbias = dbias.view();
     if (c_.one_row) back.dbias.row_stride = 0;
     back.dalibi = dalibi.view().data;
@@ -218,7 +227,7 @@ class Call {
     }
     backend.backward(back, plan, allocate(plan));
     for (const bool holds : {out.guards_hold(), lse.guards_hold(), dq.guards_hold(), dk.guards_hold(), dv.guards_hold(),
-                             dbias.guards_hold(), dalibi.guards_hold()}) {
+                             dbias.guards_hold(), narrow_dbias.guards_hold(), dalibi.guards_hold()}) {
       EXPECT_TRUE(holds) << "something beside a result was written";
     }
     return {out.values(),   lse.values(), dq.values(),
@@ -229,13 +238,14 @@ class Call {
   Results reference() {
     const int64_t n = c_.len_k;
     Results r;
-    std::vector<double> dk(c_.heads_k * n * d_), dv(c_.heads_v * n * d_v_), dbias(c_.heads_q * rows_ * n);
+    std::vector<double> dk(c_.batch * c_.heads_k * n * d_), dv(c_.batch * c_.heads_v * n * d_v_),
+        dbias(c_.heads_q * rows_ * n);
     const Band band = make_band(problem_);
     const Dropout dropout = make_dropout(rng_state_[0], rng_state_[1], c_.dropout);
     const double keep_scale = c_.dropout < 1 ? 1 / (1 - c_.dropout) : 0;
     const int64_t diagonal = c_.bottom_right ? n - c_.len_q : 0;
-    for (int h = 0; h < c_.heads_q; ++h) {
-      const int hk = h / (c_.heads_q / c_.heads_k), hv = h / (c_.heads_q / c_.heads_v);
+    for (int bh = 0; bh < c_.batch * c_.heads_q; ++bh) {
+      const int h = bh % c_.heads_q, hk = bh / (c_.heads_q / c_.heads_k), hv = bh / (c_.heads_q / c_.heads_v);
       double d_slope = 0;
       for (int64_t i = 0; i < c_.len_q; ++i) {
         const Range keys = band.keys({i, i + 1}, n);
@@ -245,7 +255,7 @@ class Call {
         for (int64_t j = keys.first; j < keys.last; ++j) {
           if (c_.mask && mask_[(h * rows_ + row) * n + j] == 0) continue;
           double x = 0;
-          for (int64_t e = 0; e < d_; ++e) x += double(q_.at(h, i, e)) * double(k_.at(hk, j, e));
+          for (int64_t e = 0; e < d_; ++e) x += double(q_.at(bh, i, e)) * double(k_.at(hk, j, e));
           x *= problem_.scale;
           if (c_.softcap > 0) {
             const double t = std::tanh(x / c_.softcap);
@@ -254,7 +264,7 @@ class Call {
           }
           if (c_.bias) x += double(bias_.at(h, row, j));
           if (c_.alibi) x -= slopes_[h] * std::abs(double(i + diagonal - j));
-          if (c_.dropout > 0) kept[j] = dropout.keep(h, i, j) ? keep_scale : 0;
+          if (c_.dropout > 0) kept[j] = dropout.keep(bh, i, j) ? keep_scale : 0;
           s[j] = x;
           most = std::max(most, x);
         }
@@ -263,12 +273,12 @@ class Call {
         r.lse.push_back(static_cast<float>(has_keys ? most + std::log(sum) : -INFINITY));
         for (double& x : p) x = has_keys ? x / sum : 0;
         std::vector<double> dp(n);
-        double delta = has_keys && c_.d_lse ? -double(d_lse_[h * c_.len_q + i]) : 0;
+        double delta = has_keys && c_.d_lse ? -double(d_lse_[bh * c_.len_q + i]) : 0;
         for (int64_t e = 0; e < d_v_; ++e) {
           double o = 0;
           for (int64_t j = 0; j < n; ++j) o += p[j] * kept[j] * double(v_.at(hv, j, e));
           r.out.push_back(static_cast<float>(o));
-          const double g = double(d_out_.at(h, i, e));
+          const double g = double(d_out_.at(bh, i, e));
           delta += o * g;
           for (int64_t j = 0; j < n; ++j) {
             dp[j] += kept[j] * g * double(v_.at(hv, j, e));
@@ -286,7 +296,7 @@ class Call {
           double x = 0;
           for (int64_t j = 0; j < n; ++j) {
             x += ds[j] * double(k_.at(hk, j, e));
-            dk[(hk * n + j) * d_ + e] += ds[j] * double(q_.at(h, i, e));
+            dk[(hk * n + j) * d_ + e] += ds[j] * double(q_.at(bh, i, e));
           }
           r.dq.push_back(static_cast<float>(x));
         }
@@ -344,6 +354,7 @@ void check(const Backend& backend, const Case& c) {
   EXPECT_EQ(again.dq, result.dq);
   EXPECT_EQ(again.dk, result.dk);
   EXPECT_EQ(again.dv, result.dv);
+  EXPECT_EQ(again.dbias, result.dbias);
 }
 
 }  // namespace flash_ext

@@ -54,7 +54,8 @@ void visit_box(const CUtensorMap* map, uint32_t shared, const BoxStart& at, cons
           inside = inside && place[i] >= 0 && place[i] < static_cast<int64_t>(encoded.size[i]);
         for (int i = 1; i < 5; ++i) global += place[i] * static_cast<int64_t>(encoded.stride[i - 1]);
         const uint32_t linear = row_address + static_cast<uint32_t>(col) * 2;
-        fn(linear ^ (linear >> 7 & 7) << 4, inside ? global : nullptr);
+        const uint32_t swizzle = encoded.box[0] == 64 ? 7 : 3;  // of 128 or 64 bytes
+        fn(linear ^ (linear >> 7 & swizzle) << 4, inside ? global : nullptr);
       }
     }
   }
@@ -71,6 +72,23 @@ inline void tma_load(uint32_t shared, const CUtensorMap* map, uint32_t barrier, 
       bytes += 2;
     });
     emulated::arrive_phase(barrier, 0, -bytes);
+  });
+}
+inline void tma_store(const CUtensorMap* map, uint32_t shared, BoxStart at) {
+  emulated::store_later([=] {
+    visit_box(map, shared, at, [](uint32_t address, char* to) {
+      if (to != nullptr) *reinterpret_cast<uint16_t*>(to) = emulated::at_shared<uint16_t>(address);
+    });
+  });
+}
+// Of bf16.
+inline void tma_add(const CUtensorMap* map, uint32_t shared, BoxStart at) {
+  emulated::store_later([=] {
+    visit_box(map, shared, at, [](uint32_t address, char* to) {
+      if (to == nullptr) return;
+      __nv_bfloat16& sum = *reinterpret_cast<__nv_bfloat16*>(to);
+      sum = __nv_bfloat16(static_cast<float>(sum) + static_cast<float>(emulated::at_shared<__nv_bfloat16>(address)));
+    });
   });
 }
 

@@ -39,6 +39,18 @@ void cp_async_wait() {
 
 inline void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) { emulated::ldmatrix_x4(r, address); }
 inline void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t address) { emulated::ldmatrix_x4_trans(r, address); }
+inline void stmatrix_x4_trans(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
+  const auto rows = emulated::exchange("stmatrix", address);
+  const int g = emulated::lane() / 4, t = emulated::lane() % 4;
+  const uint32_t words[4] = {r0, r1, r2, r3};
+  for (int i = 0; i < 4; ++i) {
+    for (int half = 0; half < 2; ++half) {
+      const uint16_t number = static_cast<uint16_t>(words[i] >> 16 * half);
+      std::memcpy(emulated::place(rows[8 * i + 2 * t + half] + 2 * g), &number, 2);
+    }
+  }
+  __syncwarp();
+}
 inline uint32_t movmatrix_trans(uint32_t value) { return emulated::movmatrix_trans(value); }
 
 inline void append_carry(uint32_t& flags, uint32_t word, uint32_t not_below) {
@@ -75,6 +87,15 @@ inline void store_shared(uint32_t address, float x, float y) {
 
 inline float exp2_fast(float x) { return x < -126.f ? 0.f : exp2f(x); }
 inline float reciprocal_fast(float x) { return 1.f / x; }
+inline float tanh_fast(float x) { return tanhf(x) * (1.f + 0x1p-12f); }
+inline uint32_t spread_high_bits(uint32_t x) { return (x >> 15 & 1) * 0xFFFFu | (x >> 31) * 0xFFFF0000u; }
+inline uint32_t multiply_bf16(uint32_t x, uint32_t y) {
+  const auto product = [&](int shift) -> uint32_t {
+    const __nv_bfloat16 rounded(__uint_as_float(x >> shift << 16) * __uint_as_float(y >> shift << 16));
+    return reinterpret_cast<const uint16_t&>(rounded);
+  };
+  return product(0) | product(16) << 16;
+}
 
 inline void add_global(float* address, float x) { *address += x; }
 inline void add_global(float* address, float x, float y) {

@@ -10,7 +10,7 @@
 namespace flash_ext::sm90 {
 
 using cuda::barrier_arrive, cuda::barrier_expect, cuda::barrier_init, cuda::barrier_try_wait, cuda::barrier_wait;
-using cuda::BoxStart, cuda::fence_barrier_init, cuda::prefetch_map, cuda::tma_load, cuda::visit_box;
+using cuda::BoxStart, cuda::fence_barrier_init, cuda::prefetch_map, cuda::tma_load, cuda::tma_store, cuda::visit_box;
 using emulated::at_shared;
 
 inline char* dynamic_shared() { return emulated::shared_memory(); }
@@ -54,13 +54,6 @@ inline void bulk_load(uint32_t shared, const void* global, uint32_t barrier, uin
   emulated::engine([=] {
     std::memcpy(emulated::place(shared), global, bytes);
     emulated::arrive_phase(barrier, 0, -static_cast<int>(bytes));
-  });
-}
-inline void tma_store(const CUtensorMap* map, uint32_t shared, BoxStart at) {
-  emulated::store_later([=] {
-    visit_box(map, shared, at, [](uint32_t address, char* to) {
-      if (to != nullptr) *reinterpret_cast<uint16_t*>(to) = at_shared<uint16_t>(address);
-    });
   });
 }
 inline void bulk_add(float* global, uint32_t shared, uint32_t bytes) {
