@@ -221,7 +221,7 @@ __device__ __forceinline__ void consume_backward(const typename Traits::Params& 
         const int distance = row - (m * kBlockM + lane % 4 * 2) - params.scores.alibi.offset;
         take_backward_scores<Traits>(s_acc, params, tiles, place.stage, scores, warp_row, slope, distance);
       }
-      if constexpr (Traits::kCaps) cap_scores<true>(s_acc, params.softcap);
+      if constexpr (Traits::kCaps) cap_scores<T, true>(s_acc, params.softcap);
       // NOTE: with scores there are no registers for `inside`, 12 bytes were spilled.
       if (Traits::kScored ? params.band.is_boundary(m * kBlockM, kBlockM, work.first_key + consumer * 64, 64)
                           : !inside.has(m)) {

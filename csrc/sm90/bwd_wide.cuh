@@ -71,7 +71,7 @@ __device__ __forceinline__ void consume_keys(const WideParams& params, const typ
   const auto step = [&]<bool kLast>(std::bool_constant<kLast>) {
     uint32_t frag[kBlock / 4];
     if constexpr (kValues) {
-      if constexpr (Traits::kCaps) cap_scores<true>(s_acc, params.softcap);
+      if constexpr (Traits::kCaps) cap_scores<T, true>(s_acc, params.softcap);
       if (params.band.is_boundary(m * kBlock, kBlock, work.first_row, kBlock)) {
         mask_band_transposed(s_acc, params.band, row, m * kBlock);
       }
@@ -263,7 +263,7 @@ __device__ __forceinline__ void consume_queries(const WideParams& params, const 
   int n = work.first;
   const auto step = [&]<bool kLast>(std::bool_constant<kLast>) {
     uint32_t ds_frag[kBlock / 4];
-    if constexpr (Traits::kCaps) cap_scores<false>(s_acc, params.softcap);
+    if constexpr (Traits::kCaps) cap_scores<T, false>(s_acc, params.softcap);
     if (params.band.is_boundary(first_query, kBlock, n * kBlock, kBlock)) {
       mask_band(s_acc, params.band, row, n * kBlock);
     }

@@ -252,6 +252,13 @@ __device__ __forceinline__ float exp2_fast(float x) {
   return result;
 }
 
+// tanh.approx.f32: relative error 2^-11
+__device__ __forceinline__ float tanh_fast(float x) {
+  float result;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
 // rcp.approx.ftz.f32: relative error 2^-23; of infinity 0.
 __device__ __forceinline__ float reciprocal_fast(float x) {
   float result;

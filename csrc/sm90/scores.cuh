@@ -221,7 +221,7 @@ template <class T, int kCols, bool kCapsNear>
 __device__ __forceinline__ void apply_scores(float (&s)[kCols / 2], const ScoreParams& params, uint32_t stage,
                                              int warp_row, float slope, int distance) {
   const int lane = threadIdx.x % 32;
-  if (params.softcap.cap != 0.f) cap_scores<kCapsNear>(s, params.softcap);
+  if (params.softcap.cap != 0.f) cap_scores<T, kCapsNear>(s, params.softcap);
   if (params.bias.data != nullptr) {
     const int step = params.bias.row != 0;
     if (params.bias_is_float) {

@@ -37,12 +37,18 @@ struct SoftcapParams {
   }
 };
 
-// A fragment of q k^T becomes what it is capped to, within 2e-7 of cap; tanh.approx (5e-4) times a cap of 50 would
-// break the error rule. NOTE: a multiprocessor makes 16 special functions a clock, and ex2 and a reciprocal for each
-// score are more than the products take; so a warp whose scores are all near 0 has multiply-adds instead.
-// kNearToo: without; there are no registers for both at head dims 192 and 256.
-template <bool kNearToo, int kCount>
+// A fragment of q k^T becomes what it is capped to. bf16: by tanh.approx, within 2^-11 of tanh, where each of eager
+// attention's roundings is up to 2^-8. fp16, whose roundings are 2^-11: within 2e-7 of cap. NOTE: a multiprocessor
+// makes 16 special functions a clock, and ex2 and a reciprocal for each score are more than the products take; so a
+// warp whose scores are all near 0 has multiply-adds instead. kNearToo: without; there are no registers for both at
+// head dims 192 and 256.
+template <class T, bool kNearToo, int kCount>
 __device__ __forceinline__ void cap_scores(float (&s)[kCount], const SoftcapParams& softcap) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+#pragma unroll
+    for (float& x : s) x = softcap.cap * tanh_fast(x * softcap.to_tanh);
+    return;
+  }
   float most = 0.f;
   if constexpr (kNearToo) {
 #pragma unroll

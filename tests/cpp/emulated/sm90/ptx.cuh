@@ -118,6 +118,7 @@ void load_shared(Words& words, uint32_t address) {
 inline float exp2_fast(float x) { return x < -126.f ? 0.f : exp2f(x); }
 
 inline float reciprocal_fast(float x) { return 1.f / x; }
+inline float tanh_fast(float x) { return tanhf(x) * (1.f + 0x1p-12f); }
 
 template <class T>
 void mma_16_8_16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, T) {
