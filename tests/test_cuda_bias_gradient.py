@@ -21,7 +21,7 @@ DTYPE = torch.bfloat16
 OPTIONS: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"causal": True, "align": "bottom_right"},
-    "window, softcap": {"window": (70, 5), "softcap": 5.0},
+    "window, softcap": {"window": (70, 5), "softcap": 30.0},
     "in order": {"deterministic": True},
 }
 
