@@ -21,7 +21,7 @@ DTYPE = torch.bfloat16
 OPTIONS: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"causal": True, "align": "bottom_right"},
-    "window, softcap": {"window": (70, 5), "softcap": 30.0},
+    "window, softcap": {"window": (70, 5), "softcap": 5.0},
     "in order": {"deterministic": True},
 }
 
@@ -50,7 +50,8 @@ def problem(batch: int, len_q: int, len_k: int, head_dim: int, *, group: int = 1
 @pytest.mark.parametrize("batch", [1, 2, 8])
 def test_every_edge(batch: int, head_dim: int, option: str, device: str) -> None:
     for i, (len_q, len_k) in enumerate(((63, 136), (64, 512), (65, 120), (130, 400))):
-        got = check(attention, problem(batch, len_q, len_k, head_dim, mean=i % 2 * 2.0), OPTIONS[option])
+        mean = 0.0 if "softcap" in option else i % 2 * 2.0  # a saturated cap leaves gradients that are below the floor
+        got = check(attention, problem(batch, len_q, len_k, head_dim, mean=mean), OPTIONS[option])
         assert not got["grad of bias"].isnan().any()
 
 

@@ -90,4 +90,13 @@ inline dim3 grid_of(int64_t items) {
   return dim3(static_cast<unsigned>(items));
 }
 
+// Whether what the device runs of a kernel was written for this architecture (90: 9.0) or a later one. It is not where
+// a later card runs what the driver makes of PTX of an earlier one.
+template <class... Params>
+bool is_made_for(void (*kernel)(Params...), int architecture) {
+  cudaFuncAttributes attributes = {};
+  check(cudaFuncGetAttributes(&attributes, kernel), "kernel attributes");
+  return attributes.ptxVersion >= architecture;
+}
+
 }  // namespace flash_ext::cuda

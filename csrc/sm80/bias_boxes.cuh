@@ -10,9 +10,9 @@
 // flight together.
 #pragma once
 
-#include "attention/band.h"
 #include "sm80/boxes.cuh"
 #include "sm80/bwd_parts.cuh"
+#include "sm80/shared_memory.h"
 
 namespace flash_ext::sm80 {
 
@@ -43,33 +43,12 @@ __device__ __forceinline__ void send_dbias(const Operands<Frag, kM, kN>& ds, uin
   bulk_commit();
 }
 
-// Whether the gradient is wanted in bf16: then either this or bias_gradient.cuh writes it so.
-template <class Element>
-bool has_narrow_dbias(const Problem& problem) {
-  return std::is_same_v<Element, Bf16> && problem.wants_dbias && problem.bias_dtype == DType::kBFloat16;
-}
-
-// How many launches the main kernel takes for the gradient of the bias, or 0 where it does not make it.
+// Whether the gradient is wanted in bf16: where this may serve, and if it does not, bias_gradient.cuh writes it so.
 template <class Traits>
-int dbias_launches(const BackwardArgs& args, const Plan& plan) {
-  const Problem& problem = args.fwd.problem;
-  const TensorView& view = args.dbias;
-  if (!Traits::kSendsDbias || !plan.tensor_maps || !plan.narrow_dbias) return 0;
-  if (problem.wants_dalibi || problem.dropout_p > 0.0 || args.d_lse != nullptr) return 0;
-  if (!problem.wants_dq && !problem.wants_dk && !problem.wants_dv) return 0;  // then that pass is less work
-  if (problem.heads_k != problem.heads_v && problem.wants_dv) return 0;       // which is two launches as it is
-  if (cuda::tma_refuses(problem, view, problem.heads_q, problem.len_q) != nullptr) return 0;
-  if (is_whole(problem, view)) return 1;
-  Problem one = problem;
-  one.batch_rank = 0;
-  if (!is_whole(one, view) || problem.batch > kMostSums) return 0;
-  for (int i = 0; i < problem.batch_rank; ++i) {
-    if (view.batch_stride[i] != 0 && problem.batch_size[i] > 1) return 0;
-  }
-  // Launches that do not fill the card are what it must not cost.
-  const int64_t blocks = block_count(problem.len_k, Traits::kBlockN) * problem.heads_k;
-  const int64_t apart = problem.batch * block_count(blocks, plan.processors);
-  return 10 * apart <= 12 * block_count(blocks * problem.batch, plan.processors) ? static_cast<int>(problem.batch) : 0;
+bool has_narrow_dbias(const Problem& problem, const DeviceInfo& device) {
+  return Traits::kSendsDbias && has_tensor_maps(device, sizeof(typename Traits::T), Traits::kHeadDim) &&
+         problem.wants_dbias && problem.bias_dtype == DType::kBFloat16 && !problem.wants_dalibi &&
+         problem.dropout_p == 0.0 && problem.len_k % 8 == 0;
 }
 
 }  // namespace flash_ext::sm80

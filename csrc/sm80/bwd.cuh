@@ -185,13 +185,13 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     const float* const delta = row_smem + (stage * 3 + 1) * kBlockM;
     if constexpr (Traits::kPacksDs) {
       if (Traits::kPlain || !has(kSlopeGradient | kBiasGradient | kDlseApart)) {
-        auto ds = subtract_delta<Frag>(dp_acc, delta, Traits::kPlain ? 1.f : options.dropout_scale);
-        pair_wait(1 + pair());
-        if (drops()) {
-          multiply_by_p<Frag, true>(ds, p_buffer(), delta);
-        } else {
-          multiply_by_p<Frag, false>(ds, p_buffer(), delta);
-        }
+        Operands<Frag, kM, kBlockM / 8> ds;
+        const auto make = [&]<bool kDrops>(std::bool_constant<kDrops>) {
+          subtract_delta<Frag, kDrops>(ds, dp_acc, delta, options.dropout_scale);
+          pair_wait(1 + pair());
+          multiply_by_p<Frag, kDrops>(ds, p_buffer(), delta);
+        };
+        drops() ? make(std::true_type()) : make(std::false_type());
         if constexpr (kSendsDbias) {
           if (has(kBiasBoxes)) {
             cuda::BoxStart at = block.dbias_box;

@@ -246,11 +246,11 @@ __device__ __forceinline__ void with_p(float (&c)[kM][kN][4], uint32_t buffer, c
 }
 
 // dP - delta in bf16, where dP is `factor` times dp: what dS is made of when P has come, rounded as eager attention
-// rounds dP.
-template <class Frag, int kM, int kN>
-__device__ __forceinline__ Operands<Frag, kM, kN> subtract_delta(const float (&dp)[kM][kN][4], const float* delta,
-                                                                 float factor) {
-  Operands<Frag, kM, kN> result;
+// rounds dP. Not by one multiply-add: with one key delta is dP, bit for bit (measure.cuh), and dS 0.
+template <class Frag, bool kDrops, int kM, int kN>
+__device__ __forceinline__ void subtract_delta(Operands<Frag, kM, kN>& result, const float (&dp)[kM][kN][4],
+                                               const float* delta, float factor) {
+  const auto scaled = [&](float x) { return kDrops ? __fmul_rn(x, factor) : x; };
   delta += opaque(threadIdx.x) % 4 * 2;
 #pragma unroll
   for (int n = 0; n < kN; ++n) {
@@ -259,12 +259,11 @@ __device__ __forceinline__ Operands<Frag, kM, kN> subtract_delta(const float (&d
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float x = fmaf(dp[m][n][2 * half], factor, -pair.x), y = fmaf(dp[m][n][2 * half + 1], factor, -pair.y);
-        result.row[m].set_word(2 * n + half, Frag::pack(x, y));
+        result.row[m].set_word(
+            2 * n + half, Frag::pack(scaled(dp[m][n][2 * half]) - pair.x, scaled(dp[m][n][2 * half + 1]) - pair.y));
       }
     }
   }
-  return result;
 }
 
 // dS of it, two numbers an instruction. P as with_p has it. With kDrops dP is 0 where P is negative, and dS then P

@@ -70,6 +70,29 @@ inline BackwardArgs without_values(BackwardArgs args, float* zeros) {
   return args;
 }
 
+// How many launches the main kernel takes for the gradient of the bias, or 0 where it does not make it.
+template <class Traits>
+int dbias_launches(const BackwardArgs& args, const Plan& plan) {
+  const Problem& problem = args.fwd.problem;
+  const TensorView& view = args.dbias;
+  if (!plan.narrow_dbias || args.d_lse != nullptr) return 0;
+  if (!cuda::is_made_for(backward_kernel<Traits>, 90)) return 0;  // a later card's, made of PTX of 8.0, has no boxes
+  if (!problem.wants_dq && !problem.wants_dk && !problem.wants_dv) return 0;  // then that pass is less work
+  if (problem.heads_k != problem.heads_v && problem.wants_dv) return 0;       // which is two launches as it is
+  if (cuda::tma_refuses(problem, view, problem.heads_q, problem.len_q) != nullptr) return 0;
+  if (is_whole(problem, view)) return 1;
+  Problem one = problem;
+  one.batch_rank = 0;
+  if (!is_whole(one, view) || problem.batch > kMostSums) return 0;
+  for (int i = 0; i < problem.batch_rank; ++i) {
+    if (view.batch_stride[i] != 0 && problem.batch_size[i] > 1) return 0;
+  }
+  // Launches that do not fill the card are what it must not cost.
+  const int64_t blocks = block_count(problem.len_k, Traits::kBlockN) * problem.heads_k;
+  const int64_t apart = problem.batch * block_count(blocks, plan.processors);
+  return 10 * apart <= 12 * block_count(blocks * problem.batch, plan.processors) ? static_cast<int>(problem.batch) : 0;
+}
+
 template <class Traits>
 BackwardScratch backward_scratch(const Problem& problem, void* workspace) {
   BackwardScratch scratch;
@@ -142,8 +165,7 @@ Plan plan_backward(const Problem& problem, const DeviceInfo& device) {
     use("dq", smem.total - smem.dq);
     plan.on_chip_limit = device.shared_memory_per_block;
     plan.scratch_bytes = backward_scratch<Traits>(problem, nullptr).bytes;
-    plan.narrow_dbias = has_narrow_dbias<Element>(problem);
-    plan.tensor_maps = plan.narrow_dbias && has_tensor_maps(device, sizeof(typename Traits::T), kHeadDim);
+    plan.narrow_dbias = has_narrow_dbias<Traits>(problem, device);
     plan.grid = block_count(problem.len_k, Traits::kBlockN) * problem.batch * problem.heads_k;
     plan.processors = device.multiprocessors;  // mostly one block each
     if (device.multiprocessors > 0) plan.waves = static_cast<double>(plan.grid) / device.multiprocessors;

@@ -267,7 +267,8 @@ struct ScoreMods {
     mods.scale = static_cast<float>(problem.scale);
     mods.cap = static_cast<float>(c == 0.0 || c >= 1.0 / limit ? c : 1.0 / limit);
     mods.inverse_cap = mods.cap > 0.f ? 1.f / mods.cap : 0.f;
-    mods.to_cap = mods.scale * mods.inverse_cap * (kApproximatesTanh ? 1.f : 2.f * kLog2e);
+    const double to_cap = problem.scale / (c > 0.0 ? mods.cap : 1.0) * (kApproximatesTanh ? 1.0 : 2.0 * kLog2e);
+    mods.to_cap = static_cast<float>(to_cap < -3e38 ? -3e38 : (to_cap > 3e38 ? 3e38 : to_cap));  // times 0 it is 0
     mods.is_regular = true;
     mods.bias_smem = bias_base;
     mods.mask_smem = mask_base;

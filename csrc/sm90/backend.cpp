@@ -22,7 +22,7 @@ namespace {
 
 constexpr int64_t kMaxLength = int64_t{1} << 29;  // sums of a position, a band's edge and a tile fit 32 bits
 constexpr double kMaxDropout = 1 - 0x1p-17;       // from here on the threshold takes 17 bits (attention/dropout.h)
-constexpr double kMaxSoftcap = 4096;              // tanh has an error of 2e-7
+constexpr double kMaxSoftcap = 4096;              // fp16's tanh has an error of 2e-7
 constexpr double kMaxScale = 1e30;                // and its inverse: far from the ends of float
 // Rows with fewer, and those of a band of one, have a dS that is nearly or exactly 0 in eager attention, and the
 // rounding of P and out is all that is left of it: sm80/shared_memory.h, may_be_inexact.

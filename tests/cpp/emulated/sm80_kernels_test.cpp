@@ -150,6 +150,7 @@ const Case kCases[] = {
      .dropout = 0.5},
     {.name = "dropout_odd_addresses", .len_q = 90, .len_k = 200, .dropout = 0.25, .layout = Layout::kOdd},
     {.name = "dropout_small_tiles", .len_q = 70, .len_k = 40, .dropout = 0.3, .shared_limit = 64 * 1024},
+    {.name = "dropout_of_one_key", .len_q = 70, .len_k = 1, .dropout = 0.3, .d_lse = true},
     {.name = "dropout_of_none", .len_q = 40, .len_k = 40, .dropout = 1e-6},
     {.name = "dropout_of_all", .len_q = 40, .len_k = 40, .dropout = 1.0},
     {.name = "dropout_that_rounds_to_all", .len_q = 300, .len_k = 300, .bias = true, .dropout = 1 - 1e-6},

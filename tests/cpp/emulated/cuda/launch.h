@@ -27,4 +27,9 @@ void launch_dependent(void (*kernel)(Params...), dim3 grid, int threads, int64_t
 
 inline dim3 grid_of(int64_t items) { return dim3(static_cast<unsigned>(items)); }
 
+template <class... Params>
+bool is_made_for(void (*)(Params...), int) {
+  return true;
+}
+
 }  // namespace flash_ext::cuda
