@@ -1,8 +1,8 @@
 // What happens to a scaled score before the band mask and the softmax, and its gradients. The order is the contract's:
 //
-//   s = scale * q k^T        score = c * tanh(s / c) + bias - slope * |i + offset - j|        then masks, softmax,
-//   dropout d_bias = d_score         d_slope = sum -d_score * |i + offset - j|       d_s = d_score * (1 - t^2),  t =
-//   tanh(s / c)
+//   s = scale * q k^T         score = c * tanh(s / c) + bias - slope * |i + offset - j|         then masks, softmax,
+//   dropout                   d_bias = d_score          d_slope = sum -d_score * |i + offset - j|
+//   d_s = d_score * (1 - t^2),  t = tanh(s / c)
 //
 // Every modification brings forward and backward in one structure: ScoreChain takes nothing that lacks one of them.
 // Called by every backend's general path, forward to make scores and backward to recompute them; V is float, double or

@@ -25,7 +25,7 @@ struct TileShape {
 // head dimensions at 16 rows are the 255 registers: out takes rows * head_dim / 32 of them.
 constexpr TileShape forward_tile(int element_bytes, int head_dim, bool small, bool plain) {
   if (element_bytes == 2) {
-    if (small) return head_dim <= 128 ? TileShape{64, 64, 4} : TileShape{64, 32, 4};
+    if (small) return head_dim <= 128 || plain ? TileShape{64, 64, 4} : TileShape{64, 32, 4};
     if (head_dim <= 64 && plain) return {128, 128, 4};
     return head_dim <= 128 ? TileShape{128, 64, 4} : TileShape{128, 64, 8};
   }

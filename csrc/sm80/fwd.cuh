@@ -73,7 +73,6 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     GlobalRows<T> q, k, v, out;
     TileBand band;
     int first_query, first_key, last_key;
-    int whole_keys;  // load_whole loads tiles that end before it
     float* lse;
     uint32_t bh;
     cuda::BoxStart k_box, v_box;
@@ -81,46 +80,59 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   __shared__ uint64_t k_full[2], v_full[2];  // mbarriers
   __shared__ typename Traits::Mods mods;
   __shared__ SharedValue<Dropout> dropout;
-  if (threadIdx.x == 0) {
+  // NOTE: a warp each, because the block waits for it: 1,400 clocks, 2,100 when one thread found all.
+  if (threadIdx.x % 32 == 0) {
     const auto [b, head, m_block] = schedule.at<uint32_t>(blockIdx.x);
-    const int head_k = static_cast<int>(head) / (static_cast<int>(problem.heads_q) / static_cast<int>(problem.heads_k));
-    const int head_v = static_cast<int>(head) / (static_cast<int>(problem.heads_q) / static_cast<int>(problem.heads_v));
+    const int64_t first = m_block * kBlockM;
     const auto rows = [&](const TensorView& view, int64_t h, int64_t count, int64_t cols) {
       return rows_of<T>(view, batch_offset(problem, view, b) + h * view.head_stride, count, cols);
     };
-    block.q = rows(args.q, head, problem.len_q, problem.head_dim);
-    block.k = rows(args.k, head_k, problem.len_k, problem.head_dim);
-    block.v = rows(args.v, head_v, problem.len_k, problem.head_dim_v);
-    block.out = rows(args.out, head, problem.len_q, problem.head_dim_v);
-    block.band = TileBand::make(problem);
-    const int64_t first = m_block * kBlockM;
-    const Range keys = make_band(problem).keys({first, min(first + kBlockM, problem.len_q)}, problem.len_k);
-    block.first_key = static_cast<int>(keys.first) / kBlockN * kBlockN;
-    block.last_key = keys.empty() ? block.first_key : static_cast<int>(keys.last);
-    block.first_query = static_cast<int>(first);
-    block.lse =
-        args.lse == nullptr ? nullptr : static_cast<float*>(args.lse) + (b * problem.heads_q + head) * problem.len_q;
-    block.bh = static_cast<uint32_t>(b * problem.heads_q + head);
-    bool is_regular = kTma || (block.k.is_regular && block.v.is_regular && problem.head_dim == kHeadDim &&
-                               problem.head_dim_v == kHeadDim);
-    if constexpr (kTma) {
-      block.k_box = box_of(problem, copies.first.steps, b, head_k);
-      block.v_box = box_of(problem, copies.second.steps, b, head_v);
-      for (int i = 0; i < 2; ++i) {
-        cuda::barrier_init(shared_address(&k_full[i]), 1);
-        cuda::barrier_init(shared_address(&v_full[i]), 1);
+    const auto group_head = [&](int64_t heads) {
+      return static_cast<int>(head) / (static_cast<int>(problem.heads_q) / static_cast<int>(heads));
+    };
+    switch (threadIdx.x / 32) {
+      case 0: {
+        block.q = rows(args.q, head, problem.len_q, problem.head_dim);
+        block.band = TileBand::make(problem);
+        const Range keys = make_band(problem).keys({first, min(first + kBlockM, problem.len_q)}, problem.len_k);
+        block.first_key = static_cast<int>(keys.first) / kBlockN * kBlockN;
+        block.last_key = keys.empty() ? block.first_key : static_cast<int>(keys.last);
+        block.first_query = static_cast<int>(first);
+        block.bh = static_cast<uint32_t>(b * problem.heads_q + head);
+        block.lse = args.lse == nullptr ? nullptr : static_cast<float*>(args.lse) + block.bh * problem.len_q;
+        break;
       }
-      cuda::fence_barrier_init();
-    }
-    if constexpr (!Traits::kPlain) {
-      mods = Traits::Mods::make(args, b, head, base + layout.bias, base + layout.mask);
-      is_regular =
-          is_regular && mods.is_regular && (!(options.features & (kBias | kMask)) || first + kBlockM <= problem.len_q);
-      if (options.features & kDropout) {
-        dropout.get() = make_dropout(args.rng_state[0], args.rng_state[1], problem.dropout_p);
+      case 1: {
+        const int head_k = group_head(problem.heads_k);
+        block.k = rows(args.k, head_k, problem.len_k, problem.head_dim);
+        block.k.is_regular = block.k.is_regular && problem.head_dim == kHeadDim;
+        if constexpr (kTma) {
+          block.k_box = box_of(problem, copies.first.steps, b, head_k);
+          for (int i = 0; i < 2; ++i) {
+            cuda::barrier_init(shared_address(&k_full[i]), 1);
+            cuda::barrier_init(shared_address(&v_full[i]), 1);
+          }
+          cuda::fence_barrier_init();
+        }
+        break;
       }
+      case 2: {
+        const int head_v = group_head(problem.heads_v);
+        block.v = rows(args.v, head_v, problem.len_k, problem.head_dim_v);
+        block.v.is_regular = block.v.is_regular && problem.head_dim_v == kHeadDim;
+        if constexpr (kTma) block.v_box = box_of(problem, copies.second.steps, b, head_v);
+        break;
+      }
+      case 3:
+        block.out = rows(args.out, head, problem.len_q, problem.head_dim_v);
+        if constexpr (!Traits::kPlain) {
+          mods = Traits::Mods::make(args, b, head, base + layout.bias, base + layout.mask);
+          mods.is_regular = mods.is_regular && first + kBlockM <= problem.len_q;
+          if (options.features & kDropout) {
+            dropout.get() = make_dropout(args.rng_state[0], args.rng_state[1], problem.dropout_p);
+          }
+        }
     }
-    block.whole_keys = is_regular ? static_cast<int>(problem.len_k) : 0;
   }
   __syncthreads();
   const auto drops = [&] { return !Traits::kPlain && (opaque(options.features) & kDropout); };
@@ -135,7 +147,9 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   clear(o_acc);
   SoftmaxRows<kM> softmax;
 
-  const auto is_whole = [&](int key) { return __builtin_expect(key + kBlockN <= block.whole_keys, 1); };
+  const auto is_whole = [&](bool is_regular, int key) {  // so that load_whole loads it
+    return __builtin_expect(is_regular && key + kBlockN <= block.k.rows, 1);
+  };
   // NOTE: P of the next step of keys is computed between the products of the present one, which the tensor core takes
   // in no faster than one in six clocks. 8.0 spills where it is in the general kernel or head dimension is 128.
   constexpr bool kInterleaved =
@@ -147,7 +161,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
       if (threadIdx.x != 0) return;
       cuda::barrier_expect(shared_address(&full), KeyTile::bytes(kBlockN));
       load_box(tile, map, box, key, shared_address(&full));
-    } else if (!kTma && is_whole(key)) {
+    } else if (!kTma && is_whole(rows.is_regular, key)) {
       load_whole<kBlockN, kThreads>(tile, rows, key, opaque(threadIdx.x));
     } else {
       load_tile<kBlockN, kThreads, kForm>(tile, rows, key);
@@ -161,19 +175,19 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   };
   const auto load_mods = [&](int key) {
     if constexpr (!Traits::kPlain) {
-      if (is_whole(key)) {
+      if (is_whole(mods.is_regular, key)) {
         mods.load_whole(options.features, block.first_query, key, 0, opaque(threadIdx.x));
       } else {
         mods.load(options.features, block.first_query, key);
       }
     }
   };
-  load_tile<kBlockM, kThreads>(q_smem, block.q, block.first_query);
   if (tiles > 0) {
     load_keys(start, 0);
     if (ahead) load_values(start, 0);
     load_mods(start);
   }
+  load_tile<kBlockM, kThreads>(q_smem, block.q, block.first_query);
   cp_async_commit();
 
   int stage = 0, parity = 0;  // of the tile

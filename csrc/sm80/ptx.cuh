@@ -11,9 +11,12 @@
 #include <cstdint>
 
 #include "cuda/arch.h"
+#include "cuda/arithmetic.cuh"
 #include "cuda/tma.cuh"
 
 namespace flash_ext::sm80 {
+
+using cuda::exp2_fast, cuda::multiply_bf16, cuda::reciprocal_fast, cuda::spread_high_bits, cuda::tanh_fast;
 
 // The block's dynamic shared memory.
 __device__ __forceinline__ char* dynamic_shared() {
@@ -174,41 +177,6 @@ __device__ __forceinline__ void store_shared(uint32_t address, float x, float y)
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
 }
 
-// ex2.approx.ftz.f32: 2^x, relative error 2^-22; 2^-inf = 0, NaN stays NaN.
-__device__ __forceinline__ float exp2_fast(float x) {
-  float result;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-  return result;
-}
-
-// rcp.approx.ftz.f32
-__device__ __forceinline__ float reciprocal_fast(float x) {
-  float result;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-  return result;
-}
-
-// tanh.approx.f32: relative error 2^-11
-__device__ __forceinline__ float tanh_fast(float x) {
-  float result;
-  asm("tanh.approx.f32 %0, %1;" : "=f"(result) : "f"(x));
-  return result;
-}
-
-// Two products of bf16, each rounded.
-__device__ __forceinline__ uint32_t multiply_bf16(uint32_t x, uint32_t y) {
-  const __nv_bfloat162 product =
-      __hmul2_rn(reinterpret_cast<const __nv_bfloat162&>(x), reinterpret_cast<const __nv_bfloat162&>(y));
-  return reinterpret_cast<const uint32_t&>(product);
-}
-
-// prmt.b32: bits 15 and 31, each repeated over its half.
-__device__ __forceinline__ uint32_t spread_high_bits(uint32_t x) {
-  uint32_t result;
-  asm("prmt.b32 %0, %1, 0, 0xBB99;" : "=r"(result) : "r"(x));
-  return result;
-}
-
 // red.global.add.f32. NOTE: atomicAdd through a pointer of unknown state space asks for each number whether it lies in
 // shared memory; without that backward took 4 to 14 % less time.
 __device__ __forceinline__ void add_global(float* address, float x) {
@@ -235,8 +203,7 @@ __device__ __forceinline__ void store_release(int* address, int value) {
   asm volatile("st.global.release.gpu.b32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
-// ---- bulk additions, of compute capability 9.0 and above
-// -------------------------------------------------------------
+// ---- bulk additions, of compute capability 9.0 and above ------------------------------------------------------------
 
 using cuda::kHasBulkAdditions;
 
@@ -247,6 +214,7 @@ __device__ __forceinline__ void stmatrix_x4_trans(uint32_t address, uint32_t r0,
                "r"(r1), "r"(r2), "r"(r3)
                : "memory");
 }
+
 // red.global.add.v4.f32: the address is a multiple of 16.
 __device__ __forceinline__ void add_global(float* address, float x, float y, float z, float w) {
   asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(x), "f"(y), "f"(z), "f"(w)

@@ -346,21 +346,33 @@ struct ScoreMods {
     }
   }
 
-  // The same for a whole tile where is_regular. Of a single row all copies are made: its row_bytes are 0.
+  // The same for a whole tile where is_regular.
   __device__ __forceinline__ void load_whole(unsigned features, int first_query, int first_key, int stage,
                                              unsigned thread) const {
     features = opaque(features);
     if (features & kBias) {
       const uint32_t to = bias_stage(features, stage);
+      const bool has_rows = features & kBiasRows;
       if (sizeof(T) == 4 || (features & kFloatBias)) {
-        sm80::load_whole<kBlockM, kBlockN / 4, kFloatPitch, kThreads>(to, as_float(), first_query, first_key, thread);
+        load_rows_of<kBlockN / 4, kFloatPitch>(to, as_float(), has_rows, first_query, first_key, thread);
       } else if constexpr (sizeof(T) == 2) {
-        sm80::load_whole<kBlockM, kBlockN / 8, kBiasPitch, kThreads>(to, bias, first_query, first_key, thread);
+        load_rows_of<kBlockN / 8, kBiasPitch>(to, bias, has_rows, first_query, first_key, thread);
       }
     }
     if (features & kMask) {
-      sm80::load_whole<kBlockM, kBlockN / 16, kMaskPitch, kThreads>(mask_stage(stage), mask, first_query, first_key,
-                                                                    thread);
+      load_rows_of<kBlockN / 16, kMaskPitch>(mask_stage(stage), mask, features & kMaskRows, first_query, first_key,
+                                             thread);
+    }
+  }
+
+  // NOTE: of one row for all queries one row is copied. All its copies came from one line of L2: a tenth of forward.
+  template <int kChunks, int kPitch, class U>
+  static __device__ __forceinline__ void load_rows_of(uint32_t to, const GlobalRows<U>& from, bool has_rows,
+                                                      int first_query, int first_key, unsigned thread) {
+    if (has_rows) {
+      sm80::load_whole<kBlockM, kChunks, kPitch, kThreads>(to, from, first_query, first_key, thread);
+    } else {
+      sm80::load_whole<1, kChunks, kPitch, kThreads>(to, from, 0, first_key, thread);
     }
   }
 
@@ -413,9 +425,10 @@ struct ScoreMods {
     }
   }
 
-  // cap * tanh(scale * x / cap). bf16: tanh.approx is within 2^-11 of tanh, where each of eager attention's roundings
-  // is up to 2^-8. fp16: by ex2 and rcp, 2e-7 of the cap, for which backend.cpp refuses caps above 4096. NOTE: a third
-  // special function a score, and what it took beside it, were 10 % of forward; a polynomial is no faster than they.
+  // cap * tanh(scale * x / cap). bf16: tanh.approx is within 1e-5 of tanh on 9.0 (2^-11 by its manual), where each of
+  // eager attention's roundings is up to 2^-9. fp16: by ex2 and rcp, 2e-7 of the cap, for which backend.cpp refuses
+  // caps above 4096. NOTE: a third special function a score, and what it took beside it, were 10 % of forward; a
+  // polynomial is no faster than they.
   __device__ __forceinline__ float capped_score(float x) const {
     if constexpr (sizeof(T) == 4) return cap * tanhf(__fmul_rn(x, scale) * inverse_cap);
     if constexpr (kApproximatesTanh) return __fmul_rn(cap, tanh_fast(x * to_cap));

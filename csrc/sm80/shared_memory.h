@@ -90,6 +90,12 @@ inline bool has_tensor_maps(const DeviceInfo& device, int element_bytes, int hea
   return has_boxes(element_bytes, head_dim) && device.compute_capability >= 90;
 }
 
+// Of blocks with so much shared memory, static and dynamic, how many a multiprocessor has room for.
+inline int64_t resident_blocks(int64_t bytes, const DeviceInfo& device) {
+  constexpr int64_t kReserved = 1024;  // of each block, by the system
+  return bytes > device.shared_memory_per_block ? 0 : device.shared_memory_per_multiprocessor / (bytes + kReserved);
+}
+
 // Of K and V forward: two where TMA copies them, nothing else is loaded for each tile and a multiprocessor can have
 // `blocks` blocks, or as many as with one. NOTE: H200, head dimension 128 (64): two stages are 1.11 (1.05) times as
 // fast with dropout and 1.06 (1.03) with slopes; with a bias or a mask, whose copies need a second barrier, 0.98
@@ -98,23 +104,28 @@ inline int forward_stages(const Problem& problem, TileShape tile, int head_dim, 
                           const DeviceInfo& device) {
   if (!has_tensor_maps(device, element_bytes, head_dim) || is_plain(problem)) return 1;
   if (problem.has_bias || problem.has_mask) return 1;
-  constexpr int64_t kReserved = 1024;  // of each block, by the system
   const auto resident = [&](int stages) {
     const int64_t bytes = kStaticSharedBytes + forward_smem(tile, head_dim, element_bytes, 0, false, stages).total;
-    if (bytes > device.shared_memory_per_block) return int64_t{0};
-    return std::min<int64_t>(blocks, device.shared_memory_per_multiprocessor / (bytes + kReserved));
+    return std::min<int64_t>(blocks, resident_blocks(bytes, device));
   };
   return resident(2) >= std::max<int64_t>(1, resident(1)) ? 2 : 1;
 }
 
 // Small tiles for cards where the large ones do not fit and, forward, for few queries or so few tiles that each of the
 // small ones, of half the queries, has a multiprocessor to itself.
+// NOTE: and where a large one is alone on a multiprocessor, which then waits for its first keys and for its out: 2,100
+// and 3,500 clocks of 57,000 at S = 512. Two small ones do that while the other multiplies, and end more evenly: head
+// dimension 256, 16k tokens, 0.87 of the time at S = 512 causal, 0.98 full, 0.96 and 0.99 at 4k. They
+// load each key twice as often, from L2, which is not measured on 8.0.
 inline bool takes_small_tiles(const Problem& problem, Pass pass, int head_dim, const DeviceInfo& device) {
   if (pass == Pass::kForward) {
     const int element_bytes = problem.dtype == DType::kFloat32 ? 4 : 2;
     const TileShape large = forward_tile(element_bytes, head_dim, false, is_plain(problem));
     const int64_t tiles = block_count(problem.len_q, large.block_m) * problem.batch * problem.heads_q;
     if (problem.len_q <= 64 || 2 * tiles <= device.multiprocessors) return true;
+    if (large.warps == 8 && element_bytes == 2 && is_plain(problem) && device.compute_capability >= 90) {
+      return resident_blocks(shared_bytes(problem, pass, head_dim, true, device), device) >= 2;
+    }
   }
   return shared_bytes(problem, pass, head_dim, false, device) > device.shared_memory_per_block;
 }

@@ -268,7 +268,7 @@ template <class Traits>
 __device__ __forceinline__ uint32_t ds_of(uint32_t p, float dp_x, float dp_y, float2 delta, float ds_scale) {
   using T = typename Traits::T;
   if constexpr (!Traits::kScaled && !Traits::kScored && !Traits::kCaps) {
-    return multiply(p, pack(dp_x - delta.x, dp_y - delta.y, T()), T());
+    return multiply_bf16(p, pack(dp_x - delta.x, dp_y - delta.y, T()));
   } else {
     float p_x, p_y;
     unpack(p, p_x, p_y, T());

@@ -1,5 +1,5 @@
-// Thin wrappers of the PTX instructions this backend uses, but for wgmma (wgmma.cuh) and those of cuda/tma.cuh; each
-// names its instruction.
+// Thin wrappers of the PTX instructions this backend uses, but for wgmma (wgmma.cuh) and those of cuda/; each names
+// its instruction.
 // Shared-memory addresses are 32-bit offsets of the shared window (shared_address).
 // Called by the kernels and the tests of the wrappers; tests/cpp/emulated/sm90/ptx.cuh has the same names for the host.
 // Invariant: every wait is on a barrier of this block, but wait_count's; with FLASH_EXT_BOUNDED_WAITS it traps instead
@@ -12,12 +12,15 @@
 
 #include <cstdint>
 
+#include "cuda/arithmetic.cuh"
 #include "cuda/tma.cuh"
 
 namespace flash_ext::sm90 {
 
 using cuda::barrier_arrive, cuda::barrier_expect, cuda::barrier_init, cuda::barrier_try_wait, cuda::barrier_wait;
-using cuda::BoxStart, cuda::fence_barrier_init, cuda::prefetch_map, cuda::tma_load, cuda::tma_store;
+using cuda::BoxStart, cuda::exp2_fast, cuda::fence_barrier_init, cuda::multiply_bf16, cuda::reciprocal_fast,
+    cuda::spread_high_bits, cuda::tanh_fast;
+using cuda::prefetch_map, cuda::tma_load, cuda::tma_store;
 
 // The block's dynamic shared memory.
 __device__ __forceinline__ char* dynamic_shared() {
@@ -245,27 +248,6 @@ __device__ __forceinline__ void load_shared(Words& words, uint32_t address) {
   }
 }
 
-// ex2.approx.ftz.f32: 2^x, relative error 2^-22; 2^-inf = 0, NaN stays NaN.
-__device__ __forceinline__ float exp2_fast(float x) {
-  float result;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-  return result;
-}
-
-// tanh.approx.f32: relative error 2^-11
-__device__ __forceinline__ float tanh_fast(float x) {
-  float result;
-  asm("tanh.approx.f32 %0, %1;" : "=f"(result) : "f"(x));
-  return result;
-}
-
-// rcp.approx.ftz.f32: relative error 2^-23; of infinity 0.
-__device__ __forceinline__ float reciprocal_fast(float x) {
-  float result;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-  return result;
-}
-
 // mma.sync.aligned.m16n8k16: C[16, 8] += A[16, 16] B[8, 16] of one warp, in float.
 __device__ __forceinline__ void mma_16_8_16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, __half) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
@@ -292,20 +274,6 @@ __device__ __forceinline__ uint32_t pack(float x, float y, __nv_bfloat16) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(y), "f"(x));
   return result;
 }
-// Two products, each rounded: what the other two pack().
-__device__ __forceinline__ uint32_t multiply(uint32_t x, uint32_t y, __nv_bfloat16) {
-  const __nv_bfloat162 product =
-      __hmul2(reinterpret_cast<const __nv_bfloat162&>(x), reinterpret_cast<const __nv_bfloat162&>(y));
-  return reinterpret_cast<const uint32_t&>(product);
-}
-
-// prmt.b32: bits 15 and 31, each repeated over its half.
-__device__ __forceinline__ uint32_t spread_high_bits(uint32_t x) {
-  uint32_t result;
-  asm("prmt.b32 %0, %1, 0, 0xBB99;" : "=r"(result) : "r"(x));
-  return result;
-}
-
 // The two numbers of a register.
 __device__ __forceinline__ void unpack(uint32_t packed, float& x, float& y, __half) {
   const float2 pair = __half22float2(reinterpret_cast<const __half2&>(packed));

@@ -2,14 +2,14 @@
 // addresses are offsets of the block's dynamic shared memory.
 #pragma once
 
-#include <cmath>
-
 #include "cuda/arch.h"
+#include "cuda/arithmetic.cuh"
 #include "cuda/tma.cuh"
 #include "warp.h"
 
 namespace flash_ext::sm80 {
 
+using cuda::exp2_fast, cuda::multiply_bf16, cuda::reciprocal_fast, cuda::spread_high_bits, cuda::tanh_fast;
 using cuda::kHasBulkAdditions;
 using emulated::at_shared;
 using emulated::multiply_fragments;
@@ -83,18 +83,6 @@ inline void store_shared(uint32_t address, uint32_t value) { std::memcpy(emulate
 inline void store_shared(uint32_t address, float x, float y) {
   std::memcpy(emulated::place(address), &x, 4);
   std::memcpy(emulated::place(address + 4), &y, 4);
-}
-
-inline float exp2_fast(float x) { return x < -126.f ? 0.f : exp2f(x); }
-inline float reciprocal_fast(float x) { return 1.f / x; }
-inline float tanh_fast(float x) { return tanhf(x) * (1.f + 0x1p-12f); }
-inline uint32_t spread_high_bits(uint32_t x) { return (x >> 15 & 1) * 0xFFFFu | (x >> 31) * 0xFFFF0000u; }
-inline uint32_t multiply_bf16(uint32_t x, uint32_t y) {
-  const auto product = [&](int shift) -> uint32_t {
-    const __nv_bfloat16 rounded(__uint_as_float(x >> shift << 16) * __uint_as_float(y >> shift << 16));
-    return reinterpret_cast<const uint16_t&>(rounded);
-  };
-  return product(0) | product(16) << 16;
 }
 
 inline void add_global(float* address, float x) { *address += x; }

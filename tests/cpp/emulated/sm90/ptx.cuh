@@ -2,15 +2,15 @@
 // arrive when the emulator's engine likes; what a thread stores or adds by TMA is read when it waits for it.
 #pragma once
 
-#include <cmath>
-
+#include "cuda/arithmetic.cuh"
 #include "cuda/tma.cuh"
 #include "warp.h"
 
 namespace flash_ext::sm90 {
 
 using cuda::barrier_arrive, cuda::barrier_expect, cuda::barrier_init, cuda::barrier_try_wait, cuda::barrier_wait;
-using cuda::BoxStart, cuda::fence_barrier_init, cuda::prefetch_map, cuda::tma_load, cuda::tma_store, cuda::visit_box;
+using cuda::BoxStart, cuda::exp2_fast, cuda::fence_barrier_init, cuda::multiply_bf16, cuda::prefetch_map,
+    cuda::reciprocal_fast, cuda::spread_high_bits, cuda::tanh_fast, cuda::tma_load, cuda::tma_store, cuda::visit_box;
 using emulated::at_shared;
 
 inline char* dynamic_shared() { return emulated::shared_memory(); }
@@ -115,11 +115,6 @@ void load_shared(Words& words, uint32_t address) {
   std::memcpy(&words, emulated::place(address), sizeof(Words));
 }
 
-inline float exp2_fast(float x) { return x < -126.f ? 0.f : exp2f(x); }
-
-inline float reciprocal_fast(float x) { return 1.f / x; }
-inline float tanh_fast(float x) { return tanhf(x) * (1.f + 0x1p-12f); }
-
 template <class T>
 void mma_16_8_16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, T) {
   const uint32_t b[2] = {b0, b1};
@@ -143,12 +138,5 @@ void unpack(uint32_t packed, float& x, float& y, T) {
   x = static_cast<float>(pair[0]);
   y = static_cast<float>(pair[1]);
 }
-inline uint32_t multiply(uint32_t x, uint32_t y, __nv_bfloat16 type) {
-  float x0, x1, y0, y1;
-  unpack(x, x0, x1, type);
-  unpack(y, y0, y1, type);
-  return pack(x0 * y0, x1 * y1, type);
-}
-inline uint32_t spread_high_bits(uint32_t x) { return (x >> 15 & 1) * 0xFFFFu | (x >> 31) * 0xFFFF0000u; }
 
 }  // namespace flash_ext::sm90

@@ -1,0 +1,48 @@
+// What a number, or the two of a register, take where PTX has a form that C++ has not. Thin wrappers, each of which
+// names its instruction.
+//
+// Called by the kernels of sm80/ and sm90/; tests/cpp/emulated/cuda/arithmetic.cuh has the same names for the host.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+
+namespace flash_ext::cuda {
+
+// ex2.approx.ftz.f32: 2^x, relative error 2^-22; 2^-inf = 0, NaN stays NaN.
+__device__ __forceinline__ float exp2_fast(float x) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+// rcp.approx.ftz.f32: relative error 2^-23; of infinity 0.
+__device__ __forceinline__ float reciprocal_fast(float x) {
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+// tanh.approx.f32: relative error 2^-11 by its manual, 1e-5 as measured on 9.0; 1 from 8 on.
+__device__ __forceinline__ float tanh_fast(float x) {
+  float result;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+// Two products of bf16, each rounded.
+__device__ __forceinline__ uint32_t multiply_bf16(uint32_t x, uint32_t y) {
+  const __nv_bfloat162 product =
+      __hmul2_rn(reinterpret_cast<const __nv_bfloat162&>(x), reinterpret_cast<const __nv_bfloat162&>(y));
+  return reinterpret_cast<const uint32_t&>(product);
+}
+
+// prmt.b32: bits 15 and 31, each repeated over its half.
+__device__ __forceinline__ uint32_t spread_high_bits(uint32_t x) {
+  uint32_t result;
+  asm("prmt.b32 %0, %1, 0, 0xBB99;" : "=r"(result) : "r"(x));
+  return result;
+}
+
+}  // namespace flash_ext::cuda
