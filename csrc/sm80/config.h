@@ -1,9 +1,10 @@
 // The tiles of this backend and what each keeps in shared memory. Host and device read the same functions, so that
 // plan(), the launch and the kernel cannot disagree.
 //
-// Two tiles a (element, head dimension, pass): `large` for speed, `small` for few queries and for cards with less
-// shared memory (8.6, 8.9 and 12.x have 99 KiB a block). Called by fwd.cuh, bwd.cuh and bias_gradient.cuh. Invariant:
-// every buffer starts at a multiple of 128 bytes; head dimensions are padded to the bucket with zeros.
+// Two tiles a (element, head dimension, pass): `large` for speed, `small` for few queries, for cards with less shared
+// memory (8.6, 8.9 and 12.x have 99 KiB a block) and where two of them are faster (takes_small_tiles). Called by
+// fwd.cuh, bwd.cuh and bias_gradient.cuh. Invariant: every buffer starts at a multiple of 128 bytes; head dimensions
+// are padded to the bucket with zeros.
 #pragma once
 
 #include <cstdint>

@@ -35,6 +35,7 @@ struct ForwardTraits {
   static constexpr TileShape kTile = forward_tile(sizeof(T), kHeadDim, kSmall_, kPlain_);
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;
   static constexpr int kThreads = kTile.warps * 32;
+  static_assert(kTile.warps >= 4, "four warps find where the tile lies");
   static constexpr int kM = kBlockM / kTile.warps / 16;  // 16-row fragments of a warp
   static constexpr int kMinBlocks = kThreads == 128 ? 2 : 1;
   static constexpr bool kAhead = Frag::kAhead && kHeadDim <= 64;
@@ -277,6 +278,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     }
   }
   cp_async_wait<0>();
+  if (block.last_key == block.first_key) __syncthreads();  // without keys no other barrier waits for all copies of Q
 
   const float dropout_scale = drops() ? options.dropout_scale : 1.f;
   const float to_natural = options.features & kRaw ? options.scale : 1.f;

@@ -113,18 +113,20 @@ inline int forward_stages(const Problem& problem, TileShape tile, int head_dim, 
 
 // Small tiles for cards where the large ones do not fit and, forward, for few queries or so few tiles that each of the
 // small ones, of half the queries, has a multiprocessor to itself.
-// NOTE: and where a large one is alone on a multiprocessor, which then waits for its first keys and for its out: 2,100
-// and 3,500 clocks of 57,000 at S = 512. Two small ones do that while the other multiplies, and end more evenly: head
-// dimension 256, 16k tokens, 0.87 of the time at S = 512 causal, 0.98 full, 0.96 and 0.99 at 4k. They
-// load each key twice as often, from L2, which is not measured on 8.0.
+// NOTE: and from 9.0 on where a large one is alone on a multiprocessor and two small ones are not. Alone it waits for
+// its first keys and for its out; two wait while the other multiplies, and end more evenly. H200, head dimension 256,
+// 16k tokens: 0.87 of the time at S = 512 causal, 0.98 full, 0.96 and 0.99 at 4k. They load each key twice as often,
+// from L2, which is not measured on 8.0.
 inline bool takes_small_tiles(const Problem& problem, Pass pass, int head_dim, const DeviceInfo& device) {
   if (pass == Pass::kForward) {
     const int element_bytes = problem.dtype == DType::kFloat32 ? 4 : 2;
     const TileShape large = forward_tile(element_bytes, head_dim, false, is_plain(problem));
     const int64_t tiles = block_count(problem.len_q, large.block_m) * problem.batch * problem.heads_q;
     if (problem.len_q <= 64 || 2 * tiles <= device.multiprocessors) return true;
-    if (large.warps == 8 && element_bytes == 2 && is_plain(problem) && device.compute_capability >= 90) {
-      return resident_blocks(shared_bytes(problem, pass, head_dim, true, device), device) >= 2;
+    const bool may_pair = large.warps == 8 && element_bytes == 2 && is_plain(problem);
+    if (may_pair && device.compute_capability >= 90 &&
+        resident_blocks(shared_bytes(problem, pass, head_dim, true, device), device) >= 2) {
+      return true;
     }
   }
   return shared_bytes(problem, pass, head_dim, false, device) > device.shared_memory_per_block;

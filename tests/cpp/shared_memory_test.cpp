@@ -40,13 +40,15 @@ void for_each_problem(const Fn& fn) {
 }
 
 TEST(SharedMemory, TheTilesOfAPlanFitOrTheProblemIsRefused) {
-  for_each_problem([](const Problem& problem, int head_dim) {
-    for (const DeviceInfo& device : kCards)
-      for (const Pass pass : {Pass::kForward, Pass::kBackward}) {
-        const bool small = takes_small_tiles(problem, pass, head_dim, device);
-        const bool fits = shared_bytes(problem, pass, head_dim, small, device) <= device.shared_memory_per_block;
-        EXPECT_EQ(fits, refuses_shared_memory(problem, pass, head_dim, device).empty());
-      }
+  for_each_problem([](Problem problem, int head_dim) {
+    for (const int heads : {1, 64})  // fewer tiles than multiprocessors, and more
+      for (const DeviceInfo& device : kCards)
+        for (const Pass pass : {Pass::kForward, Pass::kBackward}) {
+          problem.heads_q = problem.heads_k = problem.heads_v = heads;
+          const bool small = takes_small_tiles(problem, pass, head_dim, device);
+          const bool fits = shared_bytes(problem, pass, head_dim, small, device) <= device.shared_memory_per_block;
+          EXPECT_EQ(fits, refuses_shared_memory(problem, pass, head_dim, device).empty());
+        }
   });
 }
 
@@ -91,6 +93,21 @@ TEST(SharedMemory, FewTilesAreSmallWhereEachHasAMultiprocessor) {
     problem.heads_q = 64;
     problem.len_q = 64;
     EXPECT_TRUE(takes_small_tiles(problem, Pass::kForward, 64, device));
+  }
+}
+
+TEST(SharedMemory, TwoSmallTilesInsteadOfALargeOneThatIsAlone) {
+  for (const auto& [head_dim, small_on_h200] : {std::pair{96, false}, {128, false}, {192, true}, {256, true}}) {
+    Problem problem = make_problem(DType::kBFloat16, head_dim);
+    problem.heads_q = problem.heads_k = problem.heads_v = 64;
+    const auto small_on = [&](int compute_capability, int64_t shared_memory) {
+      return takes_small_tiles(problem, Pass::kForward, head_dim, card(compute_capability, shared_memory));
+    };
+    EXPECT_EQ(small_on(90, 232448), small_on_h200);
+    EXPECT_FALSE(small_on(80, 166912));
+    EXPECT_EQ(small_on(120, 101376), head_dim == 256);  // the large one does not fit
+    problem.softcap = 1.0;
+    EXPECT_FALSE(small_on(90, 232448));
   }
 }
 

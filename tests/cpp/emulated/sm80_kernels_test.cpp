@@ -77,6 +77,7 @@ const Case kCases[] = {
     {.name = "causal", .len_q = 144, .len_k = 144, .causal = true, .layout = Layout::kRowsFirst},
     {.name = "bottom_right", .len_q = 70, .len_k = 150, .causal = true, .bottom_right = true},
     {.name = "rows_without_keys", .len_q = 150, .len_k = 70, .causal = true, .bottom_right = true, .d_lse = true},
+    {.name = "tiles_without_keys", .len_q = 400, .len_k = 60, .causal = true, .bottom_right = true},
     {.name = "window", .head_dim = 128, .len_q = 200, .len_k = 200, .causal = true, .window = 30},
     {.name = "groups", .len_q = 80, .len_k = 72, .heads_q = 4, .heads_k = 2, .heads_v = 2, .causal = true},
     {.name = "groups_that_differ", .len_q = 40, .len_k = 72, .heads_q = 4, .heads_k = 2, .mask = true},
