@@ -81,8 +81,11 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   __shared__ uint64_t k_full[2], v_full[2];  // mbarriers
   __shared__ typename Traits::Mods mods;
   __shared__ SharedValue<Dropout> dropout;
-  // NOTE: a warp each, because the block waits for it: 1,400 clocks, 2,100 when one thread found all.
-  if (threadIdx.x % 32 == 0) {
+  // NOTE: a warp each, because the block waits for it: 1,400 clocks, 2,100 when one thread found all. In float 8.0
+  // spills at head dimension 256 where more than one does.
+  constexpr bool kByWarps = sizeof(T) == 2;
+  if (threadIdx.x % (kByWarps ? 32 : kThreads) == 0) {
+    const auto is_mine = [](unsigned warp) { return !kByWarps || threadIdx.x / 32 == warp; };
     const auto [b, head, m_block] = schedule.at<uint32_t>(blockIdx.x);
     const int64_t first = m_block * kBlockM;
     const auto rows = [&](const TensorView& view, int64_t h, int64_t count, int64_t cols) {
@@ -91,48 +94,44 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     const auto group_head = [&](int64_t heads) {
       return static_cast<int>(head) / (static_cast<int>(problem.heads_q) / static_cast<int>(heads));
     };
-    switch (threadIdx.x / 32) {
-      case 0: {
-        block.q = rows(args.q, head, problem.len_q, problem.head_dim);
-        block.band = TileBand::make(problem);
-        const Range keys = make_band(problem).keys({first, min(first + kBlockM, problem.len_q)}, problem.len_k);
-        block.first_key = static_cast<int>(keys.first) / kBlockN * kBlockN;
-        block.last_key = keys.empty() ? block.first_key : static_cast<int>(keys.last);
-        block.first_query = static_cast<int>(first);
-        block.bh = static_cast<uint32_t>(b * problem.heads_q + head);
-        block.lse = args.lse == nullptr ? nullptr : static_cast<float*>(args.lse) + block.bh * problem.len_q;
-        break;
-      }
-      case 1: {
-        const int head_k = group_head(problem.heads_k);
-        block.k = rows(args.k, head_k, problem.len_k, problem.head_dim);
-        block.k.is_regular = block.k.is_regular && problem.head_dim == kHeadDim;
-        if constexpr (kTma) {
-          block.k_box = box_of(problem, copies.first.steps, b, head_k);
-          for (int i = 0; i < 2; ++i) {
-            cuda::barrier_init(shared_address(&k_full[i]), 1);
-            cuda::barrier_init(shared_address(&v_full[i]), 1);
-          }
-          cuda::fence_barrier_init();
+    if (is_mine(0)) {
+      block.q = rows(args.q, head, problem.len_q, problem.head_dim);
+      block.band = TileBand::make(problem);
+      const Range keys = make_band(problem).keys({first, min(first + kBlockM, problem.len_q)}, problem.len_k);
+      block.first_key = static_cast<int>(keys.first) / kBlockN * kBlockN;
+      block.last_key = keys.empty() ? block.first_key : static_cast<int>(keys.last);
+      block.first_query = static_cast<int>(first);
+      block.bh = static_cast<uint32_t>(b * problem.heads_q + head);
+      block.lse = args.lse == nullptr ? nullptr : static_cast<float*>(args.lse) + block.bh * problem.len_q;
+    }
+    if (is_mine(1)) {
+      const int head_k = group_head(problem.heads_k);
+      block.k = rows(args.k, head_k, problem.len_k, problem.head_dim);
+      block.k.is_regular = block.k.is_regular && problem.head_dim == kHeadDim;
+      if constexpr (kTma) {
+        block.k_box = box_of(problem, copies.first.steps, b, head_k);
+        for (int i = 0; i < 2; ++i) {
+          cuda::barrier_init(shared_address(&k_full[i]), 1);
+          cuda::barrier_init(shared_address(&v_full[i]), 1);
         }
-        break;
+        cuda::fence_barrier_init();
       }
-      case 2: {
-        const int head_v = group_head(problem.heads_v);
-        block.v = rows(args.v, head_v, problem.len_k, problem.head_dim_v);
-        block.v.is_regular = block.v.is_regular && problem.head_dim_v == kHeadDim;
-        if constexpr (kTma) block.v_box = box_of(problem, copies.second.steps, b, head_v);
-        break;
-      }
-      case 3:
-        block.out = rows(args.out, head, problem.len_q, problem.head_dim_v);
-        if constexpr (!Traits::kPlain) {
-          mods = Traits::Mods::make(args, b, head, base + layout.bias, base + layout.mask);
-          mods.is_regular = mods.is_regular && first + kBlockM <= problem.len_q;
-          if (options.features & kDropout) {
-            dropout.get() = make_dropout(args.rng_state[0], args.rng_state[1], problem.dropout_p);
-          }
+    }
+    if (is_mine(2)) {
+      const int head_v = group_head(problem.heads_v);
+      block.v = rows(args.v, head_v, problem.len_k, problem.head_dim_v);
+      block.v.is_regular = block.v.is_regular && problem.head_dim_v == kHeadDim;
+      if constexpr (kTma) block.v_box = box_of(problem, copies.second.steps, b, head_v);
+    }
+    if (is_mine(3)) {
+      block.out = rows(args.out, head, problem.len_q, problem.head_dim_v);
+      if constexpr (!Traits::kPlain) {
+        mods = Traits::Mods::make(args, b, head, base + layout.bias, base + layout.mask);
+        mods.is_regular = mods.is_regular && first + kBlockM <= problem.len_q;
+        if (options.features & kDropout) {
+          dropout.get() = make_dropout(args.rng_state[0], args.rng_state[1], problem.dropout_p);
         }
+      }
     }
   }
   __syncthreads();
