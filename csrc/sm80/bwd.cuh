@@ -22,20 +22,6 @@
 
 namespace flash_ext::sm80 {
 
-// Small tiles are for cards with less shared memory than 9.0 has. Machine code for it has none of them where the others
-// always fit: a tenth of what the compiler has to do. PTX of 9.0, if there is any, is for other cards, too.
-template <class Traits>
-__device__ constexpr bool is_reachable() {
-#if __CUDA_ARCH__ == 900 && !defined(FLASH_EXT_WITH_PTX_90)
-  constexpr int kLimit = 227 * 1024, kBiasBytes = Traits::kPlain ? 0 : 4, kElement = sizeof(typename Traits::T);
-  constexpr BackwardShape kLarge = backward_shape(kElement, Traits::kHeadDim, false, Traits::kPlain);
-  constexpr BackwardSmem kSmem = backward_smem(kLarge, Traits::kHeadDim, kElement, kBiasBytes, !Traits::kPlain, true);
-  return !Traits::kSmall || kSmem.total + kStaticSharedBytes > kLimit;
-#else
-  return true;
-#endif
-}
-
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     backward_kernel(const __grid_constant__ BackwardArgs args, const __grid_constant__ BackwardScratch scratch,
@@ -59,10 +45,12 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 
   const Problem& problem = args.fwd.problem;
   const uint32_t base = shared_address(smem);
-  const int bias_bytes = Traits::kPlain || !problem.has_bias ? 0 : (problem.bias_dtype == DType::kFloat32 ? 4 : 2);
+  const int bias_bytes = !Traits::kGeneral || !problem.has_bias ? 0 : (problem.bias_dtype == DType::kFloat32 ? 4 : 2);
   constexpr BackwardShape kShape = Traits::kShape;
   const BackwardSmem layout =
-      backward_smem(kShape, kHeadDim, sizeof(T), bias_bytes, !Traits::kPlain && problem.has_mask, kHasBulkAdditions);
+      backward_smem(kShape, kHeadDim, sizeof(T),
+                    {bias_bytes, Traits::kGeneral && problem.has_mask,
+                     !Traits::kGeneral || (options.features & kPApart) != 0, kHasBulkAdditions});
   const Tile k_smem{base + layout.k}, v_smem{base + layout.v};
   float* const row_smem = reinterpret_cast<float*>(smem + layout.rows);  // [stage][lse, delta, inverse][kBlockM]
 
@@ -79,15 +67,18 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
   }
   const auto has = [&](unsigned features) { return (opaque(options.features) & features) != 0; };
-  const auto drops = [&] { return !Traits::kPlain && has(kDropout); };
-  const auto measured = [&] { return !(kFolded && Traits::kPlain) && has(kMeasured); };
+  const auto drops = [&] { return Traits::kGeneral ? has(kDropout) : !Traits::kPlain; };
+  const auto measured = [&] { return !(kFolded && !Traits::kGeneral) && has(kMeasured); };
   // The first half of the warps holds dV, the second dK; a pair of warps, one of each, shares its keys. NOTE: computed
   // anew wherever they are used, because no registers are left.
   const auto warp = [] { return static_cast<int>(opaque(threadIdx.x) / 32); };
   const auto holds_dv = [&] { return warp() < Traits::kWarps / 2; };
   const auto pair = [] { return static_cast<int>(opaque(threadIdx.x) / 32 % (Traits::kWarps / 2)); };
   const auto warp_key = [&] { return pair() * kM * 16; };
-  const auto p_buffer = [&] { return base + layout.p + warp_key() * kBlockM * static_cast<int>(sizeof(T)); };
+  const auto diagonal = [&] { return problem.bottom_right ? static_cast<int>(problem.len_k - problem.len_q) : 0; };
+  const auto p_buffer = [&](int stage) {
+    return base + layout.p + stage * layout.p_stage + warp_key() * kBlockM * static_cast<int>(sizeof(T));
+  };
 
   // NOTE: everything is found here, before dK and dV occupy half of the registers; later heads only step on.
   if (threadIdx.x == 0) {
@@ -95,11 +86,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     const int64_t b = place + scratch.first_batch;
     const int members = static_cast<int>(problem.heads_q / schedule.heads_k);
     block.find(args, scratch, schedule, b, group * members, n_block, members);
-    if constexpr (!Traits::kPlain) {
+    if constexpr (Traits::kGeneral) {
       mods = Traits::Mods::make(args.fwd, b, group * members, base + layout.bias, base + layout.mask);
-      if (drops()) {
-        dropout.get() = make_dropout(args.fwd.rng_state[0], args.fwd.rng_state[1], problem.dropout_p);
-      }
+    }
+    if (drops()) {
+      dropout.get() = make_dropout(args.fwd.rng_state[0], args.fwd.rng_state[1], problem.dropout_p);
     }
     block.find_regular(problem, mods);
     block.dq_stage = base + layout.dq;
@@ -142,8 +133,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   // S^T becomes P^T; a dropped P keeps its size and turns negative, so that one array serves dV and dS.
   const auto score_to_p = [&](float(&s_acc)[kM][kBlockM / 8][4], int query, int stage) {
     const float* const lse_row = row_smem + stage * 3 * kBlockM;
-    if constexpr (!Traits::kPlain) {
-      mods.template apply<true>(options.features, s_acc, warp_key(), 0, query + block.diagonal - block.first_key, stage,
+    if constexpr (Traits::kGeneral) {
+      mods.template apply<true>(options.features, s_acc, warp_key(), 0, query + diagonal() - block.first_key, stage,
                                 // 1 - t^2 waits for the partner where it will write dS: no registers are left for it,
                                 // and P in T is too coarse to find t again.
                                 [&](const float(&capped)[kM][kBlockM / 8][4]) {
@@ -158,7 +149,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     if (block.band.is_boundary(query, kBlockM, block.first_key, kBlockN)) {
       mask_band<true>(s_acc, warp_key(), 0, block.band, query, block.first_key);
     }
-    if constexpr (Traits::kPlain && !kFolded) {
+    if constexpr (!Traits::kGeneral && !kFolded) {
       for_each_score<true>(s_acc, 0, 0, [&](float& x, int, int) { x = __fmul_rn(x, options.scale); });
     }
     // Rows without keys have lse = -inf and scores of -inf: any finite number serves them.
@@ -184,46 +175,50 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   const auto ds_of = [&](float(&dp_acc)[kM][kBlockM / 8][4], int query, int stage) {
     const float* const delta = row_smem + (stage * 3 + 1) * kBlockM;
     if constexpr (Traits::kPacksDs) {
-      if (Traits::kPlain || !has(kSlopeGradient | kBiasGradient | kDlseApart)) {
+      if (!Traits::kGeneral || !has(kSlopeGradient | kBiasGradient | kDlseApart)) {
         Operands<Frag, kM, kBlockM / 8> ds;
         const auto make = [&]<bool kDrops>(std::bool_constant<kDrops>) {
-          subtract_delta<Frag, kDrops>(ds, dp_acc, delta, options.dropout_scale);
+          subtract_delta<Frag, kDrops, Traits::kGeneral>(ds, dp_acc, delta, options.dropout_scale);
           pair_wait(1 + pair());
-          multiply_by_p<Frag, kDrops>(ds, p_buffer(), delta);
+          multiply_by_p<Frag, kDrops>(ds, p_buffer(stage), delta);
         };
-        drops() ? make(std::true_type()) : make(std::false_type());
+        if constexpr (Traits::kGeneral) {
+          drops() ? make(std::true_type()) : make(std::false_type());
+        } else {
+          make(std::bool_constant<!Traits::kPlain>());
+        }
         if constexpr (kSendsDbias) {
           if (has(kBiasBoxes)) {
             cuda::BoxStart at = block.dbias_box;
             at.col += warp_key();
             at.row = query;
-            send_dbias(ds, p_buffer(), scratch.dbias_map, scratch.adds_dbias, at);
+            send_dbias(ds, p_buffer(stage), scratch.dbias_map, scratch.adds_dbias, at);
           }
         }
-        if (!Traits::kPlain && has(kCap)) multiply_scores<Frag>(ds, ds_tile(stage), warp_key());
+        if (Traits::kGeneral && has(kCap)) multiply_scores<Frag>(ds, ds_tile(stage), warp_key());
         return ds;
       }
     }
     pair_wait(1 + pair());
     if (drops()) {
-      with_p<Frag>(dp_acc, p_buffer(), [&](float& x, float p) { x = p > 0.f ? x * options.dropout_scale : 0.f; });
+      with_p<Frag>(dp_acc, p_buffer(stage), [&](float& x, float p) { x = p > 0.f ? x * options.dropout_scale : 0.f; });
     }
     for_each_column(dp_acc, delta, [](float& x, float number) { x -= number; });
-    if constexpr (!Traits::kPlain) {
+    if constexpr (Traits::kGeneral) {
       if (has(kDlseApart)) {
         const int64_t row = int64_t{block.bh} * opaque(problem.len_q) + query;
         add_dlse(dp_acc, row_smem + stage * 3 * kBlockM, scratch.d_lse + row, static_cast<int>(problem.len_q) - query);
       }
     }
-    with_p<Frag>(dp_acc, p_buffer(), [&](float& x, float p) { x *= Traits::kPlain ? p : fabsf(p); });
+    with_p<Frag>(dp_acc, p_buffer(stage), [&](float& x, float p) { x *= Traits::kPlain ? p : fabsf(p); });
     if (kScaled) for_each_score<true>(dp_acc, 0, 0, [](float& x, int, int) { x *= 1.f / 1024.f; });
-    if constexpr (!Traits::kPlain) {
+    if constexpr (Traits::kGeneral) {
       if (has(kBiasGradient)) {
         store_transposed(dp_acc, block.dbias, args.dbias, query, static_cast<int>(problem.len_q),
                          block.first_key + warp_key(), static_cast<int>(problem.len_k));
       }
       if (has(kSlopeGradient)) {
-        visit_distance<true>(dp_acc, warp_key(), 0, query + block.diagonal - block.first_key,
+        visit_distance<true>(dp_acc, warp_key(), 0, query + diagonal() - block.first_key,
                              [&](float& x, float away) { slope_sum -= x * away; });
       }
       if (has(kCap)) multiply_scores<Frag>(dp_acc, ds_tile(stage), warp_key());
@@ -249,11 +244,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         const unsigned thread = opaque(threadIdx.x);
         load_whole<kBlockM, kThreads>(q_smem, block.q, first_query, thread);
         load_whole<kBlockM, kThreads>(d_out_smem, block.d_out, first_query, thread);
-        if constexpr (!Traits::kPlain) mods.load_whole(options.features, first_query, block.first_key, stage, thread);
+        if constexpr (Traits::kGeneral) mods.load_whole(options.features, first_query, block.first_key, stage, thread);
       } else {
         load_tile<kBlockM, kThreads, LoadForm::kRare>(q_smem, block.q, first_query);
         load_tile<kBlockM, kThreads, LoadForm::kRare>(d_out_smem, block.d_out, first_query);
-        if constexpr (!Traits::kPlain) mods.load(options.features, first_query, block.first_key, stage);
+        if constexpr (Traits::kGeneral) mods.load(options.features, first_query, block.first_key, stage);
       }
       if (threadIdx.x < kBlockM) {
         const int query = first_query + static_cast<int>(threadIdx.x);
@@ -356,13 +351,13 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
             for (int m = 0; m < kM; ++m) p_frag.row[m].negate(flags.row[m]);
           }
         }
-        send(p_buffer(), p_frag);
+        send(p_buffer(stage), p_frag);
         pair_arrive(1 + pair());
         if (drops()) {
 #pragma unroll
           for (int m = 0; m < kM; ++m) p_frag.row[m].drop_negative();
         }
-        if (kDrawsAhead && drops()) {
+        if (kDrawsAhead && has(kDropout)) {
           gemm_from_registers<Frag>(acc, p_frag, d_out_smem, 0, 0, [&](int i, int n) { draw(query - kBlockM, i, n); });
         } else {
           gemm_from_registers<Frag, Sums>(acc, p_frag, d_out_smem, 0, 0);
@@ -375,6 +370,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         clear(s_acc);
         gemm_nt<Frag, kHeadDim>(s_acc, v_smem, warp_key(), d_out_smem, 0);
         const auto ds_frag = ds_of(s_acc, query, stage);
+        __syncwarp();  // all lanes have read P, which may lie there
         store_scores(ds_tile(stage), ds_frag, warp_key());
         gemm_from_registers<Frag, Sums>(acc, ds_frag, q_smem, 0, 0);
         if constexpr (kSendsDbias) {
@@ -404,7 +400,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       __syncthreads();  // the last dS is there
       add_dq(block.first_query, stage ^ 1);
     }
-    if constexpr (!Traits::kPlain) {
+    if constexpr (Traits::kGeneral) {
       if (has(kSlopeGradient)) {
         const float sum = block_sum<kThreads>(slope_sum, warp_values);
         if (threadIdx.x == 0) *block.slope = sum;
@@ -415,7 +411,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     __syncthreads();  // nobody reads this head's `block`, K or V any more
     if (has_next && threadIdx.x == 0) {
       block.next_head(args, scratch, schedule);
-      if constexpr (!Traits::kPlain) mods.next_head(args.fwd);
+      if constexpr (Traits::kGeneral) mods.next_head(args.fwd);
       block.find_regular(problem, mods);
     }
   } while (has_next);

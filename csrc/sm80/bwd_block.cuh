@@ -25,7 +25,7 @@ struct BackwardBlock {
   float *dq_accum, *dbias, *slope;
   int* turn;
   TileBand band;
-  int first_key, n_block, first_query, last_query, diagonal;
+  int first_key, n_block, first_query, last_query;
   uint32_t bh;
   cuda::BoxStart dbias_box;    // of bias_boxes.cuh, at the block's first key
   uint32_t dq_stage;           // shared memory of all warps' stages of dQ
@@ -84,7 +84,6 @@ struct BackwardBlock {
     first_query = static_cast<int>(queries.first) / kBlockM * kBlockM;
     last_query = (static_cast<int>(queries.last) - 1) / kBlockM * kBlockM;
     if (queries.empty()) last_query = first_query - kBlockM;
-    diagonal = problem.bottom_right ? static_cast<int>(problem.len_k - problem.len_q) : 0;
     bh = static_cast<uint32_t>(first_bh);
     if constexpr (std::is_same_v<typename Traits::Element, Fp16>) {
       bound = delta_max = 0.f;
@@ -99,7 +98,7 @@ struct BackwardBlock {
   __device__ __forceinline__ void find_regular(const Problem& problem, const typename Traits::Mods& mods) {
     is_regular = q.is_regular && d_out.is_regular && d_out.rows > 0 && problem.head_dim == Traits::kHeadDim &&
                  problem.head_dim_v == Traits::kHeadDim;
-    if constexpr (!Traits::kPlain) {
+    if constexpr (Traits::kGeneral) {
       const bool has_columns = problem.has_bias || problem.has_mask;
       is_regular = is_regular && mods.is_regular && (!has_columns || first_key + kBlockN <= problem.len_k);
     }

@@ -10,6 +10,7 @@
 #include "attention/tile_schedule.h"
 #include "cuda/tensor_map.h"
 #include "sm80/score.cuh"
+#include "sm80/shared_memory.h"
 
 namespace flash_ext::sm80 {
 
@@ -39,14 +40,24 @@ struct BackwardScratch {
 // NOTE: 4.3 million queries on 5 keys had 2.3 and 4.9 times the error that the rule allows.
 constexpr int kSumTiles = 512;
 
-template <class Element_, int kHeadDim_, bool kSmall_, bool kPlain_>
+// What may lie between q k^T and the softmax, beside the band. NOTE: code for what a call does not have is in its way:
+// a jump over it takes a warp about 70 clocks, because the instructions behind it are not there yet. Dropout alone, as
+// in training, had a dozen a tile of queries.
+enum class Between : uint8_t {
+  kNothing,
+  kDropout,  // and nothing else; 16-bit types, no row is measured
+  kAny,
+};
+
+template <class Element_, int kHeadDim_, bool kSmall_, Between kBetween_>
 struct BackwardTraits {
   using Element = Element_;
   using Frag = Fragments<Element>;
   using T = typename Frag::Storage;
   static constexpr int kHeadDim = kHeadDim_;
-  static constexpr bool kSmall = kSmall_, kPlain = kPlain_;
-  static constexpr BackwardShape kShape = backward_shape(sizeof(T), kHeadDim, kSmall_, kPlain_);
+  static constexpr Between kBetween = kBetween_;
+  static constexpr bool kSmall = kSmall_, kPlain = kBetween == Between::kNothing, kGeneral = kBetween == Between::kAny;
+  static constexpr BackwardShape kShape = backward_shape(sizeof(T), kHeadDim, kSmall, kPlain);
   static constexpr int kBlockM = kShape.tile.block_m, kBlockN = kShape.tile.block_n;
   static constexpr int kWarps = kShape.tile.warps, kThreads = kWarps * 32;
   static constexpr int kStages = kShape.stages;
@@ -60,14 +71,15 @@ struct BackwardTraits {
   // Columns of 8 at once, fewer where registers would spill.
   static constexpr bool kTight = sizeof(T) == 4 && (kHeadDim == 96 || kHeadDim > 128);
   static constexpr bool kTightHalf = std::is_same_v<Element, Fp16> && kHeadDim == 128;
-  static constexpr int kDqPart = kTight ? 2 : kSmall ? kDqN : kTightHalf ? (kPlain ? 2 : 4) : kDqN;
+  static constexpr int kDqPart = kTight ? 2 : kSmall ? kDqN : kTightHalf ? (kGeneral ? 4 : 2) : kDqN;
   // Of dV and dK. NOTE: those of FragmentsTf32 spilled 4 to 12 bytes on 9.0, and 40 and 280 of small tiles on 8.0.
   static constexpr bool kTightSums = Frag::kSplit && kHeadDim > 128 && (kSmall || cuda::kComputeCapability >= 90);
   using Sums = std::conditional_t<kTightSums, StepSums<1, kSmall && (kHeadDim > 192) ? 0 : 1>, void>;
   // See multiply_by_p. NOTE: in the plain kernel of head dimension 128 it was 2 % slower, in the other one 8.0 spilled.
   static constexpr bool kPacksDs =
       std::is_same_v<Element, Bf16> && (kHeadDim <= 64 || (!kPlain && cuda::kComputeCapability >= 90));
-  static constexpr bool kSendsDbias = std::is_same_v<Element, Bf16> && kM == 2 && !kSmall && !kPlain;
+  static constexpr bool kSendsDbias = std::is_same_v<Element, Bf16> && kM == 2 && !kSmall && kGeneral;
+  static_assert(kBlockM * sizeof(T) >= 64, "P fits where dS will be");
   static_assert(kBlockN == kShape.key_rows * kWarps / 2, "the keys are laid over half of the warps");
   static_assert(kDqM >= 1 && kDqN >= 2 && kDqN % 2 == 0, "dQ is laid over the warps in pairs of 8 columns");
   // P is at most 1: in fp16, where 2^-14 is the least normal number, it is kept as 2^10 P.
@@ -76,6 +88,21 @@ struct BackwardTraits {
   using ScoreTile = SmemTile<T, aux_pitch(kBlockM, sizeof(T)) / static_cast<int>(sizeof(T))>;  // [key][query]
   using Mods = ScoreMods<Element, kBlockM, kBlockN, kThreads>;
 };
+
+// Small tiles are for cards with less shared memory than 9.0 has. Machine code for it has none of them where the others
+// always fit: a tenth of what the compiler has to do. PTX of 9.0, if there is any, is for other cards, too.
+template <class Traits>
+__device__ constexpr bool is_reachable() {
+#if __CUDA_ARCH__ == 900 && !defined(FLASH_EXT_WITH_PTX_90)
+  constexpr int kLimit = 227 * 1024, kBiasBytes = Traits::kGeneral ? 4 : 0, kElement = sizeof(typename Traits::T);
+  constexpr BackwardShape kLarge = backward_shape(kElement, Traits::kHeadDim, false, Traits::kPlain);
+  constexpr BackwardSmem kSmem =
+      backward_smem(kLarge, Traits::kHeadDim, kElement, {kBiasBytes, Traits::kGeneral, true, true});
+  return !Traits::kSmall || kSmem.total + kStaticSharedBytes > kLimit;
+#else
+  return true;
+#endif
+}
 
 // fn(value, number of its query) over a fragment of S^T; the numbers lie in shared memory, one a query.
 // `prepare` is applied to each number first.
@@ -246,11 +273,14 @@ __device__ __forceinline__ void with_p(float (&c)[kM][kN][4], uint32_t buffer, c
 }
 
 // dP - delta in bf16, where dP is `factor` times dp: what dS is made of when P has come, rounded as eager attention
-// rounds dP. Not by one multiply-add: with one key delta is dP, bit for bit (measure.cuh), and dS 0.
-template <class Frag, bool kDrops, int kM, int kN>
+// rounds dP. kExact: not by one multiply-add, because with one key delta is dP, bit for bit (measure.cuh), and dS 0.
+template <class Frag, bool kDrops, bool kExact, int kM, int kN>
 __device__ __forceinline__ void subtract_delta(Operands<Frag, kM, kN>& result, const float (&dp)[kM][kN][4],
                                                const float* delta, float factor) {
-  const auto scaled = [&](float x) { return kDrops ? __fmul_rn(x, factor) : x; };
+  const auto difference = [&](float x, float number) {
+    if constexpr (kDrops && !kExact) return fmaf(x, factor, -number);
+    return (kDrops ? __fmul_rn(x, factor) : x) - number;
+  };
   delta += opaque(threadIdx.x) % 4 * 2;
 #pragma unroll
   for (int n = 0; n < kN; ++n) {
@@ -259,8 +289,8 @@ __device__ __forceinline__ void subtract_delta(Operands<Frag, kM, kN>& result, c
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        result.row[m].set_word(
-            2 * n + half, Frag::pack(scaled(dp[m][n][2 * half]) - pair.x, scaled(dp[m][n][2 * half + 1]) - pair.y));
+        result.row[m].set_word(2 * n + half, Frag::pack(difference(dp[m][n][2 * half], pair.x),
+                                                        difference(dp[m][n][2 * half + 1], pair.y)));
       }
     }
   }

@@ -95,6 +95,7 @@ constexpr BackwardShape backward_shape(int element_bytes, int head_dim, bool sma
 
 struct BackwardSmem {
   int k = 0, v = 0, q = 0, d_out = 0, p = 0, ds = 0, rows = 0, bias = 0, mask = 0, dq = 0;  // offsets of stage 0
+  int p_stage = 0;  // bytes from a stage of P to the next
   int dq_rows = 0;  // of a warp's rows of fragments of dQ, how many are staged at once for bulk additions
   int total = 0;
 
@@ -106,10 +107,19 @@ struct BackwardSmem {
 
 constexpr int kBulkLimit = 226 * 1024;  // of shared memory, where bulk additions are: 9.0 has 227 KiB, 1 is static
 
-// `has_bulk`: the device has bulk additions, cuda/arch.h. What is there for them comes last, so that a kernel without
-// them may be started with it.
-FLASH_DEVICE constexpr BackwardSmem backward_smem(BackwardShape shape, int head_dim, int element_bytes, int bias_bytes,
-                                                  bool has_mask, bool has_bulk) {
+// What is kept beside K, V, Q and dO.
+struct BackwardNeeds {
+  int bias_bytes = 0;  // of one element, 0 without a bias
+  bool has_mask = false;
+  bool p_apart = false;   // P has a place of its own; else it lies where the same keys' dS will be
+  bool has_bulk = false;  // the device has bulk additions, cuda/arch.h
+};
+
+// What is there for bulk additions comes last, so that a kernel without them may be started with it.
+// NOTE: at head dimension 128 P in dS's place leaves room to stage all of dQ beside a bias in 16 bits. Staged in two
+// halves, the second waited for the first to be read: 7 % of the kernel.
+FLASH_DEVICE constexpr BackwardSmem backward_smem(BackwardShape shape, int head_dim, int element_bytes,
+                                                  BackwardNeeds needs) {
   BackwardSmem smem;
   const auto [block_m, block_n, warps] = shape.tile;
   const int row = head_dim * element_bytes;
@@ -118,14 +128,15 @@ FLASH_DEVICE constexpr BackwardSmem backward_smem(BackwardShape shape, int head_
   smem.q = smem.v + block_n * row;
   smem.d_out = smem.q + shape.stages * block_m * row;
   smem.p = smem.d_out + shape.stages * block_m * row;
-  smem.ds = smem.p + block_m * block_n * element_bytes;
+  smem.ds = smem.p + (needs.p_apart ? scores : 0);
+  smem.p_stage = needs.p_apart || !shape.deferred() ? 0 : scores;
   smem.rows = smem.ds + (shape.deferred() ? 2 : 1) * scores;
   smem.bias = smem.rows + 3 * shape.stages * block_m * 4;
-  smem.mask = smem.bias + (bias_bytes > 0 ? shape.stages * block_m * aux_pitch(block_n, bias_bytes) : 0);
-  smem.dq = smem.mask + (has_mask ? shape.stages * block_m * aux_pitch(block_n, 1) : 0);
+  smem.mask = smem.bias + (needs.bias_bytes > 0 ? shape.stages * block_m * aux_pitch(block_n, needs.bias_bytes) : 0);
+  smem.dq = smem.mask + (needs.has_mask ? shape.stages * block_m * aux_pitch(block_n, 1) : 0);
   // All rows, half of them or none.
   const int warps_of_dq = shape.dq_warps_m * shape.dq_warps_n;
-  smem.dq_rows = has_bulk && shape.deferred() && element_bytes == 2 ? block_m / shape.dq_warps_m / 16 : 0;
+  smem.dq_rows = needs.has_bulk && shape.deferred() && element_bytes == 2 ? block_m / shape.dq_warps_m / 16 : 0;
   for (; smem.dq_rows > 0; smem.dq_rows /= 2) {
     if (smem.dq + warps_of_dq * smem.dq_stage(shape, head_dim) <= kBulkLimit) break;
   }
@@ -203,6 +214,15 @@ inline bool is_plain(const Problem& problem) {
 
 FLASH_DEVICE constexpr int bias_bytes_of(const Problem& problem) {
   return problem.has_bias ? (problem.bias_dtype == DType::kFloat32 ? 4 : 2) : 0;
+}
+
+// P lies apart where dS's place is taken (by a softcap's derivative), where P's own is for something else (boxes of a
+// bias's gradient), and where there is room anyway: at head dimension 64 it was up to 2 % faster. `head_dim` is that of
+// the instance.
+inline BackwardNeeds backward_needs(const Problem& problem, int head_dim, bool has_bulk) {
+  const bool has_room = !problem.has_bias || head_dim <= 64;
+  return {bias_bytes_of(problem), problem.has_mask, has_room || problem.softcap != 0.0 || problem.wants_dbias,
+          has_bulk};
 }
 
 }  // namespace flash_ext::sm80

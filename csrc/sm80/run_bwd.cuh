@@ -23,18 +23,21 @@ template <class Element, int kHeadDim, class Fn>
 auto with_backward_traits(const Problem& problem, bool small, const Fn& fn) {
   const bool plain = is_plain_backward(problem);
   if (small) {
-    return plain ? fn(BackwardTraits<Element, kHeadDim, true, true>())
-                 : fn(BackwardTraits<Element, kHeadDim, true, false>());
+    return plain ? fn(BackwardTraits<Element, kHeadDim, true, Between::kNothing>())
+                 : fn(BackwardTraits<Element, kHeadDim, true, Between::kAny>());
   }
-  return plain ? fn(BackwardTraits<Element, kHeadDim, false, true>())
-               : fn(BackwardTraits<Element, kHeadDim, false, false>());
+  if (plain) return fn(BackwardTraits<Element, kHeadDim, false, Between::kNothing>());
+  if constexpr (sizeof(StorageOf<Element>) == 2) {
+    if (has_dropout_alone(problem)) return fn(BackwardTraits<Element, kHeadDim, false, Between::kDropout>());
+  }
+  return fn(BackwardTraits<Element, kHeadDim, false, Between::kAny>());
 }
 
 template <class Traits>
 BackwardSmem backward_smem_of(const Problem& problem, const DeviceInfo& device) {
   constexpr BackwardShape kShape = Traits::kShape;
-  return backward_smem(kShape, Traits::kHeadDim, sizeof(typename Traits::T), bias_bytes_of(problem), problem.has_mask,
-                       has_bulk_additions(device));
+  return backward_smem(kShape, Traits::kHeadDim, sizeof(typename Traits::T),
+                       backward_needs(problem, Traits::kHeadDim, has_bulk_additions(device)));
 }
 
 // batch: of how many elements.
@@ -145,8 +148,10 @@ Plan plan_backward(const Problem& problem, const DeviceInfo& device) {
     const BackwardSmem smem = backward_smem_of<Traits>(problem, device);
     Plan plan;
     constexpr bool kTf32 = std::is_same_v<Element, Tf32>;
-    plan.kernel = kTf32 ? (Traits::kPlain ? "sm80.backward.plain.tf32" : "sm80.backward.general.tf32")
-                        : (Traits::kPlain ? "sm80.backward.plain" : "sm80.backward.general");
+    plan.kernel = kTf32              ? (Traits::kPlain ? "sm80.backward.plain.tf32" : "sm80.backward.general.tf32")
+                  : Traits::kPlain   ? "sm80.backward.plain"
+                  : Traits::kGeneral ? "sm80.backward.general"
+                                     : "sm80.backward.dropout";
     plan.block_m = Traits::kBlockM;
     plan.block_n = Traits::kBlockN;
     plan.stages = Traits::kStages;
@@ -215,7 +220,8 @@ void run_backward(const BackwardArgs& given, const Plan& plan, void* workspace) 
       ScoreOptions options = ScoreOptions::of(part.fwd, kMayBeRaw && (Traits::kPlain || !may_be_inexact(problem)));
       options.features |= (may_be_inexact(problem) ? kMeasured : 0u) |
                           (part_scratch.d_lse != nullptr ? kDlseApart : 0u) | (p.wants_dalibi ? kSlopeGradient : 0u) |
-                          (part_scratch.direct_dbias ? kBiasGradient : 0u) | (by_boxes > 0 ? kBiasBoxes : 0u);
+                          (part_scratch.direct_dbias ? kBiasGradient : 0u) | (by_boxes > 0 ? kBiasBoxes : 0u) |
+                          (backward_needs(problem, kHeadDim, false).p_apart ? kPApart : 0u);
       const int64_t batch = by_boxes > 1 ? 1 : problem.batch;
       TileSchedule schedule = backward_schedule<Traits>(problem, batch, groups, plan.processors);
       schedule.batch_inner = batch > 1 && batch_shares_scores(problem, part.fwd);

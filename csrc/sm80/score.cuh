@@ -209,6 +209,7 @@ enum Feature : unsigned {
   kBiasGradient = 4096,  // written by the main kernel, in float
   kBiasBoxes = 8192,     // the same in bf16, by TMA
   kNarrowDbias = 16384,  // of bias_gradient.cuh: in the type of query, not in float
+  kPApart = 32768,       // BackwardNeeds::p_apart
 };
 
 inline unsigned features_of(const ForwardArgs& args) {

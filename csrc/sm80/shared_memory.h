@@ -54,6 +54,13 @@ inline bool is_plain_backward(const Problem& problem) {
   return is_plain(problem) && !problem.wants_dbias && !problem.wants_dalibi;
 }
 
+// Between::kDropout. Its scores stay raw.
+inline bool has_dropout_alone(const Problem& problem) {
+  Problem rest = problem;
+  rest.dropout_p = 0.0;
+  return problem.dropout_p > 0.0 && is_plain_backward(rest) && !may_be_inexact(problem);
+}
+
 // Whether backward is one_tile.cuh. `head_dim` is that of the instance.
 inline bool is_one_tile(const Problem& problem, int head_dim, int64_t shared_limit) {
   return problem.dtype != DType::kFloat32 && head_dim <= 64 && problem.len_q <= kOneTile && problem.len_k <= kOneTile &&
@@ -74,8 +81,8 @@ inline int64_t shared_bytes(const Problem& problem, Pass pass, int head_dim, boo
     return kStaticSharedBytes + forward_smem(tile, head_dim, element_bytes, bias_bytes, problem.has_mask, 1).total;
   }
   const BackwardShape shape = backward_shape(element_bytes, head_dim, small, is_plain_backward(problem));
-  int64_t bytes =
-      backward_smem(shape, head_dim, element_bytes, bias_bytes, problem.has_mask, has_bulk_additions(device)).total;
+  const BackwardNeeds needs = backward_needs(problem, head_dim, has_bulk_additions(device));
+  int64_t bytes = backward_smem(shape, head_dim, element_bytes, needs).total;
   if (may_be_inexact(problem)) bytes = std::max(bytes, measure_shared_bytes(head_dim, element_bytes));
   if (problem.wants_dbias) {
     const TileShape tile = bias_gradient_shape(element_bytes, head_dim, true).tile;  // its larger one is its own choice

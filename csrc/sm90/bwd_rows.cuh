@@ -47,16 +47,15 @@ __global__ void __launch_bounds__(kRowThreads) prepare_kernel(const __grid_const
 #pragma unroll
     for (int i = 0; i < 2 * kSteps; ++i) zeros[i * kRowThreads + threadIdx.x] = float4{};
   }
-  [[maybe_unused]] bool far = false;  // one of the tile's queries is
-  if constexpr (Traits::kScored) {
-    const int row = threadIdx.x;
-    const float* const lse = static_cast<const float*>(args.fwd.lse) + tile.bh * problem.len_q + tile.first_query;
-    far = __syncthreads_or(row < min(Traits::kBlockM, rows) && is_far(lse[row])) != 0;
-  }
-  float most_d_out = 0.f, most_delta = 0.f;
+  // A thread a row from here on, so that a warp's rows are one access; asked for before the sums.
+  const int own_row = threadIdx.x;
+  const bool is_inside = own_row < min(Traits::kBlockM, rows);
+  const int64_t index = tile.bh * problem.len_q + tile.first_query + own_row;
+  const float lse = is_inside ? static_cast<const float*>(args.fwd.lse)[index] : kMinusInf;
+  const float d_lse = is_inside && args.d_lse != nullptr ? static_cast<const float*>(args.d_lse)[index] : 0.f;
+  __shared__ float sums[Traits::kBlockM], all_squares[Traits::kScaled ? Traits::kBlockM : 1];
 #pragma unroll
   for (int i = 0; i < kSteps; ++i) {
-    const int row = first_row + i * kRows;
     float sum = 0.f, squares = 0.f;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -72,71 +71,94 @@ __global__ void __launch_bounds__(kRowThreads) prepare_kernel(const __grid_const
       if (Traits::kScaled) squares += __shfl_xor_sync(~0u, squares, step);
     }
     if (lane != 0) continue;
-    const int64_t index = tile.bh * problem.len_q + tile.first_query + row;
-    const float lse = row < rows ? static_cast<const float*>(args.fwd.lse)[index] : kMinusInf;
-    if (row < rows && args.d_lse != nullptr) sum -= static_cast<const float*>(args.d_lse)[index];
-    float delta = lse == kMinusInf ? 0.f : sum;
+    sums[first_row + i * kRows] = sum;
+    if (Traits::kScaled) all_squares[first_row + i * kRows] = squares;
+  }
+  [[maybe_unused]] bool far = false;  // one of the tile's queries is
+  if constexpr (Traits::kScored) {
+    far = __syncthreads_or(is_inside && is_far(lse)) != 0;
+  } else {
+    __syncthreads();
+  }
+  if (own_row < Traits::kBlockM) {
+    float delta = lse == kMinusInf ? 0.f : sums[own_row] - d_lse;
     if constexpr (Traits::kScored) delta *= static_cast<float>(1.0 - problem.dropout_p);
-    float* const to = stats + tile.bh * Traits::kStats * m_blocks * Traits::kBlockM + tile.first_query + row;
+    float* const to = stats + tile.bh * Traits::kStats * m_blocks * Traits::kBlockM + tile.first_query + own_row;
     to[0] = lse == kMinusInf ? kMinusInf : fmaf(lse, static_cast<float>(-kLog2e), Traits::kPShift);
     to[m_blocks * Traits::kBlockM] = delta;
     if constexpr (Traits::kScored) {
       to[2 * m_blocks * Traits::kBlockM] = !far ? kNotFar : lse == kMinusInf ? 0.f : -lse;
       if (far && lse != kMinusInf) to[0] = fabsf(lse) == -kMinusInf ? NAN : Traits::kPShift;
     }
-    most_d_out = fmaxf(most_d_out, sqrtf(squares));
-    most_delta = fmaxf(most_delta, fabsf(delta));
-  }
-  if (Traits::kScaled && lane == 0) {  // non-negative floats order like their bits
-    atomicMax(reinterpret_cast<int*>(bounds) + 2 * tile.bh, __float_as_int(most_d_out));
-    atomicMax(reinterpret_cast<int*>(bounds) + 2 * tile.bh + 1, __float_as_int(most_delta));
+    if constexpr (Traits::kScaled) {  // non-negative floats order like their bits; what is no number does not count
+      static_assert(Traits::kBlockM % 32 == 0);
+      const int most_d_out = __reduce_max_sync(~0u, __float_as_int(fmaxf(0.f, sqrtf(all_squares[own_row]))));
+      const int most_delta = __reduce_max_sync(~0u, __float_as_int(fmaxf(0.f, fabsf(delta))));
+      if (threadIdx.x % 32 == 0) {
+        atomicMax(reinterpret_cast<int*>(bounds) + 2 * tile.bh, most_d_out);
+        atomicMax(reinterpret_cast<int*>(bounds) + 2 * tile.bh + 1, most_delta);
+      }
+    }
   }
   if constexpr (Traits::kScored) {
     if (far) measure_rows(args, tile, stats + tile.bh * Traits::kStats * m_blocks * Traits::kBlockM + tile.first_query);
   }
 }
 
+constexpr int kFinishBlocks = 4;  // of finish_kernel on a multiprocessor, by its registers
+
 // A warp: 16 queries by 64 columns, as one warp of the main kernel added them up. From the last head to the first: what
 // was added to last is still in L2. NOTE: 0.3 and 0.6 % of a whole call of S = 512, full and causal; the same in
 // prepare is nothing.
+// turns: of Walk::kOrdered, else null. With them blocks, of which all have room, begin with the heads that are added up
+// while the main kernel, of which all blocks run or have run, is still at the others.
 template <class Traits>
-__global__ void __launch_bounds__(kRowThreads)
-    finish_kernel(const __grid_constant__ BackwardArgs args, const float* dq_accum, int m_blocks) {
-  cudaGridDependencySynchronize();
+__global__ void __launch_bounds__(kRowThreads, kFinishBlocks)
+    finish_kernel(const __grid_constant__ BackwardArgs args, const float* dq_accum, const uint32_t* turns,
+                  Meetings<Traits::kBlockM, Traits::kBlockN> meetings, unsigned tiles) {
+  if (turns == nullptr) cudaGridDependencySynchronize();
   using T = typename Traits::T;
   constexpr int kWarps = kRowThreads / 32, kChunk = 16 * kPanelCols;  // numbers
   static_assert(Traits::kDqCols == kPanelCols && Traits::kBlockM * Traits::kHeadDim == kWarps * kChunk);
   __shared__ __align__(128) char buffer[kWarps][16 * kPanelBytes];
   const Problem& problem = args.fwd.problem;
-  const unsigned index = gridDim.x - 1 - blockIdx.x;
-  const QueryTile<Traits> tile(problem, m_blocks, index);
+  const int m_blocks = (meetings.len_q + Traits::kBlockM - 1) / Traits::kBlockM;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int first_row = (Traits::kSplitsQueries ? warp : warp % 4) * 16;
   const int first_col = Traits::kSplitsQueries ? 0 : warp / 4 * kPanelCols;
-  const float4* const from =
-      reinterpret_cast<const float4*>(dq_accum + (int64_t{index} * kWarps + warp) * kChunk) + lane;
-  float4 c[8];
-#pragma unroll
-  for (int i = 0; i < 8; ++i) c[i] = from[i * 32];
+  const int col = lane % 8 * 8;
   const float scale = gradient_scale(problem);
   const uint32_t rows = shared_address(buffer[warp]);
+  for (unsigned number = blockIdx.x; number < tiles; number += gridDim.x) {
+    const unsigned index = turns == nullptr ? tiles - 1 - number : number;
+    if (turns != nullptr) {
+      const int m = static_cast<int>(index % m_blocks);
+      wait_count(turns + index, meetings.last_keys_of(m) - meetings.first_keys_of(m) + 1);
+    }
+    const QueryTile<Traits> tile(problem, m_blocks, index);
+    const float4* const from =
+        reinterpret_cast<const float4*>(dq_accum + (int64_t{index} * kWarps + warp) * kChunk) + lane;
+    float4 c[8];
 #pragma unroll
-  for (int i = 0; i < 8; i += 2) {
-    const auto packed = [&](float x, float y) { return pack(x * scale, y * scale, T()); };
-    stmatrix_x4(rows + tile_offset(16, lane % 16, 8 * i + lane / 16 * 8), packed(c[i].x, c[i].y),
-                packed(c[i].z, c[i].w), packed(c[i + 1].x, c[i + 1].y), packed(c[i + 1].z, c[i + 1].w));
-  }
-  __syncwarp();
-  const int col = lane % 8 * 8;
-  if (first_col + col >= problem.head_dim) return;
-  T* const dq = tile.template rows<T>(problem, args.dq) + first_col + col;
+    for (int i = 0; i < 8; ++i) c[i] = from[i * 32];
+    __syncwarp();  // all lanes have read what was there before
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int row = first_row + lane / 8 + 4 * i;
-    if (tile.first_query + row >= problem.len_q) continue;
-    *reinterpret_cast<uint4*>(dq + row * args.dq.row_stride) =
-        *reinterpret_cast<const uint4*>(buffer[warp] + tile_offset(16, lane / 8 + 4 * i, col));
+    for (int i = 0; i < 8; i += 2) {
+      const auto packed = [&](float x, float y) { return pack(x * scale, y * scale, T()); };
+      stmatrix_x4(rows + tile_offset(16, lane % 16, 8 * i + lane / 16 * 8), packed(c[i].x, c[i].y),
+                  packed(c[i].z, c[i].w), packed(c[i + 1].x, c[i + 1].y), packed(c[i + 1].z, c[i + 1].w));
+    }
+    __syncwarp();
+    T* const dq = tile.template rows<T>(problem, args.dq) + first_col + col;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = first_row + lane / 8 + 4 * i;
+      if (tile.first_query + row >= problem.len_q || first_col + col >= problem.head_dim) continue;
+      *reinterpret_cast<uint4*>(dq + row * args.dq.row_stride) =
+          *reinterpret_cast<const uint4*>(buffer[warp] + tile_offset(16, lane / 8 + 4 * i, col));
+    }
   }
+  if (turns != nullptr) cudaGridDependencySynchronize();  // who waits for this kernel waits for the main one
 }
 
 }  // namespace flash_ext::sm90

@@ -68,9 +68,11 @@ TEST(SharedMemory, TheStageOfDqTakesOnlyWhatIsLeft) {
     if (problem.dtype == DType::kFloat32) return;
     for (const bool plain : {true, false}) {
       const BackwardShape shape = backward_shape(2, head_dim, false, plain);
-      const int bias_bytes = plain ? 0 : bias_bytes_of(problem);
-      const BackwardSmem without = backward_smem(shape, head_dim, 2, bias_bytes, problem.has_mask, false);
-      const BackwardSmem with = backward_smem(shape, head_dim, 2, bias_bytes, problem.has_mask, true);
+      BackwardNeeds needs = backward_needs(problem, head_dim, false);
+      if (plain) needs.bias_bytes = 0;
+      const BackwardSmem without = backward_smem(shape, head_dim, 2, needs);
+      needs.has_bulk = true;
+      const BackwardSmem with = backward_smem(shape, head_dim, 2, needs);
       EXPECT_EQ(without.dq_rows, 0);
       EXPECT_EQ(without.total, with.dq);  // the stage is last
       EXPECT_LE(with.total, std::max(without.total, kBulkLimit));
@@ -79,6 +81,43 @@ TEST(SharedMemory, TheStageOfDqTakesOnlyWhatIsLeft) {
     }
   });
   EXPECT_GT(staged, 20);
+}
+
+TEST(SharedMemory, PLiesWhereDsWillBeSoThatAllOfDqIsStagedBesideABias) {
+  const BackwardShape shape = backward_shape(2, 128, false, false);
+  const int all_rows = shape.tile.block_m / shape.dq_warps_m / 16;
+  Problem problem = make_problem(DType::kBFloat16, 128);
+  const auto smem = [&] { return backward_smem(shape, 128, 2, backward_needs(problem, 128, true)); };
+  EXPECT_NE(smem().p, smem().ds);
+  problem.has_bias = true;
+  problem.bias_dtype = problem.dtype;
+  EXPECT_EQ(smem().p, smem().ds);
+  EXPECT_EQ(smem().p_stage, 64 * 128 * 2);
+  EXPECT_EQ(smem().dq_rows, all_rows);
+  problem.wants_dbias = true;  // takes the place of P
+  EXPECT_NE(smem().p, smem().ds);
+  EXPECT_EQ(smem().p_stage, 0);
+  EXPECT_LT(smem().dq_rows, all_rows);
+  problem.wants_dbias = false;
+  problem.softcap = 1.0;  // that of dS
+  EXPECT_NE(smem().p, smem().ds);
+  EXPECT_TRUE(backward_needs(problem, 64, true).p_apart);
+}
+
+TEST(SharedMemory, DropoutAloneIsNothingElse) {
+  Problem problem = make_problem(DType::kBFloat16, 128);
+  EXPECT_FALSE(has_dropout_alone(problem));
+  problem.dropout_p = 0.1;
+  problem.causal = true;
+  EXPECT_TRUE(has_dropout_alone(problem));
+  for (const auto& add :
+       {+[](Problem& p) { p.has_mask = true; }, +[](Problem& p) { p.has_bias = true; },
+        +[](Problem& p) { p.wants_dalibi = p.has_alibi = true; }, +[](Problem& p) { p.softcap = 1.0; },
+        +[](Problem& p) { p.scale = -1.0; }, +[](Problem& p) { p.len_k = 1; }}) {
+    Problem other = problem;
+    add(other);
+    EXPECT_FALSE(has_dropout_alone(other));
+  }
 }
 
 TEST(SharedMemory, FewTilesAreSmallWhereEachHasAMultiprocessor) {
@@ -151,7 +190,7 @@ TEST(SharedMemory, CountsTheKernelsBesideTheMainOne) {
   const BackwardShape shape = backward_shape(4, 256, true, false);
   const DeviceInfo device = card(90, 232448);
   const auto bytes = [&] { return shared_bytes(problem, Pass::kBackward, 256, true, device) - kStaticSharedBytes; };
-  EXPECT_GE(bytes(), backward_smem(shape, 256, 4, 4, false, true).total);
+  EXPECT_GE(bytes(), backward_smem(shape, 256, 4, backward_needs(problem, 256, true)).total);
   EXPECT_GE(bytes(), measure_shared_bytes(256, 4));
   problem.wants_dbias = true;
   EXPECT_GE(bytes(), bias_gradient_smem(bias_gradient_shape(4, 256, true).tile, 256, 4, 4, false).total);

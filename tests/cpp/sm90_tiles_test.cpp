@@ -328,12 +328,17 @@ TEST(BackwardTiles, InOrderWhereAskedForOrShort) {
   EXPECT_TRUE(is_ordered(problem(512, false)));
   EXPECT_FALSE(is_ordered(problem(512, true)));
   EXPECT_FALSE(is_ordered(problem(1024, false)));
-  Problem many = problem(1024, true);
-  many.batch = 512 / 8 / many.heads_k;  // 8 tiles of keys a head
-  many.head_dim = many.head_dim_v = 128;
-  EXPECT_TRUE(is_ordered(many));
-  many.head_dim = many.head_dim_v = 64;
-  EXPECT_FALSE(is_ordered(many));
+  for (const bool causal : {false, true}) {
+    Problem many = problem(2048, causal);
+    many.batch = 512 / 16 / many.heads_k;  // 16 tiles of keys a head
+    many.head_dim = many.head_dim_v = 128;
+    EXPECT_TRUE(is_ordered(many));
+    many.head_dim = many.head_dim_v = 64;
+    EXPECT_FALSE(is_ordered(many));
+    many.head_dim = 128;
+    many.len_q = many.len_k = 2049;
+    EXPECT_FALSE(is_ordered(many));
+  }
   Problem strict = problem(1024, true);
   strict.deterministic = true;
   EXPECT_TRUE(is_ordered(strict));

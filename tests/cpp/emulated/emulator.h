@@ -153,6 +153,12 @@ inline unsigned __reduce_or_sync(unsigned, unsigned x) {
   for (int i = 0; i < 32; ++i) all |= lanes[i];
   return all;
 }
+inline int __reduce_max_sync(unsigned, int x) {
+  const auto lanes = flash_ext::emulated::exchange("redux", static_cast<unsigned>(x));
+  int most = x;
+  for (int i = 0; i < 32; ++i) most = std::max(most, static_cast<int>(lanes[i]));
+  return most;
+}
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 [[noreturn]] inline void __trap() { __builtin_trap(); }
 
