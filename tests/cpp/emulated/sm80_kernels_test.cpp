@@ -149,6 +149,7 @@ const Case kCases[] = {
      .heads_v = 1,
      .causal = true,
      .dropout = 0.5},
+    {.name = "dropout_head_dim_32", .head_dim = 32, .len_q = 270, .len_k = 16, .d = 16, .d_v = 16, .dropout = 0.5},
     {.name = "dropout_odd_addresses", .len_q = 90, .len_k = 200, .dropout = 0.25, .layout = Layout::kOdd},
     {.name = "dropout_small_tiles", .len_q = 70, .len_k = 40, .dropout = 0.3, .shared_limit = 64 * 1024},
     {.name = "dropout_of_one_key", .len_q = 70, .len_k = 1, .dropout = 0.3, .d_lse = true},
