@@ -75,6 +75,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   const auto holds_dv = [&] { return warp() < Traits::kWarps / 2; };
   const auto pair = [] { return static_cast<int>(opaque(threadIdx.x) / 32 % (Traits::kWarps / 2)); };
   const auto warp_key = [&] { return pair() * kM * 16; };
+  // NOTE: of parameters. Read out of `block`, it was loaded before S and spilled in fp16.
   const auto diagonal = [&] { return problem.bottom_right ? static_cast<int>(problem.len_k - problem.len_q) : 0; };
   const auto p_buffer = [&](int stage) {
     return base + layout.p + stage * layout.p_stage + warp_key() * kBlockM * static_cast<int>(sizeof(T));
@@ -182,11 +183,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
           pair_wait(1 + pair());
           multiply_by_p<Frag, kDrops>(ds, p_buffer(stage), delta);
         };
-        if constexpr (Traits::kGeneral) {
-          drops() ? make(std::true_type()) : make(std::false_type());
-        } else {
-          make(std::bool_constant<!Traits::kPlain>());
-        }
+        drops() ? make(std::true_type()) : make(std::false_type());
         if constexpr (kSendsDbias) {
           if (has(kBiasBoxes)) {
             cuda::BoxStart at = block.dbias_box;
@@ -357,6 +354,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 #pragma unroll
           for (int m = 0; m < kM; ++m) p_frag.row[m].drop_negative();
         }
+        // NOTE: asked where dropout is alone, too: without that branch ptxas spills there, 4 to 12 bytes.
         if (kDrawsAhead && has(kDropout)) {
           gemm_from_registers<Frag>(acc, p_frag, d_out_smem, 0, 0, [&](int i, int n) { draw(query - kBlockM, i, n); });
         } else {

@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(kRowThreads) prepare_kernel(const __grid_const
   }
 }
 
-constexpr int kFinishBlocks = 4;  // of finish_kernel on a multiprocessor, by its registers
+constexpr int kFinishBlocks = 4;  // of finish_kernel that a multiprocessor has room for
 
 // A warp: 16 queries by 64 columns, as one warp of the main kernel added them up. From the last head to the first: what
 // was added to last is still in L2. NOTE: 0.3 and 0.6 % of a whole call of S = 512, full and causal; the same in

@@ -69,7 +69,7 @@ TEST(SharedMemory, TheStageOfDqTakesOnlyWhatIsLeft) {
     for (const bool plain : {true, false}) {
       const BackwardShape shape = backward_shape(2, head_dim, false, plain);
       BackwardNeeds needs = backward_needs(problem, head_dim, false);
-      if (plain) needs.bias_bytes = 0;
+      if (plain) needs = {.p_apart = true};
       const BackwardSmem without = backward_smem(shape, head_dim, 2, needs);
       needs.has_bulk = true;
       const BackwardSmem with = backward_smem(shape, head_dim, 2, needs);
