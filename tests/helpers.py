@@ -54,6 +54,15 @@ def leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.is_floating_point())
 
 
+def requested_bytes(which: str) -> int:
+    """GPU memory that tensors asked for, "current" or "peak".
+
+    NOTE: not torch.cuda.memory_allocated: a block may be up to 1 MiB larger than what was asked for, wherever the gap
+    that tensors of earlier tests leave is.
+    """
+    return int(torch.cuda.memory_stats()[f"requested_bytes.all.{which}"])
+
+
 def evaluate(
     call: Call,
     inputs: Mapping[str, Tensor],
