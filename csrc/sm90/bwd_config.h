@@ -213,11 +213,6 @@ inline bool is_ordered(const Problem& problem) {
   return tiles >= 512 && length <= (problem.head_dim > 64 || problem.head_dim_v > 64 ? 2048 : 512);
 }
 
-// Queries up to which finish_kernel asks for counts and does not wait for the main kernel. NOTE: with 8k and 16k
-// queries, causal, the main kernel then took up to 24 % longer in order than in any, and not 8 to 15 %: many ask for
-// long.
-constexpr int64_t kMostFinishedEarly = 2048;
-
 // Of the main kernel, up to head dim 128. Where what a block takes is fixed, heads are counted by L2 alone: with
 // set_sections causal calls of 16k tokens took 2 % longer.
 inline TileSchedule narrow_schedule(const Problem& problem, int block_n, int64_t processors) {

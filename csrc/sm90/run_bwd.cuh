@@ -108,11 +108,11 @@ void launch_backward(const BackwardArgs& args, const BackwardLaunch& how, void* 
                scratch.bounds, is_stored ? nullptr : scratch.dq, params.m_blocks);
   cuda::launch_dependent(backward_kernel<Traits>, blocks, Traits::kShape.threads, Traits::kSmem.total, args.fwd.stream,
                          params);
-  const bool is_early = is_stored && problem.len_q <= kMostFinishedEarly;
-  const int64_t rooms = is_early ? int64_t{kFinishBlocks} * how.processors : heads * params.m_blocks;
-  cuda::launch_dependent(finish_kernel<Rows>, cuda::grid_of(std::min<int64_t>(heads * params.m_blocks, rooms)),
-                         kRowThreads, 0, args.fwd.stream, args, scratch.dq, is_early ? scratch.turns : nullptr,
-                         meetings, static_cast<unsigned>(heads * params.m_blocks));
+  const int64_t tiles_q = heads * params.m_blocks,
+                rooms = is_stored ? int64_t{kFinishBlocks} * how.processors : tiles_q;
+  cuda::launch_dependent(finish_kernel<Rows>, cuda::grid_of(std::min(tiles_q, rooms)), kRowThreads, 0, args.fwd.stream,
+                         args, scratch.dq, is_stored ? scratch.turns : nullptr, meetings,
+                         static_cast<unsigned>(tiles_q));
   if constexpr (Traits::kScored) {
     if (has_bias_gradient(problem)) {
       run_bias_gradient<BiasGradientTraits<typename Traits::T, Traits::kHeadDim>>(args, scratch.stats,
