@@ -203,7 +203,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     for name in ("at_once", "timeout"):
         if getattr(args, name) < 1:
             raise BenchmarkError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1.")
-    args.out = make_folder(args.out).resolve()
+    args.out = make_folder(args.out)  # as it was given: it is part of the commands that results name
     return args
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 from commands import BENCHMARKS, rows_of, start
@@ -11,7 +12,7 @@ pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 pytest.importorskip("submitit")
 
-# A benchmark that kills itself on its second value until a file is there, and counts how often it ran
+# A benchmark that kills itself on its second value until a file is there, and tells how often it ran and how
 POINT = """
 import argparse, csv, os, pathlib, signal
 parser = argparse.ArgumentParser()
@@ -20,7 +21,7 @@ for name in ("--value", "--unit", "--out"):
 args = parser.parse_args()
 here = pathlib.Path(__file__).parent
 with (here / "runs").open("a") as file:
-    print(args.value, args.unit, os.environ.get("CUDA_VISIBLE_DEVICES"), file=file)
+    print(args.value, args.unit, os.environ.get("CUDA_VISIBLE_DEVICES"), args.out.split(os.sep)[0], file=file)
 if args.value == "2" and not (here / "healed").exists():
     os.kill(os.getpid(), signal.SIGKILL)
 with open(args.out, "w") as file:
@@ -29,9 +30,10 @@ with open(args.out, "w") as file:
 
 
 def test_a_killed_point_is_a_row_and_runs_again_alone(tmp_path, monkeypatch):
-    script, out = tmp_path / "point.py", tmp_path / "out"
+    script, out = tmp_path / "point.py", Path("out")
     script.write_text(POINT)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    monkeypatch.chdir(tmp_path)
     sweep = (script, "--grid", "value=1,2,3", "--out", out, "--at-once", "2", "--", "--unit", "a b")
     done = start("sweep.py", *sweep)
     assert done.returncode == 1, done.stderr
@@ -40,14 +42,14 @@ def test_a_killed_point_is_a_row_and_runs_again_alone(tmp_path, monkeypatch):
     assert [(row["point"], row["failure"], row["ms"]) for row in rows] == [
         *(("value=1", "", "10"), ("value=2", "killed by signal 9", ""), ("value=3", "", "30")),
     ]
-    assert sorted((tmp_path / "runs").read_text().splitlines()) == ["1 a b 3", "2 a b 3", "3 a b 3"]
+    assert sorted((tmp_path / "runs").read_text().splitlines()) == ["1 a b 3 out", "2 a b 3 out", "3 a b 3 out"]
 
     (tmp_path / "healed").touch()
     done = start("sweep.py", *sweep)
     assert done.returncode == 0, done.stderr
     assert "3 points, 2 of them finished before" in done.stderr
     assert [row["ms"] for row in rows_of(out / "sweep.csv")] == ["10", "20", "30"]
-    assert (tmp_path / "runs").read_text().splitlines()[3:] == ["2 a b 3"]
+    assert (tmp_path / "runs").read_text().splitlines()[3:] == ["2 a b 3 out"]
     assert "| value=2 | 2 | 20 |" in (out / "sweep.md").read_text()
     assert (out / "sweep.tex").exists()
 
