@@ -31,7 +31,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ from harness import (
 from host_overhead import host_overhead, host_table
 from limits import Limits, measure_limits
 from shapes import Case, Inputs, make_inputs
-from suites import OURS, SUITES, Suite, cases_of
+from suites import DETERMINISTIC, OURS, SUITES, Suite, cases_of
 from tables import Table, csv_path, write_csv, write_results
 from torch import Tensor
 
@@ -68,7 +68,7 @@ CPU_FLOP = 2.2e9  # of a forward: larger cases of suites for both devices are le
 CHECK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 30}  # larger samples of the score matrix are not checked
 
 
-def our_peer(backend: str | None = None) -> Peer:
+def our_peer(backend: str | None = None, deterministic: bool | None = None) -> Peer:
     """flash_ext: the drop-in, or the native call for what only that one knows; with --backend only that backend."""
     flash_ext = load_flash_ext()
     try:
@@ -85,22 +85,23 @@ def our_peer(backend: str | None = None) -> Peer:
     def native(case: Case, x: Inputs) -> Tensor:
         masks = {"mask" if case.mask == "bool" else "bias": x.mask, "alibi_slopes": x.slopes}
         options = {"window": (case.window, 0) if case.window else None, "softcap": case.softcap}
-        more = {"causal": case.causal, "dropout_p": case.dropout}
+        more = {"causal": case.causal, "dropout_p": case.dropout, "deterministic": deterministic}
         return flash_ext.attention(x.query, x.key, x.value, **masks, **options, **more)
 
     def run(case: Case, x: Inputs) -> Tensor:
         with flash_ext.use_backend(backend) if backend else nullcontext():  # the graph keeps it for backward
-            return native(case, x) if case.beyond_sdpa else drop_in(case, x)
+            return native(case, x) if deterministic or case.beyond_sdpa else drop_in(case, x)
 
     return run
 
 
 # name -> factory; a name costs nothing until it is asked for
+OUR_PEERS: dict[str, Callable[..., Peer]] = {OURS: our_peer, DETERMINISTIC: partial(our_peer, deterministic=True)}
 PEERS: dict[str, Callable[[], Peer]] = {
     "torch": lambda: sdpa_peer(F.scaled_dot_product_attention),
     "eager": eager_peer,
     **GPU_PEERS,
-    OURS: our_peer,
+    **OUR_PEERS,
 }
 
 
@@ -389,7 +390,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     if args.csv is not None:
         make_folder(args.csv.parent)
-    peers = {name: our_peer(args.backend) if name == OURS else PEERS[name]() for name in args.peers}
+    peers = {name: OUR_PEERS[name](args.backend) if name in OUR_PEERS else PEERS[name]() for name in args.peers}
     if args.suite != "cpu":
         warnings.simplefilter("ignore", UserWarning)  # PyTorch tells there why a backend refuses; so do the tables
     args.limits = measure_limits() if args.device == "cuda" else Limits()

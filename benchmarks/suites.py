@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from shapes import Case
 
 OURS = "flash_ext"
+DETERMINISTIC = f"{OURS}-deterministic"
 FUSED = ("torch-flash", "torch-cudnn", "torch-efficient")
 PYTORCH = (*FUSED, "torch-math")
 
@@ -176,6 +177,7 @@ SUITES: dict[str, Suite] = {
     "short": Suite(short_cases, (*PYTORCH, "fa3", OURS), device="both"),
     "decode": Suite(decode_cases, ("torch-flash", "torch-cudnn", "torch-math", OURS), passes=("fwd",), device="both"),
     "flash": Suite(flash_cases, (*FUSED, OURS), ("bf16", "fp32"), ("fwd", "bwd", "e2e"), device="both"),
+    "deterministic": Suite(grid_cases, (DETERMINISTIC, OURS), passes=("bwd",)),
     "scaling": Suite(scaling_cases, ("eager", "compiled-eager", "torch", OURS), ("fp32",), device="both", calls=100),
 }
 

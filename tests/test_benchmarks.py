@@ -366,6 +366,16 @@ def test_a_suite_for_gpus_runs_on_a_cpu_when_asked_within_its_budget(tmp_path):
     assert all(float(row["ms"]) > 0 for row in rows)
 
 
+def test_what_deterministic_mode_costs(tmp_path):
+    chosen = ("--device", "cpu", "--quick", "--dtypes", "fp32", "--peers", "flash_ext-deterministic", "flash_ext")
+    done = start("attention.py", "--suite", "deterministic", *chosen, "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = rows_of(tmp_path / "attention_deterministic.csv")
+    assert [row["peer"] for row in rows] == ["flash_ext-deterministic", "flash_ext"] * 2
+    assert {row["pass"] for row in rows} == {"bwd"}
+    assert all(float(row["ms"]) > 0 and float(row["err"]) <= 1 for row in rows)
+
+
 @pytest.mark.parametrize(
     ("suite", "case", "passes"),
     [("scaling", "8x1x256x16", ["fwd", "bwd"]), ("flash", "x128x16", ["fwd", "bwd", "e2e"])],
