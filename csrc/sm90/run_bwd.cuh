@@ -93,8 +93,8 @@ void launch_backward(const BackwardArgs& args, const BackwardLaunch& how, void* 
   }
   if constexpr (Traits::kCaps) params.softcap = SoftcapParams::of(problem, problem.scale);
 
-  const int64_t heads = problem.batch * problem.heads_q;
-  params.turn_count = static_cast<int>(heads * params.m_blocks);
+  const int64_t query_tiles = problem.batch * problem.heads_q * params.m_blocks;
+  params.turn_count = static_cast<int>(query_tiles);
   if (scratch.zeros < scratch.bytes) {
     cuda::check(cudaMemsetAsync(static_cast<char*>(workspace) + scratch.zeros, 0, scratch.bytes - scratch.zeros,
                                 static_cast<cudaStream_t>(args.fwd.stream)),
@@ -103,16 +103,14 @@ void launch_backward(const BackwardArgs& args, const BackwardLaunch& how, void* 
   // In order, the first tile of keys stores dQ; only tiles of queries that meet none need zeros.
   const Meetings<kBlockM, kBlockN> meetings{params.band.lower, params.band.upper, params.len_q, params.band.len_k};
   const bool is_stored = Traits::kOrdered && meetings.meets_keys(0) && meetings.meets_keys(params.m_blocks - 1);
-  const dim3 query_tiles = cuda::grid_of(heads * params.m_blocks);
-  cuda::launch(prepare_kernel<Prepare>, query_tiles, kRowThreads, 0, args.fwd.stream, args, scratch.stats,
-               scratch.bounds, is_stored ? nullptr : scratch.dq, params.m_blocks);
+  cuda::launch(prepare_kernel<Prepare>, cuda::grid_of(query_tiles), kRowThreads, 0, args.fwd.stream, args,
+               scratch.stats, scratch.bounds, is_stored ? nullptr : scratch.dq, params.m_blocks);
   cuda::launch_dependent(backward_kernel<Traits>, blocks, Traits::kShape.threads, Traits::kSmem.total, args.fwd.stream,
                          params);
-  const int64_t tiles_q = heads * params.m_blocks,
-                rooms = is_stored ? int64_t{kFinishBlocks} * how.processors : tiles_q;
-  cuda::launch_dependent(finish_kernel<Rows>, cuda::grid_of(std::min(tiles_q, rooms)), kRowThreads, 0, args.fwd.stream,
-                         args, scratch.dq, is_stored ? scratch.turns : nullptr, meetings,
-                         static_cast<unsigned>(tiles_q));
+  const int64_t rooms = is_stored ? int64_t{kFinishBlocks} * how.processors : query_tiles;
+  cuda::launch_dependent(finish_kernel<Rows>, cuda::grid_of(std::min(query_tiles, rooms)), kRowThreads, 0,
+                         args.fwd.stream, args, scratch.dq, is_stored ? scratch.turns : nullptr, meetings,
+                         static_cast<unsigned>(query_tiles));
   if constexpr (Traits::kScored) {
     if (has_bias_gradient(problem)) {
       run_bias_gradient<BiasGradientTraits<typename Traits::T, Traits::kHeadDim>>(args, scratch.stats,
