@@ -34,7 +34,7 @@ def check_native(query: Tensor, key: Tensor, value: Tensor, window: Window | Non
         raise AttentionError(f'align is {align!r}; it must be "top_left" or "bottom_right"')
     if window is None:
         return None, None
-    sides = tuple(window) if isinstance(window, tuple | list) else ()
+    sides = tuple(window) if isinstance(window, (tuple, list)) else ()  # torch 2.9's Dynamo does not know tuple | list
     if len(sides) != 2 or not all(side is None or (type(side) is int) for side in sides):
         raise TypeError(f"window is {window!r}; it must be (left, right), each None or a number of keys")
     return sides

@@ -162,3 +162,25 @@ def test_cpu_peak_does_not_grow_as_the_scores(options: str) -> None:
 def test_chunked_peak_is_that_of_a_block(twice: bool) -> None:
     """A block of queries holds 64 MiB of scores; the whole would be 1,024 MiB, several times."""
     assert peak_growth(16384, "", "chunked", twice) < 900 << 20
+
+
+class _Buffer(bytearray):
+    """Memory of a tensor that can be asked whether it is still held."""
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_a_graph_without_owner_is_freed(create_graph: bool, backward: bool) -> None:
+    """A node keeps its own results; it must not keep itself by them (from torch 2.13 on, nodes are counted anew)."""
+    buffer = _Buffer(4 * 2 * 4 * 10 * 8)
+    held = weakref.ref(buffer)
+    query = torch.frombuffer(buffer, dtype=torch.float32).view(Q).requires_grad_()
+    del buffer
+    _, key, value = (leaf(t) for t in make_inputs(Q, K).values())
+    out, lse = flash_ext.attention(query, key, value, return_lse=True)
+    grads: tuple[Tensor, ...] = ()
+    if backward:
+        grads = torch.autograd.grad(out.sum() + lse.sum(), (query, key), create_graph=create_graph)
+    assert held() is not None
+    del query, out, lse, grads
+    assert held() is None

@@ -8,125 +8,17 @@
 //   attention_backward   -> AttentionDoubleBackward:  chunked::double_backward, whose operations are differentiable
 #include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
-#include <torch/csrc/autograd/saved_variable.h>
 #include <torch/library.h>
 
 #include "api/chunked.h"
 #include "api/dispatch.h"
+#include "api/nodes.h"
 #include "api/nvtx.h"
 #include "api/signatures.h"
 
 namespace flash_ext {
 namespace {
-
-using torch::autograd::SavedVariable;
-using torch::autograd::variable_list;
-
-// The caller's own tensors, by reference; unpacking one that was changed in place raises.
-class SavedInputs {
- public:
-  SavedInputs() = default;
-  explicit SavedInputs(const Inputs& in)
-      : query_(in.query, false),
-        key_(in.key, false),
-        value_(in.value, false),
-        mask_(in.mask, false),
-        bias_(in.bias, false),
-        alibi_slopes_(in.alibi_slopes, false) {}
-
-  Inputs unpack() const {
-    Inputs in;
-    in.query = query_.unpack();
-    in.key = key_.unpack();
-    in.value = value_.unpack();
-    in.mask = mask_.unpack();
-    in.bias = bias_.unpack();
-    in.alibi_slopes = alibi_slopes_.unpack();
-    return in;
-  }
-  void release() {
-    for (SavedVariable* saved : {&query_, &key_, &value_, &mask_, &bias_, &alibi_slopes_}) saved->reset_data();
-  }
-
- private:
-  SavedVariable query_, key_, value_, mask_, bias_, alibi_slopes_;
-};
-
-bool any_defined(const variable_list& tensors) {
-  return std::any_of(tensors.begin(), tensors.end(), [](const Tensor& tensor) { return tensor.defined(); });
-}
-
-struct AttentionBackward : torch::autograd::Node {
-  SavedInputs inputs;
-  SavedVariable out, lse, rng_state;
-  const bool lse_is_output;
-  const Options options;
-
-  AttentionBackward(const Inputs& in, const Options& options_, bool return_lse)
-      : inputs(in), lse_is_output(return_lse), options(options_) {}
-
-  std::string name() const override { return "AttentionBackward"; }
-
-  variable_list apply(variable_list&& grads) override {
-    std::lock_guard<std::mutex> lock(mutex_);
-    variable_list result(5);
-    if (!any_defined(grads)) return result;
-    const auto self = shared_from_this();
-    const ForwardResult saved{out.unpack(self), lse_is_output ? lse.unpack(self) : lse.unpack(), rng_state.unpack()};
-    GradMask wanted;
-    for (size_t i = 0; i < wanted.size(); ++i) wanted[i] = task_should_compute_output(i);
-    const Tensor grad_lse = lse_is_output ? grads[1] : Tensor();
-    Gradients gradients = call_attention_backward(grads[0], grad_lse, inputs.unpack(), saved, options, wanted);
-    std::move(gradients.begin(), gradients.end(), result.begin());
-    return result;
-  }
-
-  void release_variables() override {
-    std::lock_guard<std::mutex> lock(mutex_);
-    inputs.release();
-    for (SavedVariable* saved : {&out, &lse, &rng_state}) saved->reset_data();
-  }
-};
-
-struct AttentionDoubleBackward : torch::autograd::Node {
-  SavedInputs inputs;
-  SavedVariable grad_out, grad_lse, rng_state;
-  Options options;
-
-  std::string name() const override { return "AttentionDoubleBackward"; }
-
-  variable_list apply(variable_list&& cotangents) override {
-    std::lock_guard<std::mutex> lock(mutex_);
-    variable_list result(7);
-    if (!any_defined(cotangents)) return result;
-    const Inputs in = inputs.unpack();
-    const nvtx::Range range(nvtx::Op::kAttentionDoubleBackward, in, options);
-    const Tensor g = grad_out.unpack(), g_lse = grad_lse.unpack();
-    Gradients given;
-    std::copy(cotangents.begin(), cotangents.end(), given.begin());
-    chunked::DoubleBackward grads = chunked::double_backward(given, g, g_lse, in, rng_state.unpack(), options);
-    const std::pair<Tensor, const Tensor*> all[] = {{grads.grad_out, &g},
-                                                    {grads.grad_lse, &g_lse},
-                                                    {grads.inputs[0], &in.query},
-                                                    {grads.inputs[1], &in.key},
-                                                    {grads.inputs[2], &in.value},
-                                                    {grads.inputs[3], &in.bias},
-                                                    {grads.inputs[4], &in.alibi_slopes}};
-    for (size_t i = 0; i < result.size(); ++i) {
-      const auto& [grad, like] = all[i];
-      if (like->defined() && grad.defined() && task_should_compute_output(i)) result[i] = grad.to(like->scalar_type());
-    }
-    return result;
-  }
-
-  void release_variables() override {
-    std::lock_guard<std::mutex> lock(mutex_);
-    inputs.release();
-    for (SavedVariable* saved : {&grad_out, &grad_lse, &rng_state}) saved->reset_data();
-  }
-};
 
 template <class... Tensors>
 bool has_tangent(const Tensors&... tensors) {
@@ -156,7 +48,7 @@ ForwardResult record(const Inputs& in, const Options& options, bool return_lse, 
     at::AutoDispatchBelowADInplaceOrView guard;
     return compute(return_lse);
   }
-  std::shared_ptr<AttentionBackward> node(new AttentionBackward(in, options, return_lse), torch::autograd::deleteNode);
+  const auto node = compat::make_node<AttentionBackward>(options);
   node->set_next_edges(torch::autograd::collect_next_edges(in.query, in.key, in.value, in.bias, in.alibi_slopes));
   ForwardResult result = [&] {
     at::AutoDispatchBelowADInplaceOrView guard;
@@ -164,9 +56,11 @@ ForwardResult record(const Inputs& in, const Options& options, bool return_lse, 
   }();
   torch::autograd::set_history(result.out, node);
   if (return_lse) torch::autograd::set_history(result.lse, node);
-  node->out = SavedVariable(result.out, true);
-  node->lse = SavedVariable(result.lse, return_lse);
-  node->rng_state = SavedVariable(result.rng_state, false);
+  node->save(in);
+  node->save(result.out, true);
+  node->save(result.lse, return_lse);
+  node->save(result.rng_state);
+  compat::node_is_complete(node);
   if (!return_lse) result.lse = at::empty({0}, result.lse.options());
   return result;
 }
@@ -203,17 +97,14 @@ Gradients attention_backward_autograd(c10::DispatchKeySet keys, const Tensor& gr
     }
     return grads;
   }
-  std::shared_ptr<AttentionDoubleBackward> node;
+  compat::NodePtr<AttentionDoubleBackward> node;
   if (torch::autograd::compute_requires_grad(grad_out, grad_lse, in.query, in.key, in.value, in.bias,
                                              in.alibi_slopes)) {
-    node = std::shared_ptr<AttentionDoubleBackward>(new AttentionDoubleBackward(), torch::autograd::deleteNode);
+    node = compat::make_node<AttentionDoubleBackward>(options);
     node->set_next_edges(
         torch::autograd::collect_next_edges(grad_out, grad_lse, in.query, in.key, in.value, in.bias, in.alibi_slopes));
-    node->inputs = SavedInputs(in);
-    node->grad_out = SavedVariable(grad_out, false);
-    node->grad_lse = SavedVariable(grad_lse, false);
-    node->rng_state = SavedVariable(saved.rng_state, false);
-    node->options = options;
+    node->save(in);
+    for (const Tensor* tensor : {&grad_out, &grad_lse, &saved.rng_state}) node->save(*tensor);
   }
   Gradients grads = [&] {
     at::AutoDispatchBelowADInplaceOrView guard;
@@ -222,8 +113,10 @@ Gradients attention_backward_autograd(c10::DispatchKeySet keys, const Tensor& gr
   }();
   if (node) {
     for (size_t i = 0; i < grads.size(); ++i) {
-      torch::autograd::set_history(grad_mask[i] ? grads[i] : Tensor(), node);
+      Tensor grad = grad_mask[i] ? grads[i] : Tensor();
+      torch::autograd::set_history(grad, node);
     }
+    compat::node_is_complete(node);
   }
   return grads;
 }

@@ -38,7 +38,7 @@ bool is_supported(at::ScalarType type) {
 }
 
 // torch.float32 rather than Float.
-std::string dtype_text(at::ScalarType type) { return std::string("torch.") + at::getDtypeNames(type).first; }
+std::string dtype_text(at::ScalarType type) { return concat("torch.", at::getDtypeNames(type).first); }
 
 // Size of dimension `from_right` (1 = last), 1 where the tensor has fewer dimensions.
 template <class Int>
