@@ -1,5 +1,7 @@
 """flash_ext: exact attention for PyTorch, forward and backward, that never materialises the score matrix."""
 
+from flash_ext import flops as _flops
+from flash_ext import late as _late
 from flash_ext import vmap as _vmap
 from flash_ext.attention import FlashAttention, attention, merge_attention
 from flash_ext.control import disable, enable, enabled_calls, use_backend
@@ -9,6 +11,7 @@ from flash_ext.ops import build_info
 from flash_ext.sdpa import scaled_dot_product_attention
 
 _vmap.register()
+_late.when_imported("torch.utils.flop_counter", _flops.register)
 
 __version__ = build_info()["version"]
 __all__ = [
