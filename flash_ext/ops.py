@@ -62,6 +62,15 @@ def _load() -> ModuleType | None:
 C = _load()
 
 
+def new_library() -> torch.library.Library:
+    """Holds what Python registers for the operators, in place of what an earlier import of this package registered."""
+    place = vars(torch.ops.flash_ext)
+    if earlier := place.pop("_library", None):
+        earlier._destroy()
+    place["_library"] = library = torch.library.Library("flash_ext", "FRAGMENT")
+    return library
+
+
 def require_c() -> ModuleType:
     """The module ``_C``, for what is not an operator."""
     if C is None:

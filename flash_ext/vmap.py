@@ -120,9 +120,9 @@ def _dropout_mask(info: Any, in_dims: _Dims, *args: Any, **options: Any) -> tupl
     return torch.stack(masks), 0
 
 
-def register() -> None:
-    """Registers the rules; called once, when the operators have been loaded."""
-    torch.library.register_vmap("flash_ext::attention", _attention)
-    torch.library.register_vmap("flash_ext::attention_with_rng_state", _attention_with_rng_state)
-    torch.library.register_vmap("flash_ext::attention_backward", _attention_backward)
-    torch.library.register_vmap("flash_ext::dropout_mask", _dropout_mask)
+def register(library: torch.library.Library) -> None:
+    """Registers the rules; called when the operators have been loaded, again where flash_ext is imported again."""
+    torch.library.register_vmap("flash_ext::attention", _attention, lib=library)
+    torch.library.register_vmap("flash_ext::attention_with_rng_state", _attention_with_rng_state, lib=library)
+    torch.library.register_vmap("flash_ext::attention_backward", _attention_backward, lib=library)
+    torch.library.register_vmap("flash_ext::dropout_mask", _dropout_mask, lib=library)
