@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from flash_ext import ops
+from flash_ext.arguments import flag, number
 from flash_ext.errors import AttentionError
 
 _eager = ops.C.attention if ops.C else None
@@ -97,6 +98,10 @@ def attention(
         )  # fmt: skip
         if result is not NotImplemented:
             return result
+    softcap, dropout_p = number(softcap, "softcap"), number(dropout_p, "dropout_p")
+    scale = None if scale is None else number(scale, "scale")
+    flag(causal, "causal"), flag(return_lse, "return_lse")
+    deterministic = None if deterministic is None else flag(deterministic, "deterministic")
     out, lse, _ = _operator(
         query, key, value, mask, bias, alibi_slopes, causal=causal, window_left=left, window_right=right,
         bottom_right=bottom_right, softcap=softcap, dropout_p=dropout_p, scale=scale, gqa=True,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from flash_ext.arguments import flag, number
 from flash_ext.attention import Window, check_native
 from flash_ext.errors import AttentionError
 from flash_ext.ops import require_c
@@ -161,6 +162,10 @@ def explain(
         AttentionError: as the call itself would. Where a backend that is asked for by name refuses backward alone, the
             backward plan's ``backend`` is "none", and ``refusals`` holds the reason.
     """
+    softcap, dropout_p = number(softcap, "softcap"), number(dropout_p, "dropout_p")
+    scale = None if scale is None else number(scale, "scale")
+    deterministic = None if deterministic is None else flag(deterministic, "deterministic")
+    flag(causal, "causal"), flag(is_causal, "is_causal"), flag(enable_gqa, "enable_gqa")
     gqa, left, right, bottom_right = True, None, None, False
     if sdpa:
         if attn_mask is not None and is_causal:
@@ -179,7 +184,7 @@ def explain(
         device = "" if query.device.type == "meta" else query.device
     with _disable_current_modes():
         q, k, v, mask, bias, alibi_slopes = (_meta(t) for t in (query, key, value, mask, bias, alibi_slopes))
-        options = (causal, left, right, bottom_right, float(softcap), float(dropout_p), scale, gqa, deterministic)
+        options = (causal, left, right, bottom_right, softcap, dropout_p, scale, gqa, deterministic)
         text = require_c().explain(q, k, v, mask, bias, alibi_slopes, *options, str(device), wanted)
     parts = json.loads(text)
     plans = []

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flash_ext import ops
+from flash_ext.arguments import flag, number
 from flash_ext.errors import AttentionError
 
 _eager = ops.C.scaled_dot_product_attention if ops.C else None
@@ -82,6 +83,9 @@ def scaled_dot_product_attention(
         out = _eager(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         if out is not NotImplemented:
             return out
+    dropout_p = number(dropout_p, "dropout_p")
+    scale = None if scale is None else number(scale, "scale")
+    flag(is_causal, "is_causal"), flag(enable_gqa, "enable_gqa")
     if isinstance(attn_mask, _causal_bias_class()):
         if is_causal:
             raise AttentionError("attn_mask is given together with is_causal=True; only one of the two may be set")

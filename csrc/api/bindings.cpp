@@ -3,6 +3,7 @@
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/record_function.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -49,7 +50,23 @@ Tensor tensor(py::handle object, const char* name) {
   return *std::move(result);
 }
 
+// As PyTorch: a 0-d tensor is a number where it wants no gradient, which it would not get.
+void check_number(const Tensor& tensor, const char* name) {
+  const auto fail = [&](const std::string& rest) { throw py::type_error(std::string(name) + " is a tensor " + rest); };
+  if (tensor.requires_grad() || torch::autograd::isFwGradDefined(tensor)) {
+    const bool is_scale = std::string_view(name) == "scale";
+    fail("that wants a gradient, which a number does not get; " +
+         (is_scale ? std::string("multiply the query by it instead") : concat("pass ", name, ".item()")));
+  }
+  if (tensor.dim() != 0) fail(concat("of ", tensor.dim(), " dimensions; it must be a number"));
+  if (!tensor.is_cpu() && !tensor.is_meta()) {
+    TORCH_WARN_ONCE(name, " is a tensor on ", tensor.device(), "; reading it waits for the device (pass a number)");
+  }
+}
+
 double number(py::handle object, const char* name) {
+  if (!PyFloat_Check(object.ptr()) && THPVariable_Check(object.ptr()))
+    check_number(THPVariable_Unpack(object.ptr()), name);
   const double value = PyFloat_AsDouble(object.ptr());
   if (value == -1.0 && PyErr_Occurred()) {
     PyErr_Clear();
