@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flash_ext import ops
+from flash_ext import ops, script
 from flash_ext.arguments import flag, number
 from flash_ext.errors import AttentionError
 
@@ -143,6 +143,9 @@ def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
     lse = (shift + torch.log(total)).masked_fill(empty, float("-inf"))
     out = (weight_a / total).unsqueeze(-1) * out_a + (weight_b / total).unsqueeze(-1) * out_b
     return out.to(out_a.dtype), lse
+
+
+attention.__prepare_scriptable__ = merge_attention.__prepare_scriptable__ = script.refuse
 
 
 class FlashAttention(torch.autograd.Function):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_ext import ops
+from flash_ext import ops, script
 from flash_ext.arguments import flag, number
 from flash_ext.errors import AttentionError
 
@@ -91,3 +91,6 @@ def scaled_dot_product_attention(
             raise AttentionError("attn_mask is given together with is_causal=True; only one of the two may be set")
         return _with_causal_bias(query, key, value, attn_mask, dropout_p, scale, enable_gqa)
     return _operator(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
+scaled_dot_product_attention.__prepare_scriptable__ = script.drop_in
