@@ -16,6 +16,15 @@ _backward = torch.ops.flash_ext.attention_backward.default
 Window = tuple[int | None, int | None]
 
 
+def _differ(a: int, b: int) -> bool:
+    """Whether two sizes are known to differ. The operator checks one that only the run knows, as a mask's kept rows."""
+    if torch.compiler.is_compiling() or isinstance(a, torch.SymInt) or isinstance(b, torch.SymInt):
+        from torch.fx.experimental.symbolic_shapes import guard_or_true
+
+        return not guard_or_true(a == b)
+    return not isinstance(a, Tensor) and a != b  # torch.jit.trace records sizes as tensors
+
+
 def check_native(query: Tensor, key: Tensor, value: Tensor, window: Window | None, align: str) -> Window:
     """What only the native call knows: 4 dimensions, the form of ``window``, the two alignments."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
@@ -26,7 +35,7 @@ def check_native(query: Tensor, key: Tensor, value: Tensor, window: Window | Non
                 f"{name} of shape {tuple(tensor.shape)} has {tensor.dim()} dimensions; "
                 "attention takes 4: (batch, heads, length, head_dim)"
             )
-    if not query.shape[0] == key.shape[0] == value.shape[0]:
+    if _differ(query.shape[0], key.shape[0]) or _differ(query.shape[0], value.shape[0]):
         raise AttentionError(
             f"query, key and value have batch sizes {query.shape[0]}, {key.shape[0]} and {value.shape[0]}; "
             "they must be equal (expand a shared one)"

@@ -1,4 +1,8 @@
 // Shape algebra and the texts of errors, see checks.h. Instantiated for int64_t and for SymInt.
+//
+// A symbolic size may be unbacked: nobody knows it before the program runs (rows that a mask keeps). Such a size is
+// never guarded on. As in torch: it is taken not to be 0 or 1 by chance, and what must be equal is checked when it is
+// known.
 #include "api/checks.h"
 
 #include <algorithm>
@@ -32,6 +36,41 @@ c10::ArrayRef<Int> strides_of(const Tensor& tensor) {
     return tensor.strides();
   }
 }
+
+bool expect(bool condition) { return condition; }
+bool expect(const c10::SymBool& condition) { return condition.expect_true(__FILE__, __LINE__); }
+
+bool known(bool condition) { return condition; }
+bool known(const c10::SymBool& condition) { return condition.guard_or_false(__FILE__, __LINE__); }
+
+// Whether two sizes are equal, as far as that is known now.
+template <class Int>
+bool known_equal(const Int& a, const Int& b) {
+  return known(c10::sym_eq(a, b));
+}
+
+// The same, where anything else is an error; of sizes that are not known yet it is checked when the program runs.
+template <class Int>
+bool must_equal(const Int& a, const Int& b) {
+  return known_equal(a, b) || expect(c10::sym_eq(a, b));
+}
+
+// A size of a tensor that is broadcast to `target`.
+template <class Int>
+bool broadcasts_to(const Int& size, const Int& target) {
+  return known_equal(size, target) || known_equal(size, Int(1)) || expect(c10::sym_eq(size, target));
+}
+
+// Whether stride a is the larger one. Of products of unknown sizes a multiple is, as in torch's elementwise operators.
+bool is_outside(int64_t a, int64_t b) { return a > b; }
+bool is_outside(const c10::SymInt& a, const c10::SymInt& b) {
+  if (known(a.sym_gt(b))) return true;
+  if (known(a.sym_lt(b)) || known_equal(a, b)) return false;
+  return known_equal<c10::SymInt>(a % b, 0);
+}
+
+int64_t at_least_one(int64_t size) { return std::max<int64_t>(size, 1); }
+c10::SymInt at_least_one(const c10::SymInt& size) { return known(size.sym_ne(0)) ? size : size.max(1); }
 
 bool is_supported(at::ScalarType type) {
   return type == at::kHalf || type == at::kBFloat16 || type == at::kFloat || type == at::kDouble;
@@ -99,8 +138,9 @@ void check_options(const Options& options) {
 // The common size of a broadcast dimension, or an error that names the tensors.
 template <class Int>
 Int broadcast(const Int& a, const Int& b, const Inputs& in) {
-  if (a == b || b == Int(1)) return a;
-  if (a == Int(1)) return b;
+  if (known_equal(a, b) || known_equal(b, Int(1))) return a;
+  if (known_equal(a, Int(1))) return b;
+  if (expect(c10::sym_eq(a, b))) return a;
   fail("query, key and value", "of shapes ", shape_text<Int>(in.query), ", ", shape_text<Int>(in.key), " and ",
        shape_text<Int>(in.value), " do not broadcast together in their leading dimensions");
 }
@@ -115,13 +155,14 @@ void check_heads(const Inputs& in, const Options& options, Shape<Int>& shape) {
     return;
   }
   shape.heads_q = hq;
-  const auto divides = [&](const char* name, const Int& heads) {
-    if (heads == Int(0) ? hq != Int(0) : hq % heads != Int(0)) {
+  const auto check = [&](const char* name, const Int& heads) {
+    const bool divides = known_equal(heads, Int(0)) ? must_equal(hq, Int(0)) : must_equal<Int>(hq % heads, Int(0));
+    if (!divides) {
       fail(name, "has ", heads, " heads, which does not divide the ", hq, " heads of query (grouped-query attention)");
     }
   };
-  divides("key", shape.heads_k);
-  divides("value", shape.heads_v);
+  check("key", shape.heads_k);
+  check("value", shape.heads_v);
 }
 
 // A mask or a bias broadcasts to the scores and may not enlarge them.
@@ -132,8 +173,7 @@ void check_scores_like(const char* name, const Tensor& tensor, const Shape<Int>&
   const auto sizes = sizes_of<Int>(tensor);
   bool fits = sizes.size() <= scores.size();
   for (size_t i = 1; fits && i <= sizes.size(); ++i) {
-    const Int& size = sizes[sizes.size() - i];
-    fits = size == scores[scores.size() - i] || size == Int(1);
+    fits = broadcasts_to(sizes[sizes.size() - i], scores[scores.size() - i]);
   }
   if (!fits) {
     fail(name, "of shape ", shape_text<Int>(tensor), " does not broadcast to ", shape_text<Int>(scores),
@@ -148,10 +188,10 @@ void check_alibi(const Tensor& slopes, const Shape<Int>& shape) {
   Sizes<Int> heads = shape.lse_sizes();  // (..., Hq)
   heads.pop_back();
   const auto sizes = sizes_of<Int>(slopes);
-  bool fits = shape.rank > 2 && !sizes.empty() && sizes.size() <= heads.size() && sizes.back() == heads.back();
+  bool fits =
+      shape.rank > 2 && !sizes.empty() && sizes.size() <= heads.size() && must_equal(sizes.back(), heads.back());
   for (size_t i = 1; fits && i <= sizes.size(); ++i) {
-    const Int& size = sizes[sizes.size() - i];
-    fits = size == heads[heads.size() - i] || size == Int(1);
+    fits = broadcasts_to(sizes[sizes.size() - i], heads[heads.size() - i]);
   }
   if (!fits) {
     fail("alibi_slopes", "of shape ", shape_text<Int>(slopes), " is neither (", shape.heads_q, ",) [heads] nor ",
@@ -189,11 +229,11 @@ Shape<Int> check_call(const Inputs& in, const Options& options) {
   shape.len_k = size_from_right<Int>(in.key, 2);
   shape.head_dim = size_from_right<Int>(in.query, 1);
   shape.head_dim_v = size_from_right<Int>(in.value, 1);
-  if (size_from_right<Int>(in.key, 1) != shape.head_dim) {
+  if (!must_equal(size_from_right<Int>(in.key, 1), shape.head_dim)) {
     fail("key", "of shape ", shape_text<Int>(in.key), " has head dimension ", size_from_right<Int>(in.key, 1),
          ", but query has ", shape.head_dim, "; they must be equal");
   }
-  if (size_from_right<Int>(in.value, 2) != shape.len_k) {
+  if (!must_equal(size_from_right<Int>(in.value, 2), shape.len_k)) {
     fail("value", "of shape ", shape_text<Int>(in.value), " has length ", size_from_right<Int>(in.value, 2),
          ", but key has ", shape.len_k, "; they must be equal");
   }
@@ -226,8 +266,10 @@ void check_saved(const Shape<Int>& shape, const Inputs& in, const Tensor& grad_o
                  const ForwardResult& saved, double dropout_p) {
   const auto expect = [&](const char* name, const Tensor& tensor, const Sizes<Int>& sizes, at::ScalarType dtype) {
     if (!tensor.defined()) return;
-    if (sizes_of<Int>(tensor) != c10::ArrayRef<Int>(sizes) || tensor.scalar_type() != dtype ||
-        tensor.device() != in.query.device()) {
+    const auto seen = sizes_of<Int>(tensor);
+    bool fits = seen.size() == sizes.size() && tensor.scalar_type() == dtype && tensor.device() == in.query.device();
+    for (size_t i = 0; fits && i < sizes.size(); ++i) fits = must_equal(seen[i], sizes[i]);
+    if (!fits) {
       fail(name, "of shape ", shape_text<Int>(tensor), ", ", dtype_text(tensor.scalar_type()), " on ", tensor.device(),
            " does not fit this call, which needs ", shape_text<Int>(sizes), ", ", dtype_text(dtype), " on ",
            in.query.device());
@@ -253,13 +295,17 @@ Sizes<Int> strides_in_order_of(const Sizes<Int>& sizes, const Tensor& like) {
   c10::SmallVector<int64_t, 6> order(rank), places, sorted;
   for (int64_t i = 0; i < rank; ++i) order[i] = i;
   for (int64_t i = std::max<int64_t>(missing, 0); i < rank - 1; ++i) {
-    if (like_sizes[i - missing] != Int(1) && like_strides[i - missing] != Int(0)) places.push_back(i);
+    if (!known_equal(like_sizes[i - missing], Int(1)) && !known_equal(like_strides[i - missing], Int(0))) {
+      places.push_back(i);
+    }
   }
   sorted = places;
   // By insertion, because std::stable_sort allocates.
-  const auto is_outside = [&](int64_t a, int64_t b) { return like_strides[a - missing] > like_strides[b - missing]; };
+  const auto before = [&](int64_t a, int64_t b) {
+    return is_outside(like_strides[a - missing], like_strides[b - missing]);
+  };
   for (auto next = sorted.begin(); next != sorted.end(); ++next) {
-    std::rotate(std::upper_bound(sorted.begin(), next, *next, is_outside), next, next + 1);
+    std::rotate(std::upper_bound(sorted.begin(), next, *next, before), next, next + 1);
   }
   for (size_t i = 0; i < places.size(); ++i) order[places[i]] = sorted[i];
 
@@ -267,7 +313,7 @@ Sizes<Int> strides_in_order_of(const Sizes<Int>& sizes, const Tensor& like) {
   Int stride = 1;
   for (int64_t i = rank - 1; i >= 0; --i) {
     strides[order[i]] = stride;
-    if (sizes[order[i]] != Int(0)) stride = stride * sizes[order[i]];
+    stride = stride * at_least_one(sizes[order[i]]);
   }
   return strides;
 }
