@@ -157,32 +157,54 @@ def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
 attention.__prepare_scriptable__ = merge_attention.__prepare_scriptable__ = script.refuse
 
 
-class FlashAttention(torch.autograd.Function):
+class _OutAndLse(torch.autograd.Function):
+    """What FlashAttention is: (q, k, v, is_causal) -> (out, lse)."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
+        out, lse, _ = _operator(q, k, v, causal=is_causal, gqa=q.dim() > 3, return_lse=True)
+        return out, lse
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple[Tensor, Tensor, Tensor, bool], output: tuple[Tensor, Tensor]) -> None:
+        q, k, v, ctx.is_causal = inputs
+        ctx.save_for_backward(q, k, v, *output)
+        ctx.set_materialize_grads(False)  # a gradient that nobody has is None, not a tensor of zeros
+
+    @staticmethod
+    def backward(ctx, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        rng_state = q.new_empty(0, dtype=torch.int64)  # nothing was drawn
+        wanted = [*ctx.needs_input_grad[:3], False, False]
+        grads = _backward(
+            grad_out, grad_lse, q, k, v, out, lse, rng_state, causal=ctx.is_causal, gqa=q.dim() > 3, grad_mask=wanted
+        )
+        return *(grad if want else None for grad, want in zip(grads[:3], wanted[:3], strict=True)), None
+
+
+class FlashAttention(_OutAndLse):
     """FlashAttention as a Python autograd function, made to be read.
 
     ``FlashAttention.apply(q, k, v, is_causal=False)``
 
     q (B, N, D) or (B, H, N, D); k and v alike, with the same number of heads or a divisor of it. Forward keeps q, k, v,
     out and lse (q's shape without the last dimension), never the N x N probabilities; backward recomputes them tile by
-    tile from lse (Dao et al., arXiv:2205.14135, algorithm 4). No dropout.
+    tile from lse (Dao et al., arXiv:2205.14135, algorithm 4). No dropout. torch.func's grad, vjp and vmap work, and a
+    second derivative; forward-mode AD is for ``attention``.
     """
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
-        if torch.is_autocast_enabled(q.device.type):  # what backward reads is what forward read
+    def apply(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+        flag(is_causal, "is_causal")
+        if torch.is_autocast_enabled(q.device.type):  # here, so that forward and backward read the same
             dtype = torch.get_autocast_dtype(q.device.type)
             q, k, v = (t if t.dtype == torch.float64 else t.to(dtype) for t in (q, k, v))
-        out, lse, rng_state = _operator(q, k, v, causal=is_causal, gqa=q.dim() > 3, return_lse=True)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.is_causal = is_causal
-        ctx.rng_state = rng_state  # empty: nothing is drawn
+        out, _ = _OutAndLse.apply(q, k, v, is_causal)
         return out
 
-    @staticmethod
-    def backward(ctx, grad_out: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        q, k, v, out, lse = ctx.saved_tensors
-        wanted = [*ctx.needs_input_grad[:3], False, False]
-        dq, dk, dv, _, _ = _backward(
-            grad_out, None, q, k, v, out, lse, ctx.rng_state, causal=ctx.is_causal, gqa=q.dim() > 3, grad_mask=wanted
-        )
-        return (*(g if w else None for g, w in zip((dq, dk, dv), wanted[:3], strict=True)), None)
+
+def allow_in_graph() -> None:
+    """Called when ``torch._dynamo`` has been imported, which would look past ``FlashAttention.apply`` otherwise."""
+    torch.compiler.allow_in_graph(FlashAttention)
