@@ -1,8 +1,11 @@
 """Fixtures of every test: where it runs (`device`) and which backend computes (`backend`).
 
-A test that takes both runs once for each pair below; a pair without its hardware skips and says so. Inside the test
-`flash_ext.use_backend(backend)` is active, so only that backend may answer. It may refuse only what REFUSALS grants it:
-such a refusal is a visible skip, any other is a failure. A test marked `gpu` runs once for each backend of KERNELS.
+A test that takes both runs once for each pair below. Inside the test `flash_ext.use_backend(backend)` is active, so
+only that backend may answer. It may refuse only what REFUSALS grants it: such a refusal is a visible skip, any other
+is a failure. A test marked `gpu` runs once for each backend of KERNELS.
+
+What this machine or this build cannot run (`lacking`) is deselected before its fixtures are set up, and the summary
+says in one line for each reason how many tests that were. pyproject.toml says what the markers mean.
 """
 
 from __future__ import annotations
@@ -11,8 +14,10 @@ import importlib
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Generator, Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import hypothesis
 import pytest
@@ -21,11 +26,11 @@ from commands import BENCHMARKS
 
 import flash_ext
 
-HAS_KERNELS = flash_ext.build_info()["cuda"]["enabled"]
+CUDA = flash_ext.build_info()["cuda"]
 KERNELS = ("sm80", "sm90")  # the backends with CUDA kernels
 PLACES = {
     "cpu": ("cpu", "chunked"),
-    "cuda": (*KERNELS, "chunked") if HAS_KERNELS else ("chunked",),
+    "cuda": (*KERNELS, "chunked") if CUDA["enabled"] else ("chunked",),
 }
 
 # What a backend may refuse: patterns of its reasons. The CPU and the chunked backend refuse nothing.
@@ -52,14 +57,79 @@ hypothesis.settings.register_profile("random", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("random" if os.environ.get("FLASH_EXT_FUZZ") == "random" else "ci")
 
 
+# A file whose text says one of these asks what the build contains: all its tests are marked `build`, which .ci/run
+# chooses for the build with kernels.
+ASKS_THE_BUILD = re.compile(r"build_info|explain|sm80|sm90")
+
+LEFT_OUT = pytest.StashKey[Counter[str]]()  # by the two halves of the sentence, which a "|" parts
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "gpu: needs a CUDA GPU; skips visibly where there is none")
-    config.addinivalue_line("markers", "sm90: needs the Hopper kernels and a GPU that runs them; skips visibly without")
-    config.addinivalue_line("markers", "slow: heavier than the rest; -m 'not slow' leaves it out")
-    config.addinivalue_line("markers", "fuzz: many random examples")
+    config.stash[LEFT_OUT] = Counter()
     if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
-        # Otherwise each worker has as many threads as there are cores, and all fight for them.
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(workers)))
+        # Otherwise each worker, and each process that it starts, has as many threads as there are cores, and all fight
+        # for them.
+        threads = max(1, (os.cpu_count() or 1) // int(workers))
+        torch.set_num_threads(threads)
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """`-n auto`: a worker a core, also where two share one; few where they share the memory of a GPU."""
+    return min(len(os.sched_getaffinity(0)), 4 if torch.cuda.is_available() else 8)
+
+
+def lacking(item: pytest.Item) -> str | None:
+    """What a test needs and is not here, and why, parted by "|"; None where it can run."""
+    gpu, sm90 = torch.cuda.is_available(), item.get_closest_marker("sm90")
+    needed = {name for mark in item.iter_markers("kernels") for name in mark.args}
+    needed |= {getattr(item, "callspec", SimpleNamespace(params={})).params.get("backend")} & set(KERNELS)
+    needed |= {"sm90"} if sm90 else set()
+    if item.get_closest_marker("gpu") and not gpu:
+        return "need a CUDA GPU|torch sees none here"
+    if absent := sorted(needed - set(CUDA["backends"])):
+        kind = " and ".join(absent) if CUDA["enabled"] else "CUDA"
+        return f"need {kind} kernels|this build has none, because {CUDA['reason']}"
+    if sm90 and torch.cuda.get_device_capability() != (9, 0):
+        return "need a GPU of compute capability 9.0|the one here is of {}.{}".format(
+            *torch.cuda.get_device_capability()
+        )
+    if item.get_closest_marker("no_gpu") and gpu:
+        return "are about a machine without a GPU|torch sees one here"
+    return None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None, None, None]:
+    """Marks `build` before -m chooses; of what it chose, deselects what cannot run here."""
+    asks = {path: bool(ASKS_THE_BUILD.search(path.read_text())) for path in {item.path for item in items}}
+    for item in items:
+        if asks[item.path]:
+            item.add_marker("build")
+    yield
+    reasons = {item: lacking(item) for item in items}
+    left_out = [item for item in items if reasons[item]]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not reasons[item]]
+        config.stash[LEFT_OUT].update(filter(None, reasons.values()))
+    if hasattr(config, "workeroutput"):  # of xdist: the process that prints collects nothing itself
+        config.workeroutput["left_out"] = dict(config.stash[LEFT_OUT])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Every worker of xdist collects the same tests; what one of them says is kept."""
+    node.config.stash[LEFT_OUT] = Counter(
+        getattr(node, "workeroutput", {}).get("left_out", node.config.stash[LEFT_OUT])
+    )
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    for reason, count in config.stash[LEFT_OUT].items():
+        need, why = reason.split("|")
+        terminalreporter.write_line(f"{count} tests that {need} were left out: {why}")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -80,21 +150,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture
 def device(request: pytest.FixtureRequest) -> str:
     """'cpu' or 'cuda'."""
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
-    if request.node.get_closest_marker("sm90"):
-        if "sm90" not in flash_ext.build_info()["cuda"]["backends"]:
-            pytest.skip("this build has no sm90 kernels")
-        if torch.cuda.get_device_capability() != (9, 0):
-            pytest.skip("needs a GPU of compute capability 9.0")
     return request.param
 
 
 @pytest.fixture
 def backend(request: pytest.FixtureRequest, device: str) -> Iterator[str]:
     """The only backend that may answer during the test."""
-    if request.param in KERNELS and request.param not in flash_ext.build_info()["cuda"]["backends"]:
-        pytest.skip(f"this build has no {request.param} kernels")
     with flash_ext.use_backend(request.param):
         yield request.param
 

@@ -125,12 +125,7 @@ def laid_out(tensor: Tensor, layout: str) -> Tensor:
 
 
 # Of tests that look at plans, which need no GPU and are made for an H200 where there is none.
-PLANS_ALONE = [
-    pytest.mark.skipif(
-        "sm90" not in flash_ext.build_info()["cuda"]["backends"], reason="needs a build with sm90 kernels"
-    ),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="plans for the card that is there"),
-]
+PLANS_ALONE = [pytest.mark.kernels("sm90"), pytest.mark.no_gpu]
 
 
 def explain(query: Tensor, key: Tensor, value: Tensor | None = None, **options: Any) -> flash_ext.Explanation:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import flash_ext
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.kernels("sm80")]
 
 HEAD_DIMS = [32, 64, 96, 128, 192, 256]
 LENGTHS = {"one tile": (50, 60), "many tiles": (300, 500)}

@@ -22,7 +22,7 @@ from torch import Tensor
 import flash_ext
 from flash_ext import reference
 
-pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.xdist_group("gpu memory")]  # one at a time
 
 LENGTH, DIM = 1_000_003, 64
 SAMPLES = (0, 1, 63, 64, 65_535, 65_536, 131_071, 499_999, 500_000, 777_777, 999_999, 1_000_002)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import flash_ext
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("gpu memory")]  # one at a time
 
 GIB = 1 << 30
 FAR = 2**31 + 64  # elements

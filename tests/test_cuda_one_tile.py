@@ -14,7 +14,7 @@ from helpers import HALF, Inputs, check, leaf, make_inputs, name_of, rand
 
 import flash_ext
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.kernels("sm80")]
 
 LENGTHS = (1, 2, 15, 16, 17, 33, 48, 49, 63, 64)
 SHAPES = ("bhqk", "1hqk", "b1qk", "11qk", "bh1k", "1h1k", "1hq1", "1111", "hqk", "qk", "k")
@@ -38,12 +38,6 @@ def inputs_of(
 def bias_of(shape: str, batch: int, heads: int, lengths: tuple[int, int], dtype: torch.dtype, device: str) -> Any:
     sizes = {"b": batch, "h": heads, "q": lengths[0], "k": lengths[1], "1": 1}
     return rand(*(sizes[letter] for letter in shape), dtype=dtype, device=device)
-
-
-@pytest.fixture(autouse=True)
-def _needs_sm80(device: str) -> None:
-    if "sm80" not in flash_ext.build_info()["cuda"]["backends"]:
-        pytest.skip("this build has no sm80 kernels")
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=name_of)

@@ -15,7 +15,6 @@ from flash_ext.explain import Explanation, Plan, Refusal
 
 OPS = torch.ops.flash_ext
 Q, K = (2, 4, 30, 64), (2, 2, 40, 64)
-HAS_CUDA = flash_ext.build_info()["cuda"]["enabled"]
 HAS_SM90 = "sm90" in flash_ext.build_info()["cuda"]["backends"]
 
 
@@ -96,7 +95,7 @@ def test_leading_dims_that_do_not_merge_are_refused_by_name(device: str, backend
                 call()
 
 
-@pytest.mark.skipif(not HAS_CUDA, reason="needs a build with CUDA")
+@pytest.mark.kernels("sm80")
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("head_dim", [1, 32, 33, 64, 96, 128, 192, 256, 257])
 def test_plans_for_a_card_that_is_not_there(head_dim: int, dtype: torch.dtype) -> None:
@@ -114,7 +113,7 @@ def test_plans_for_a_card_that_is_not_there(head_dim: int, dtype: torch.dtype) -
         assert wider == {("sm80", "forward"), ("sm80", "backward")}
 
 
-@pytest.mark.skipif(not HAS_CUDA, reason="needs a build with CUDA")
+@pytest.mark.kernels("sm80")
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 def test_windows_have_a_kernel_of_their_own(dtype: torch.dtype) -> None:
     """Backward of sm80 up to 64 queries, keys and head dim, in 16 bits; its only scratch is a bias's gradient's."""
@@ -136,7 +135,7 @@ def test_windows_have_a_kernel_of_their_own(dtype: torch.dtype) -> None:
         assert other.kernel != "sm80.backward.one_tile"
 
 
-@pytest.mark.skipif(not HAS_SM90, reason="needs a build with sm90 kernels")
+@pytest.mark.kernels("sm90")
 @pytest.mark.parametrize("dtype", HALF, ids=name_of)
 def test_who_is_faster_serves_unless_another_is_named(dtype: torch.dtype) -> None:
     """Up to 64 queries and keys sm90 yields: forward up to head dim 128, backward where sm80 has its kernel of one
@@ -170,7 +169,7 @@ def test_who_is_faster_serves_unless_another_is_named(dtype: torch.dtype) -> Non
         assert all(r.backend != "sm90" for r in plan.refusals)
 
 
-@pytest.mark.skipif(not HAS_CUDA, reason="needs a build with CUDA")
+@pytest.mark.kernels("sm80")
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 def test_wide_softcaps_are_refused(dtype: torch.dtype) -> None:
     """The error of a tile's tanh is one of the cap; in 16 bits the composite takes its place."""
@@ -186,7 +185,7 @@ def test_wide_softcaps_are_refused(dtype: torch.dtype) -> None:
         assert reasons == ({refusal} if expected == "chunked" else set())
 
 
-@pytest.mark.skipif(not HAS_CUDA, reason="needs a build with CUDA")
+@pytest.mark.kernels("sm80")
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 def test_lengths_beyond_positions_are_refused(dtype: torch.dtype) -> None:
     """Kernels count positions in 32 bits; the composite has no such limit."""
@@ -199,7 +198,7 @@ def test_lengths_beyond_positions_are_refused(dtype: torch.dtype) -> None:
         assert reasons == ([] if length == 2**30 else [f"{name} {length} is more than 2^30"] * 2)
 
 
-@pytest.mark.skipif(not HAS_CUDA, reason="needs a build with CUDA")
+@pytest.mark.kernels("sm80")
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256])
 def test_plans_tf32_where_torch_allows_it(head_dim: int) -> None:
     """Only float32 on a GPU."""
@@ -220,7 +219,7 @@ def test_plans_tf32_where_torch_allows_it(head_dim: int) -> None:
     assert kernels("cuda") == before[0]
 
 
-@pytest.mark.skipif(not HAS_CUDA, reason="needs a build with CUDA")
+@pytest.mark.kernels("sm80")
 def test_copies_of_what_has_scattered_columns() -> None:
     """Kernels on a GPU are given contiguous rows; broadcasts are not written out, and the CPU copies nothing."""
     inputs = {

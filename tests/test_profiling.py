@@ -109,9 +109,8 @@ def test_flash_ext_saves_no_scores() -> None:
 # ---- memory_snapshot ----
 
 
+@pytest.mark.no_gpu
 def test_memory_snapshot_needs_a_gpu(tmp_path: Path) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
     with pytest.raises(RuntimeError, match="torch sees no CUDA device"), profiling.memory_snapshot(tmp_path / "s"):
         pass
 
@@ -143,8 +142,6 @@ def test_memory_snapshot_always_stops(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.gpu
 def test_a_snapshot_of_a_gpu(tmp_path: Path) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
     from flash_ext.profiling import memory
 
     path = tmp_path / "s.pickle"

@@ -212,7 +212,6 @@ def test_ranges_are_off_unless_a_profiler_is_asked_for(bench):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_steps_on_a_gpu(bench, tmp_path):
     s = replace(setting(bench), device="cuda", attention="flash_ext", precision="bf16")
     snapshot = tmp_path / "step.pickle"
