@@ -1,0 +1,167 @@
+"""Builds flash_ext CPU-only against several versions of torch, each in an environment of its own, and tests it there.
+
+    uv run --no-sync python tools/torch_versions.py 2.9.1 2.15.0 --out build/torch.md
+
+The checkout is not touched: its files are copied to build/torch/VERSION/source, uv builds and installs what is there,
+and the tests import what was installed. An environment takes about 5 GB and goes when its version is done; --keep
+leaves it, and the next run then builds incrementally. Exits with 1 where a build or a test failed; the logs stay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# One of every minor version that is supported, the oldest first.
+VERSIONS = "2.9.1 2.10.0 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0".split()
+
+# tests/test_*.py that meet torch's own machinery, where versions differ; but for those marked slow or fuzz.
+TESTS = """
+    autocast bad_inputs causal_bias compile drop_in enable export flash_attention_function gradcheck masks schemas
+    transforms
+""".split()
+
+NEEDED = ["setuptools>=77", "cmake>=3.24", "ninja", "numpy", "pytest", "pytest-xdist", "hypothesis", "expecttest"]
+HEADER = ("torch", "CUDA", "install s", "build s", "passed", "failed", "skipped", "pytest s")
+
+
+@dataclass
+class Row:
+    """A line of the table; "-" is what was not reached."""
+
+    torch: str
+    cuda: str = "-"
+    install_s: int | str = "-"
+    build_s: int | str = "-"
+    passed: int | str = "-"
+    failed: int | str = "-"
+    skipped: int | str = "-"
+    pytest_s: int | str = "-"
+
+    @property
+    def good(self) -> bool:
+        return self.failed == 0 and self.passed not in (0, "-")
+
+
+def run(log: Path, *command: str | Path, cwd: Path = ROOT) -> int:
+    """Runs a command with all that it says in `log`; returns its seconds. Raises CalledProcessError."""
+    # Without a GPU, wherever this runs: every machine tests the same.
+    env = os.environ | {"FLASH_EXT_CUDA": "OFF", "CUDA_VISIBLE_DEVICES": ""}
+    start = time.monotonic()
+    with log.open("w") as file:
+        subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, cwd=cwd, env=env, check=True)
+    return round(time.monotonic() - start)
+
+
+def copy_source(target: Path) -> None:
+    """The checkout with its changes, and with its times, so that a build folder there is still good."""
+    target.mkdir(parents=True, exist_ok=True)
+    for entry in target.iterdir():
+        if entry.name != "build":
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    command = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    for name in subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\0"):
+        if name and (ROOT / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target / name)
+
+
+def check(row: Row, folder: Path) -> None:
+    """Installs, builds and tests with one version, and fills in the row. Raises CalledProcessError where one fails."""
+    python, source, report = folder / "env/bin/python", folder / "source", folder / "junit.xml"
+    folder.mkdir(parents=True, exist_ok=True)
+    if not python.exists():
+        run(folder / "env.log", "uv", "venv", "--python", sys.executable, folder / "env")
+    install = ["uv", "pip", "install", "--python", python]
+    row.install_s = run(folder / "install.log", *install, f"torch=={row.torch}", *NEEDED)
+    copy_source(source)
+    own = (
+        "--verbose --no-deps --no-build-isolation --reinstall-package flash-ext".split()
+    )  # never a wheel of uv's cache
+    row.build_s = run(folder / "build.log", *install, *own, source)
+    shutil.rmtree(source / "flash_ext")  # what runs there must find what was installed
+    ask = "import flash_ext, json, torch; print(json.dumps([flash_ext.__file__, torch.version.cuda]))"
+    run(folder / "import.log", python, "-c", ask, cwd=source)
+    place, cuda = json.loads((folder / "import.log").read_text().splitlines()[-1])
+    if not Path(place).is_relative_to(folder / "env"):
+        raise RuntimeError(f"the tests would import {place}, which is not what was installed")
+    row.cuda = cuda or "none"
+
+    report.unlink(missing_ok=True)
+    tests = [f"tests/test_{name}.py" for name in TESTS]
+    start = time.monotonic()
+    try:
+        run(
+            folder / "pytest.log",
+            python,
+            "-m",
+            "pytest",
+            "-m",
+            "not (slow or fuzz)",
+            f"--junitxml={report}",
+            *tests,
+            cwd=source,
+        )
+    finally:
+        row.pytest_s = round(time.monotonic() - start)
+        if report.exists():
+            counts = ElementTree.parse(report).getroot()[0].attrib
+            row.failed, row.skipped = int(counts["failures"]) + int(counts["errors"]), int(counts["skipped"])
+            row.passed = int(counts["tests"]) - row.failed - row.skipped
+
+
+def table(rows: list[Row]) -> str:
+    """In Markdown, which a terminal shows as well."""
+    cells = [HEADER, *(tuple(map(str, astuple(row))) for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(HEADER))]
+    lines = [
+        "| " + " | ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in cells
+    ]
+    lines.insert(1, "|" + "|".join("-" * (width + 1) + ":" for width in widths) + "|")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("versions", nargs="*", default=VERSIONS, help=f"of torch; default: {' '.join(VERSIONS)}")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the table there, too, in Markdown")
+    parser.add_argument("--keep", action="store_true", help="keep environments and build folders under build/torch")
+    arguments = parser.parse_args()
+    if shutil.which("uv") is None:
+        parser.error("uv is not on PATH: pip install uv")
+    rows = []
+    for version in arguments.versions:
+        rows.append(Row(version))
+        folder = ROOT / "build/torch" / version
+        print(f"torch {version} in {folder.relative_to(ROOT)}", flush=True)
+        try:
+            check(rows[-1], folder)
+        except subprocess.CalledProcessError as error:
+            log = max(folder.glob("*.log"), key=lambda path: path.stat().st_mtime)
+            words = log.read_text(errors="replace").splitlines()[-60:]
+            print(
+                *words, f"{Path(error.cmd[0]).name} ended with {error.returncode}; more in {log}", sep="\n", flush=True
+            )
+            rows[-1].failed = rows[-1].failed if rows[-1].passed != "-" else "all"
+        finally:
+            if not arguments.keep:
+                shutil.rmtree(folder / "env", ignore_errors=True)
+                shutil.rmtree(folder / "source", ignore_errors=True)
+        print(table(rows), flush=True)
+    if arguments.out:
+        arguments.out.write_text(table(rows))
+    return 0 if all(row.good for row in rows) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
