@@ -13,6 +13,10 @@ import torch
 from torch import Tensor
 
 _ops = torch.ops.flash_ext
+_NO_RANDOMNESS = (
+    "vmap: called a random operation (attention with dropout_p > 0) while in randomness error mode; "
+    "pass randomness='different' or randomness='same' to vmap"
+)
 _Dims = tuple[int | None, ...]
 
 
@@ -60,10 +64,7 @@ def _attention(info: Any, in_dims: _Dims, *args: Any, **options: Any) -> tuple:
     inputs, dims = _pad(args, 6), _pad(in_dims, 6)
     if options.get("dropout_p", 0.0) > 0:
         if info.randomness == "error":
-            raise RuntimeError(
-                "vmap: called a random operation (attention with dropout_p > 0) while in randomness error mode; "
-                "pass randomness='different' or randomness='same' to vmap"
-            )
+            raise RuntimeError(_NO_RANDOMNESS)
         if info.randomness == "different":
             return _stack([_ops.attention(*_sample(inputs, dims, i), **options) for i in range(info.batch_size)])
         first = _ops.attention(*_sample(inputs, dims, 0), **options)
@@ -115,6 +116,16 @@ def _attention_backward(info: Any, in_dims: _Dims, *args: Any, **options: Any) -
     return tuple(result), tuple(out_dims)
 
 
+def _draw_rng_state(info: Any, in_dims: _Dims, *args: Any) -> tuple[Tensor, int | None]:
+    """One state for each sample, or one for all; the tensors only say for which device, and that samples there are."""
+    args, dims = _pad(args, 6), _pad(in_dims, 6)
+    if info.randomness == "error":
+        raise RuntimeError(_NO_RANDOMNESS)
+    if info.randomness == "same":
+        return _ops.draw_rng_state(*_sample(args, dims, 0)), None
+    return torch.stack([_ops.draw_rng_state(*_sample(args, dims, i)) for i in range(info.batch_size)]), 0
+
+
 def _dropout_mask(info: Any, in_dims: _Dims, *args: Any, **options: Any) -> tuple:
     masks = [_ops.dropout_mask(*_sample(list(args), in_dims, i), **options) for i in range(info.batch_size)]
     return torch.stack(masks), 0
@@ -122,6 +133,7 @@ def _dropout_mask(info: Any, in_dims: _Dims, *args: Any, **options: Any) -> tupl
 
 def register(library: torch.library.Library) -> None:
     """Registers the rules; called when the operators have been loaded, again where flash_ext is imported again."""
+    torch.library.register_vmap("flash_ext::draw_rng_state", _draw_rng_state, lib=library)
     torch.library.register_vmap("flash_ext::attention", _attention, lib=library)
     torch.library.register_vmap("flash_ext::attention_with_rng_state", _attention_with_rng_state, lib=library)
     torch.library.register_vmap("flash_ext::attention_backward", _attention_backward, lib=library)

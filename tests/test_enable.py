@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from helpers import leaf, make_inputs, rand
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as imported_earlier
 
@@ -271,13 +272,18 @@ def test_dropout_reproduces(device: str) -> None:
         assert torch.equal(first, flash_ext.scaled_dot_product_attention(q, k, v, dropout_p=0.5))
 
 
-def test_compiled_before_is_not_touched(device: str) -> None:
+def test_a_compiled_function_follows(device: str) -> None:
+    """It is compiled again for another choice, and both stay."""
     torch._dynamo.reset()
-    compiled = torch.compile(lambda q, k, v: F.scaled_dot_product_attention(q, k, v), backend="aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda q, k, v: F.scaled_dot_product_attention(q, k, v), backend=counter)
     q, k, v = qkv(device)
-    expected = compiled(q, k, v)
-    with flash_ext.enable():
-        assert torch.equal(compiled(q, k, v), expected)
+    plain = compiled(q, k, v)
+    for _ in range(2):
+        with flash_ext.enable():
+            assert torch.equal(compiled(q, k, v), flash_ext.scaled_dot_product_attention(q, k, v))
+        assert torch.equal(compiled(q, k, v), plain)
+    assert counter.frame_count == 2
 
 
 def test_compiles_while_enabled(device: str) -> None:

@@ -11,6 +11,7 @@
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/library.h>
 
+#include "api/checks.h"
 #include "api/chunked.h"
 #include "api/dispatch.h"
 #include "api/nodes.h"
@@ -67,8 +68,12 @@ ForwardResult record(const Inputs& in, const Options& options, bool return_lse, 
 
 ForwardResult attention_autograd(c10::DispatchKeySet keys, const Inputs& in, const Options& given, bool return_lse) {
   const Options options = resolve(given);
+  if (options.dropout_p > 0) {
+    check_call<c10::SymInt>(in, options);  // a wrong call draws no random numbers
+    return call_attention_with_rng_state(in, call_draw_rng_state(in), options, return_lse);
+  }
   if (has_tangent(in.query, in.key, in.value, in.bias, in.alibi_slopes)) {
-    return differentiable(in, draw_rng_state(in.query, options.dropout_p), options);
+    return differentiable(in, at::empty({0}, in.query.options().dtype(at::kLong)), options);
   }
   return record(in, options, return_lse, [&](bool with_lse) {
     return call_attention(keys & c10::after_autograd_keyset, in, options, with_lse);
@@ -155,6 +160,7 @@ ForwardResult attention_with_rng_state_autocast(c10::DispatchKeySet, const Input
 }  // namespace
 
 TORCH_LIBRARY_IMPL(flash_ext, Autograd, m) {
+  m.impl("draw_rng_state", torch::CppFunction::makeFallthrough());  // whole numbers have no derivative
   m.impl("attention", TORCH_FN(attention_op<attention_autograd>));
   m.impl("attention_with_rng_state", TORCH_FN(attention_with_rng_state_op<attention_with_rng_state_autograd>));
   m.impl("attention_backward", TORCH_FN(attention_backward_op<attention_backward_autograd>));

@@ -189,7 +189,12 @@ PYBIND11_MODULE(_C, m) {
   m.def("explain", &explained, "JSON, see flash_ext/explain.py.");
   m.def("set_backend", &set_backend, "Sets this thread's backend (None: any) and returns the one before.");
   m.def("set_enabled", &set_enabled);
+  py::class_<Choice>(m, "Choice", py::module_local());
+  m.def("current_choice", &current_choice);
+  m.def("set_choice", &set_choice, "Returns what undoes it.");
+  m.def("choice_text", &choice_text);
   m.def("enabled_calls", &enabled_calls);
+  m.def("calls_left", &calls_left);
   m.def("listeners", &listeners, "For flash_ext.profiling.range, as are the next two.");
   m.def("nvtx_push", &nvtx::push);
   m.def("nvtx_pop", &nvtx::pop);

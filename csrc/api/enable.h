@@ -1,13 +1,36 @@
 // flash_ext.enable(): aten::scaled_dot_product_attention of every caller, Python or C++, runs here.
 #pragma once
 
+#include <array>
 #include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
 
 namespace flash_ext {
 
-// Process-wide. Returns whether it was on before.
-bool set_enabled(bool on);
+// Process-wide.
+void set_enabled(bool on);
+
+// What decides who computes attention in this thread, the arguments aside.
+struct Choice {
+  std::optional<bool> enabled;              // goes before the process's; none: the process's
+  std::optional<std::string_view> backend;  // use_backend(name)
+  std::array<bool, 5> kernels;              // PyTorch's: flash, memory-efficient, math, cuDNN, overrideable
+};
+// As it stands now, so that set_choice brings it back wherever that is called.
+Choice current_choice();
+// Sets it for this thread (PyTorch's kernels: for the process, as PyTorch has it) and returns what to set to undo that.
+Choice set_choice(const Choice& choice);
+// Text that differs where the choice does: whether calls are computed here, as far as the tensors do not decide, and by
+// which backend. Compiled code is valid for one.
+std::string choice_text();
+
 // Calls that came through it so far and were computed here.
 int64_t enabled_calls();
+// Calls that came through it and went to PyTorch: each reason with its number of calls, those that happened.
+std::vector<std::pair<std::string, int64_t>> calls_left();
 
 }  // namespace flash_ext

@@ -104,7 +104,7 @@ ForwardResult forward_with_rng_state(c10::DispatchKeySet, const Inputs& in, cons
 ForwardResult forward(c10::DispatchKeySet keys, const Inputs& in, const Options& options, bool return_lse) {
   const bool draws = options.dropout_p > 0;
   if (draws) check_call<int64_t>(in, options);  // a wrong call draws no random numbers
-  const Tensor rng_state = draws ? draw_rng_state(in.query, options.dropout_p) : allocate_absent(in.query, at::kLong);
+  const Tensor rng_state = draws ? call_draw_rng_state(in) : allocate_absent(in.query, at::kLong);
   return forward_with_rng_state(keys, in, rng_state, options, return_lse);
 }
 
@@ -205,6 +205,14 @@ Gradients backward(c10::DispatchKeySet, const Tensor& grad_out, const Tensor& gr
   return result;
 }
 
+// NOTE: drawn by a torch operator, so that the generator's lock is held, CUDA graphs record it and each replay draws
+// anew.
+Tensor draw_rng_state(const Tensor& query, const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
+                      const OptionalTensor&) {
+  const auto guard = guard_device(query);
+  return at::empty({2}, query.options().dtype(at::kLong)).random_();
+}
+
 // ---- Meta -----------------------------------------------------------------------------------------------------------
 
 ForwardResult forward_with_rng_state_meta(c10::DispatchKeySet, const Inputs& in, const Tensor& rng_state,
@@ -219,6 +227,11 @@ ForwardResult forward_with_rng_state_meta(c10::DispatchKeySet, const Inputs& in,
 ForwardResult forward_meta(c10::DispatchKeySet keys, const Inputs& in, const Options& options, bool return_lse) {
   const Tensor rng_state = at::empty({options.dropout_p > 0 ? 2 : 0}, in.query.options().dtype(at::kLong));
   return forward_with_rng_state_meta(keys, in, rng_state, options, return_lse);
+}
+
+Tensor draw_rng_state_meta(const Tensor& query, const Tensor&, const Tensor&, const OptionalTensor&,
+                           const OptionalTensor&, const OptionalTensor&) {
+  return at::empty({2}, query.options().dtype(at::kLong));
 }
 
 Gradients backward_meta(c10::DispatchKeySet, const Tensor& grad_out, const Tensor& grad_lse, const Inputs& in,
@@ -261,14 +274,6 @@ ForwardResult as_result(std::tuple<Tensor, Tensor, Tensor> result) {
 }
 
 }  // namespace
-
-// {seed, offset} of the dropout map, from the default generator of query's device. NOTE: drawn by a torch operator,
-// so that the generator's lock is held, CUDA graphs record it and each replay draws anew.
-Tensor draw_rng_state(const Tensor& query, double dropout_p) {
-  const auto options = query.options().dtype(at::kLong);
-  if (!(dropout_p > 0)) return at::empty({0}, options);
-  return at::empty({2}, options).random_();
-}
 
 namespace {
 
@@ -344,6 +349,13 @@ Gradients call_attention_backward(c10::DispatchKeySet keys, const Tensor& grad_o
                        grad_out, grad_lse, in, saved, options, grad_mask);
 }
 
+Tensor call_draw_rng_state(const Inputs& in) {
+  using Fn = Tensor(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
+                    const OptionalTensor&);
+  static const auto handle = find<Fn>("flash_ext::draw_rng_state");
+  return handle.call(in.query, in.key, in.value, optional(in.mask), optional(in.bias), optional(in.alibi_slopes));
+}
+
 Tensor call_dropout_mask(const Tensor& rng_state, double dropout_p, c10::SymInt batch_heads, c10::SymInt rows,
                          c10::SymInt cols, c10::SymInt q0, c10::SymInt k0) {
   using Fn = Tensor(const Tensor&, double, c10::SymInt, c10::SymInt, c10::SymInt, c10::SymInt, c10::SymInt);
@@ -380,6 +392,7 @@ Tensor scaled_dot_product_attention(const Tensor& query, const Tensor& key, cons
 std::string build_info() { return kBuildInfo; }
 
 TORCH_LIBRARY(flash_ext, m) {
+  m.def(torch::schema(schemas::kDrawRngState.c_str()), {at::Tag::nondeterministic_seeded, at::Tag::pt2_compliant_tag});
   m.def(torch::schema(schemas::kAttention.c_str()), {at::Tag::nondeterministic_seeded, at::Tag::pt2_compliant_tag});
   m.def(torch::schema(schemas::kAttentionWithRngState.c_str()), {at::Tag::pt2_compliant_tag});
   m.def(torch::schema(schemas::kAttentionBackward.c_str()), {at::Tag::pt2_compliant_tag});
@@ -392,6 +405,7 @@ TORCH_LIBRARY(flash_ext, m) {
 }
 
 TORCH_LIBRARY_IMPL(flash_ext, CPU, m) {
+  m.impl("draw_rng_state", TORCH_FN(draw_rng_state));
   m.impl("attention", TORCH_FN(attention_op<forward>));
   m.impl("attention_with_rng_state", TORCH_FN(attention_with_rng_state_op<forward_with_rng_state>));
   m.impl("attention_backward", TORCH_FN(attention_backward_op<backward>));
@@ -399,12 +413,14 @@ TORCH_LIBRARY_IMPL(flash_ext, CPU, m) {
 
 // In a build without CUDA dispatch.h finds that every backend refuses, and `chunked` computes.
 TORCH_LIBRARY_IMPL(flash_ext, CUDA, m) {
+  m.impl("draw_rng_state", TORCH_FN(draw_rng_state));
   m.impl("attention", TORCH_FN(attention_op<forward>));
   m.impl("attention_with_rng_state", TORCH_FN(attention_with_rng_state_op<forward_with_rng_state>));
   m.impl("attention_backward", TORCH_FN(attention_backward_op<backward>));
 }
 
 TORCH_LIBRARY_IMPL(flash_ext, Meta, m) {
+  m.impl("draw_rng_state", TORCH_FN(draw_rng_state_meta));
   m.impl("attention", TORCH_FN(attention_op<forward_meta>));
   m.impl("attention_with_rng_state", TORCH_FN(attention_with_rng_state_op<forward_with_rng_state_meta>));
   m.impl("attention_backward", TORCH_FN(attention_backward_op<backward_meta>));

@@ -70,8 +70,8 @@ Gradients call_attention_backward(c10::DispatchKeySet keys, const Tensor& grad_o
 Tensor call_dropout_mask(const Tensor& rng_state, double dropout_p, c10::SymInt batch_heads, c10::SymInt rows,
                          c10::SymInt cols, c10::SymInt q0, c10::SymInt k0);
 
-// {seed, offset} of the dropout map from the default generator of query's device; empty without dropout.
-Tensor draw_rng_state(const Tensor& query, double dropout_p);
+// {seed, offset} of the dropout map, by the operator draw_rng_state.
+Tensor call_draw_rng_state(const Inputs& in);
 
 // The drop-in, with its own checks: what ops.cpp and bindings.cpp expose.
 Tensor scaled_dot_product_attention(const Tensor& query, const Tensor& key, const Tensor& value,

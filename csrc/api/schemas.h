@@ -13,6 +13,12 @@ inline const std::string kOptions =
     "bool causal=False, int? window_left=None, int? window_right=None, bool bottom_right=False, float softcap=0., "
     "float dropout_p=0., float? scale=None, bool gqa=False, bool? deterministic=None, str? backend=None";
 
+// {seed, offset} of the dropout map of such a call, from the default generator of query's device. An operator of its
+// own, so that what is computed again, by a partitioner or in a checkpoint, uses the state that was drawn once.
+inline const std::string kDrawRngState =
+    "draw_rng_state(Tensor query, Tensor key, Tensor value, Tensor? mask=None, Tensor? bias=None, "
+    "Tensor? alibi_slopes=None) -> Tensor";
+
 // Draws rng_state ({seed, offset}; empty without dropout) from the default generator of query's device.
 // lse is empty unless return_lse.
 inline const std::string kAttention =
