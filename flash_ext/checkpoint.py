@@ -1,7 +1,7 @@
 """torch.utils.checkpoint: what is computed again in backward is computed by the attention of its forward.
 
-Backward may run outside the scope that chose (``enable``, ``use_backend``, PyTorch's ``sdpa_kernel``), and for a GPU in a
-thread of its own. So each checkpoint takes the choice along from its forward. NOTE: both kinds are reached by their
+Backward may run outside the scope that chose (``enable``, ``use_backend``, PyTorch's ``sdpa_kernel``), and for a GPU in
+a thread of its own. So each checkpoint takes the choice along from its forward. NOTE: both kinds are reached by their
 classes, so that names imported earlier and other callers within torch are reached, too.
 """
 

@@ -16,9 +16,9 @@ from flash_ext.ops import require_c
 def use_backend(name: str) -> Iterator[None]:
     """Within the context, in this thread, only backend ``name`` is asked, forward and backward.
 
-    Its refusal is then the error, of backward also where its forward ran. What ``torch.utils.checkpoint`` computes again
-    is asked of the backend of its forward. A compiled function is compiled again for another backend. Names: "cpu",
-    "sm80" and "sm90" (in a build with CUDA) and "chunked". ``FLASH_EXT_BACKEND`` sets the same for a process.
+    Its refusal is then the error, of backward also where its forward ran. What ``torch.utils.checkpoint`` computes
+    again is asked of the backend of its forward. A compiled function is compiled again for another backend. Names:
+    "cpu", "sm80" and "sm90" (in a build with CUDA) and "chunked". ``FLASH_EXT_BACKEND`` sets the same for a process.
 
     Raises:
         AttentionError: no backend of that name is in this build.
@@ -79,15 +79,16 @@ def _end(scopes: list[_Enabled]) -> None:
 def enable() -> _Enabled:
     """Makes ``scaled_dot_product_attention`` of every caller in this process, Python or C++, run here.
 
-    Until ``disable()``; as a context manager, until it is left. Contexts nest, and where those of several threads overlap
-    it is on until the last one is left. What ``torch.utils.checkpoint`` computes again is computed as its forward was. A
-    compiled function follows: it is compiled again where the choice is another one. Turns off ``torch.backends.mha``'s
-    fast path, because MultiheadAttention and TransformerEncoder would bypass attention in evaluation (nested tensors need
-    it there, and raise).
+    Until ``disable()``; as a context manager, until it is left. Contexts nest, and where those of several threads
+    overlap it is on until the last one is left. What ``torch.utils.checkpoint`` computes again is computed as its
+    forward was. A compiled function follows: it is compiled again where the choice is another one. Turns off
+    ``torch.backends.mha``'s fast path, because MultiheadAttention and TransformerEncoder would bypass attention in
+    evaluation (nested tensors need it there, and raise).
 
-    Left to PyTorch: nested tensors, other devices, unknown tensor subclasses, ``need_weights=True``, and calls for which
-    one of PyTorch's own kernels was chosen: inside ``sdpa_kernel(...)``, or where ``torch.backends.cuda.enable_*_sdp``
-    leave one. The first call that is left for such a choice warns, and ``why_not`` counts them.
+    Left to PyTorch: nested tensors, other devices, unknown tensor subclasses, ``need_weights=True``, and calls for
+    which one of PyTorch's own kernels was chosen: inside ``sdpa_kernel(...)``, or where
+    ``torch.backends.cuda.enable_*_sdp`` leave one. The first call that is left for such a choice warns, and ``why_not``
+    counts them.
     """
     scope = _Enabled()
     _begin(scope)
