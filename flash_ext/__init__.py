@@ -1,5 +1,7 @@
 """flash_ext: exact attention for PyTorch, forward and backward, that never materialises the score matrix."""
 
+import importlib as _importlib
+
 from flash_ext import checkpoint as _checkpoint
 from flash_ext import dynamo as _dynamo
 from flash_ext import flops as _flops
@@ -20,6 +22,9 @@ _vmap.register(_library)
 _late.when_imported("torch._dynamo", _dynamo.register)
 _late.when_imported("torch.fx.experimental.proxy_tensor", _partitioner.register)
 _late.when_imported("torch.utils.checkpoint", _checkpoint.register)
+_late.when_imported(
+    "torch.distributed.tensor", lambda: _importlib.import_module("flash_ext.sharding").register(_library)
+)
 _late.when_imported("torch.utils.flop_counter", _flops.register)
 
 __version__ = build_info()["version"]

@@ -1,0 +1,232 @@
+"""The operators on DTensors: each rank computes its own batch elements and heads, without communication.
+
+Along each dimension of the mesh the result is sharded in one leading dimension (batch or heads), or replicated. The
+first of query, key and value (then mask and bias) that is sharded so decides; backward follows its forward's result.
+What has that dimension is sharded alike; what is broadcast along it, as one key head, is replicated, and its gradient
+is a partial sum. Key heads that do not divide over the ranks, lengths and head dims are gathered first: sequences stay
+whole.
+
+Dropout follows torch's random operators on DTensors: replicas agree, shards have maps of their own, and a seed
+reproduces them; the map is not that of the unsharded call. Each shard's random state is the call's with the shard's
+number added, so it comes back sharded. A random state that a caller gives whole means the map of the whole, so all is
+gathered.
+
+Called by DTensor's dispatch, below autograd. Imported when ``torch.distributed.tensor`` is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard
+
+_ops = torch.ops.flash_ext
+# Dimensions that a tensor has less than the scores (batch..., heads, queries, keys).
+_MISSING = dict.fromkeys(("query", "key", "value", "mask", "bias", "out", "grad_out"), 0)
+_MISSING |= {"lse": 1, "grad_lse": 1, "alibi_slopes": 2}
+_INPUTS = ("query", "key", "value", "mask", "bias")
+
+
+class _Call:
+    """The arguments of one call, by name, and how its result is placed."""
+
+    def __init__(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        self.func = func
+        names = [argument.name for argument in func._schema.arguments]
+        self.values = dict(zip(names, args, strict=False)) | kwargs
+        self.tensors = {name: self.values[name] for name in _MISSING if self.values.get(name) is not None}
+        self.mesh: DeviceMesh = next(t for t in self.values.values() if isinstance(t, DTensor)).device_mesh
+        self.rank = max(self.tensors[name].dim() for name in ("query", "key", "value"))
+        self.drops = self.values.get("dropout_p", 0.0) > 0
+        self._check()
+        self.leading = [self._whole_size(dim) for dim in range(self.rank - 2)]
+        deciding = ("out",) if "out" in self.tensors else _INPUTS
+        self.placements: list[Placement] = [Replicate()] * self.mesh.ndim
+        for mesh_dim in range(self.mesh.ndim):
+            for dim in filter(None.__ne__, (self._sharded_dim(name, mesh_dim) for name in deciding)):
+                before, self.placements[mesh_dim] = self.placements[mesh_dim], Shard(dim)
+                if self._heads_divide():
+                    break
+                self.placements[mesh_dim] = before
+        self._follow_random_state()
+
+    def _check(self) -> None:
+        implicit = getattr(DTensor._op_dispatcher, "_allow_implicit_replication", False)
+        for name, tensor in self.tensors.items():
+            if not isinstance(tensor, DTensor) and not implicit and tensor.numel() > 0:
+                raise RuntimeError(
+                    f"{name} is a torch.Tensor beside DTensors; distribute it with torch.distributed.tensor first"
+                )
+            if isinstance(tensor, DTensor) and tensor.device_mesh != self.mesh:
+                raise RuntimeError(f"{name} is on {tensor.device_mesh}, but others are on {self.mesh}")
+
+    def _dim_of(self, name: str, dim: int) -> int | None:
+        """Where the tensor holds leading dimension ``dim`` of the result; None where it is broadcast along it."""
+        tensor = self.tensors[name]
+        own = dim - (self.rank - _MISSING[name] - tensor.dim())
+        return own if own >= 0 and tensor.shape[own] != 1 else None
+
+    def _whole_size(self, dim: int) -> int:
+        names = ("query",) if self.values.get("gqa", False) and dim == self.rank - 3 else ("query", "key", "value")
+        for name in names:
+            own = self._dim_of(name, dim)
+            if own is not None:
+                return self.tensors[name].shape[own]
+        return 1
+
+    def _sharded_dim(self, name: str, mesh_dim: int) -> int | None:
+        """The leading dimension of the result in which this tensor is sharded already."""
+        tensor = self.tensors.get(name)
+        placement = tensor.placements[mesh_dim] if isinstance(tensor, DTensor) else None
+        if type(placement) is not Shard or tensor.shape[placement.dim] == 1:
+            return None
+        dim = placement.dim + self.rank - _MISSING[name] - tensor.dim()
+        return dim if dim < self.rank - 2 and self.leading[dim] != 1 else None
+
+    def _heads_divide(self) -> bool:
+        """Whether each rank's heads of query read the heads of key and value that it has."""
+        heads = self.rank - 3
+        ranks = 1
+        for mesh_dim, placement in enumerate(self.placements):
+            ranks *= self.mesh.size(mesh_dim) if placement == Shard(heads) else 1
+        if ranks == 1:
+            return True
+        whole = self.leading[heads]
+        counts = [
+            self.tensors[name].shape[own] for name in ("key", "value") if (own := self._dim_of(name, heads)) is not None
+        ]
+        return all(count == whole or (count % ranks == 0 and whole % ranks == 0) for count in counts)
+
+    def _follow_random_state(self) -> None:
+        state = self.values.get("rng_state")
+        if not self.drops or state is None:
+            return
+        is_sharded = [isinstance(p, Shard) for p in state.placements] if isinstance(state, DTensor) else []
+        if not any(is_sharded):
+            self.placements = [Replicate()] * self.mesh.ndim
+        elif is_sharded != [isinstance(p, Shard) for p in self.placements]:
+            raise RuntimeError(
+                f"rng_state is placed as {state.placements}, of another call than this one, which is placed as "
+                f"{tuple(self.placements)}"
+            )
+
+    def placements_of(self, name: str, broadcast: type[Placement] = Replicate) -> list[Placement]:
+        """Of an argument; ``broadcast`` is what it is where the result is sharded and it is not."""
+        result: list[Placement] = []
+        for placement in self.placements:
+            own = self._dim_of(name, placement.dim) if isinstance(placement, Shard) else None
+            result.append(
+                Shard(own) if own is not None else broadcast() if isinstance(placement, Shard) else Replicate()
+            )
+        return result
+
+    def local(self) -> dict[str, Any]:
+        """The arguments of this rank."""
+        values = dict(self.values)
+        for name, tensor in self.tensors.items():
+            if not isinstance(tensor, DTensor):
+                tensor = DTensor.from_local(tensor, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
+            wanted = self.placements_of(name)
+            if list(tensor.placements) != wanted:
+                tensor = tensor.detach().redistribute(self.mesh, wanted)
+            values[name] = tensor.to_local()
+        state = values.get("rng_state")
+        if isinstance(state, DTensor):
+            values["rng_state"] = state.to_local()
+        return values
+
+    def draw(self, like: Tensor) -> DTensor:
+        """The random state of the call's shards: the first rank's, and the number of the shard."""
+        state = torch.empty(2, dtype=torch.int64, device=like.device).random_()
+        if type(state) is Tensor:  # not while a graph is traced, where the ranks' seeds must agree
+            state = DTensor.from_local(state, self.mesh, [Replicate()] * self.mesh.ndim, run_check=True).to_local()
+        shard = 0
+        for mesh_dim, placement in enumerate(self.placements):
+            if isinstance(placement, Shard):
+                shard = shard * self.mesh.size(mesh_dim) + self.mesh.get_local_rank(mesh_dim)
+        local = torch.stack((state[0], state[1] + shard))
+        shards = [Shard(0) if isinstance(p, Shard) else Replicate() for p in self.placements]
+        return DTensor.from_local(local, self.mesh, shards, run_check=False)
+
+    def wrap(self, local: Tensor, placements: list[Placement], sizes: list[int]) -> DTensor:
+        """A result of this rank as a part of a dense tensor of ``sizes`` in the same order of strides."""
+        strides, stride = [0] * len(sizes), 1
+        for dim in sorted(range(len(sizes)), key=lambda d: (local.stride(d), -d)):
+            strides[dim] = stride
+            stride *= max(sizes[dim], 1)
+        return DTensor.from_local(
+            local, self.mesh, placements, run_check=False, shape=torch.Size(sizes), stride=tuple(strides)
+        )
+
+    def replicated(self, local: Tensor) -> DTensor:
+        return self.wrap(local, [Replicate()] * self.mesh.ndim, list(local.shape))
+
+
+def _forward(cls: Any, func: Any, types: Any, args: tuple, kwargs: dict[str, Any] | None = None) -> tuple[Tensor, ...]:
+    with torch.no_grad():
+        call = _Call(func, args, kwargs or {})
+        values = call.local()
+        draws = call.drops and "rng_state" not in values
+        if draws:
+            drawn = call.draw(values["query"])
+            func, values["rng_state"] = _ops.attention_with_rng_state.default, drawn.to_local()
+        out, lse, *state = func(**values)
+        sizes = [*call.leading, *out.shape[-2:]]
+        results = [call.wrap(out, call.placements, sizes)]
+        if values.get("return_lse", False):
+            results.append(call.wrap(lse, call.placements, sizes[:-1]))
+        else:
+            results.append(call.replicated(lse))
+        if draws:
+            results.append(drawn)
+        elif state:
+            results.append(call.replicated(*state))
+        return tuple(results)
+
+
+def _draw_rng_state(cls: Any, func: Any, types: Any, args: tuple, kwargs: dict[str, Any] | None = None) -> DTensor:
+    with torch.no_grad():
+        call = _Call(func, args, kwargs or {})
+        return call.draw(next(t for t in call.tensors.values() if isinstance(t, DTensor)).to_local())
+
+
+def _backward(cls: Any, func: Any, types: Any, args: tuple, kwargs: dict[str, Any] | None = None) -> tuple[Tensor, ...]:
+    with torch.no_grad():
+        call = _Call(func, args, kwargs or {})
+        grads = func(**call.local())
+        wanted = call.values.get("grad_mask", [True] * 5)
+        results = []
+        for grad, name, want in zip(grads, ("query", "key", "value", "bias", "alibi_slopes"), wanted, strict=True):
+            if want and name in call.tensors:
+                sizes = list(call.tensors[name].shape)
+                results.append(call.wrap(grad, call.placements_of(name, broadcast=Partial), sizes))
+            else:
+                results.append(call.replicated(grad))
+        return tuple(results)
+
+
+def _dropout_mask(cls: Any, func: Any, types: Any, args: tuple, kwargs: dict[str, Any] | None = None) -> Tensor:
+    state, *rest = args
+    if any(isinstance(p, Shard) for p in state.placements):
+        raise RuntimeError(
+            f"rng_state is placed as {state.placements}: each shard has a map of its own; call dropout_mask with its "
+            "to_local()"
+        )
+    with torch.no_grad():
+        whole = [Replicate()] * state.device_mesh.ndim
+        mask = func(state.redistribute(state.device_mesh, whole).to_local(), *rest, **(kwargs or {}))
+        return DTensor.from_local(mask, state.device_mesh, whole, run_check=False)
+
+
+def register(library: torch.library.Library) -> None:
+    """Called when ``torch.distributed.tensor`` has been imported; again where flash_ext is imported again."""
+    for name, rule in (
+        ("draw_rng_state", _draw_rng_state),
+        ("attention", _forward),
+        ("attention_with_rng_state", _forward),
+        ("attention_backward", _backward),
+        ("dropout_mask", _dropout_mask),
+    ):
+        torch.library.register_torch_dispatch(f"flash_ext::{name}", DTensor, rule, lib=library)
