@@ -13,6 +13,8 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
+_NUMBERS = (int, float, torch.SymInt, torch.SymFloat)  # NOTE: Dynamo of torch 2.9 knows no union in isinstance
+
 
 def _wants_gradient(tensor: Tensor) -> bool:
     if tensor.requires_grad or torch.compiler.is_compiling():
@@ -22,7 +24,7 @@ def _wants_gradient(tensor: Tensor) -> bool:
 
 def number(value: Any, name: str) -> float:
     """``value`` as a number; a TypeError of one sentence for what is none."""
-    if isinstance(value, int | float | torch.SymInt | torch.SymFloat):
+    if isinstance(value, _NUMBERS):
         return value
     if isinstance(value, Tensor):
         if _wants_gradient(value):
