@@ -123,7 +123,7 @@ def attention(
     out = (p @ v).to(dtype)
     if not return_lse:
         return out
-    lse = torch.logsumexp(s, -1) if keys else s.sum(-1)
+    lse = _logsumexp(s) if keys else s.sum(-1)
     return out, lse.masked_fill(empty.squeeze(-1), -math.inf)
 
 
@@ -183,6 +183,14 @@ def _distance(queries: int, keys: int, align: str, device: torch.device | str | 
 def _repeat_heads(x: Tensor, heads: int) -> Tensor:
     """(..., H, S, E) -> (..., heads, S, E), each head H / heads times in a row."""
     return x if x.size(-3) in (0, heads) else x.repeat_interleave(heads // x.size(-3), -3)
+
+
+def _logsumexp(s: Tensor) -> Tensor:
+    """As torch.logsumexp, whose gradient e^(s - lse) is not the softmax where lse has lost log of the number of keys: in
+    float64 from |s| = 1e16 on, so in every row of finfo.min. NaN where a score is +inf, as the softmax is."""
+    highest = s.detach().amax(-1, keepdim=True)
+    highest = highest.masked_fill(highest == -math.inf, 0.0)
+    return torch.log(torch.exp(s - highest).sum(-1)) + highest.squeeze(-1)
 
 
 def _required(keep: Tensor | None) -> Tensor:
