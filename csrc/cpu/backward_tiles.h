@@ -101,11 +101,7 @@ class BackwardTileWorker {
     }
     any_lossy |= cancels(panel);
     for (int r = 0; r < panel.width; ++r) {
-      if (r >= rows || is_empty(lse[r])) {
-        delta[r] = Acc(0);
-      } else if (args_.d_lse != nullptr) {
-        delta[r] -= static_cast<const Acc*>(args_.d_lse)[first + r];
-      }
+      if (r >= rows || is_empty(lse[r])) delta[r] = Acc(0);
     }
     at_.measured[index] = any_lossy;
     if (at_.measured[index]) {
@@ -246,6 +242,7 @@ class BackwardTileWorker {
     tile.scale = static_cast<Acc>(problem_.scale);
     tile.lse = at_.lse + panel.index * kPanel;
     tile.delta = at_.delta + panel.index * kPanel;
+    tile.has_empty = std::any_of(tile.lse, tile.lse + panel.width, is_empty);
     if (valid < rows || band_.is_boundary(panel.queries, keys)) {
       band = tile_band_transposed(band_, panel.queries.first, keys.first, valid, panel.width);
       tile.band = &band;
@@ -279,7 +276,9 @@ class BackwardTileWorker {
   void d_prob_tile(const Panel& panel, Range keys, GradientTile<Compute>& tile) {
     const int valid = static_cast<int>(keys.size()), d_v = static_cast<int>(problem_.head_dim_v);
     const Source v = source_at(problem_, args_.fwd.v, type_, batch_, head_v_, keys.first, 0);
-    if (few_ || few_keys_) {
+    if (!args_.d_out) {  // what V holds takes no part
+      std::fill_n(at_.d_probs, int64_t{tile.rows} * panel.width, Acc(0));
+    } else if (few_ || few_keys_) {
       few_product(Compute::kPairs ? at_.few_d_out : at_.d_out_rows, Compute::kPairs ? staged_ld(d_v) : at_.cols_v, v,
                   valid, d_v, panel, at_.v_left, at_.d_probs);
     } else {
@@ -287,6 +286,7 @@ class BackwardTileWorker {
                    at_.d_out_transposed, panel, at_.d_probs);
     }
     tile.d_probs = at_.d_probs;
+    if (args_.d_lse != nullptr) tile.d_lse = d_lse_of(panel);
   }
 
   void keep_tile(const Panel& panel, Range keys, GradientTile<Compute>& tile) {
@@ -368,13 +368,14 @@ class BackwardTileWorker {
     Acc* renorm = at_.renorm + panel.index * kPanel;
     Acc* delta = at_.delta + panel.index * kPanel;
     const Acc* lse = at_.lse + panel.index * kPanel;
-    const Acc* d_lse = static_cast<const Acc*>(args_.d_lse);
     const int64_t first = first_row(panel);
     for (int r = 0; r < panel.width; ++r) {
-      renorm[r] = is_empty(lse[r]) ? Acc(1) : Acc(1) / (sums[0][r] + sums[2][r]);
+      const Acc sum = sums[0][r] + sums[2][r];
+      renorm[r] = is_empty(lse[r]) ? Acc(1) : Acc(1) / sum;
       if (is_empty(lse[r])) continue;
-      delta[r] = (sums[1][r] + sums[3][r]) * renorm[r];
-      if (d_lse != nullptr) delta[r] -= d_lse[first + r];
+      // With the remainder of the division it is rounded once, and of one key it is its dP, bit for bit.
+      delta[r] = sums[1][r] / sum;
+      if (std::isfinite(delta[r])) delta[r] += (std::fma(-delta[r], sum, sums[1][r]) + sums[3][r]) / sum;
     }
     if (at_.all_delta == nullptr) return;
     std::copy_n(renorm, panel.queries.size(), at_.all_renorm + first);
@@ -385,6 +386,13 @@ class BackwardTileWorker {
   void recall(const Panel& panel) {
     std::copy_n(at_.all_renorm + first_row(panel), panel.queries.size(), at_.renorm + panel.index * kPanel);
     std::copy_n(at_.all_delta + first_row(panel), panel.queries.size(), at_.delta + panel.index * kPanel);
+  }
+
+  // Of the panel, zeros in the padding.
+  const Acc* d_lse_of(const Panel& panel) {
+    const Acc* from = static_cast<const Acc*>(args_.d_lse) + first_row(panel);
+    std::fill(std::copy_n(from, panel.queries.size(), d_lse_), d_lse_ + kPanel, Acc(0));
+    return d_lse_;
   }
 
   // Of the panel, in [batch, heads_q, len_q].
@@ -411,6 +419,7 @@ class BackwardTileWorker {
   int64_t measured_batch_ = -1;
   int64_t measured_head_ = -1;
   Acc value_squared_ = 0;
+  Acc d_lse_[kPanel];
 };
 
 // The bias gradient's own pass (bias_gradient.cpp); `workspace` holds bias_gradient_scratch() bytes a worker.

@@ -105,14 +105,30 @@ class BiasWorker : BackwardTileWorker<Compute> {
     }
   }
 
-  // A bias that is the same for all keys moves lse and nothing else: the sum of dS over the keys is dlse, exactly.
+  // A bias that is the same for all keys moves lse and nothing else: the sum of dS over the keys is dlse, exactly. It
+  // is NaN where lse is, and where delta is NaN or infinite.
   void add_d_lse(int64_t b, int64_t h, Range queries, double (&column)[kPanel]) {
-    if (args_.d_lse == nullptr) return;
     const int64_t first = (b * problem_.heads_q + h) * problem_.len_q;
     const Acc* lse = static_cast<const Acc*>(args_.fwd.lse) + first;
     const Acc* d_lse = static_cast<const Acc*>(args_.d_lse) + first;
+    Acc delta[kPanel] = {};
+    if (args_.d_out) {
+      const Panel panel{0, kPanel, queries, false};
+      Acc* d_out = nullptr;
+      if constexpr (Compute::kPairs) {
+        d_out = at_.tiles.d_out_acc;
+      } else {
+        d_out = at_.tiles.d_out_rows;
+      }
+      this->load_rows_acc(args_.fwd.out, panel, at_.tiles.out_acc);
+      this->load_rows_acc(args_.d_out, panel, d_out);
+      kernels_.dot_rows(d_out, at_.tiles.out_acc, at_.tiles.cols_v, static_cast<int>(queries.size()), at_.tiles.cols_v,
+                        delta);
+    }
     for (int64_t i = queries.first; i < queries.last; ++i) {
-      if (lse[i] != OnlineSoftmax<Acc>::kEmpty) column[i - queries.first] += d_lse[i];
+      if (lse[i] == OnlineSoftmax<Acc>::kEmpty) continue;
+      const double poison = 0.0 * static_cast<double>(lse[i]) + 0.0 * static_cast<double>(delta[i - queries.first]);
+      column[i - queries.first] += poison + (args_.d_lse != nullptr ? static_cast<double>(d_lse[i]) : 0.0);
     }
   }
 

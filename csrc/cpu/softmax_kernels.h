@@ -162,6 +162,22 @@ void softmax(const SoftmaxTile<Compute>& tile) {
   }
 }
 
+// 0 where a query does not see a key, and not NaN, whatever was computed there.
+template <class Compute, bool kGeneral, class V>
+[[gnu::always_inline]] inline V only_visible(const GradientTile<Compute>& tile, int r, int c, Columns kept, V x) {
+  using Acc = typename Compute::Acc;
+  const V zero(Acc(0));
+  if constexpr (kGeneral) {
+    const ScoreInputs<Acc>* inputs = tile.inputs;
+    if (inputs != nullptr && inputs->mask != nullptr) {
+      x = keep_nonzero(x, V::load(inputs->mask + int64_t{r} * inputs->ld_mask + c), zero);
+    }
+  }
+  if (tile.band != nullptr) x = keep_range(x, c, kept.first, kept.last, zero);
+  if (tile.has_empty) x = keep_below(x, V::load(tile.lse + c), V(std::numeric_limits<Acc>::infinity()), zero);
+  return x;
+}
+
 // Probabilities of one vector of S^T, and what backward of the score needs of it.
 template <class Compute, bool kGeneral, class V>
 [[gnu::always_inline]] inline V probability_at(
@@ -181,14 +197,10 @@ template <class Compute, bool kGeneral, class V>
     }
     p = exp<Precision::kFull>(score - lse);
     if (tile.renorm != nullptr) p = p * V::load(tile.renorm + c);
-    if (inputs != nullptr && inputs->mask != nullptr) {
-      p = keep_nonzero(p, V::load(inputs->mask + int64_t{r} * inputs->ld_mask + c), V(Acc(0)));
-    }
   } else {
     p = exp<kExpPrecision<Compute>>(fma(score, V(tile.scale), V(Acc(0)) - lse));
   }
-  if (tile.band != nullptr) p = keep_range(p, c, kept.first, kept.last, V(Acc(0)));
-  return p;
+  return only_visible<Compute, kGeneral>(tile, r, c, kept, p);
 }
 
 // What a tile may ask for beyond plain scores: nothing, dropout alone, or anything.
@@ -221,8 +233,10 @@ void gradient_rows(const GradientTile<Compute>& tile) {
         d_score[i] = V(Acc(0));
         if (tile.d_probs == nullptr) continue;
         V d_prob = V::load(tile.d_probs + index);
-        if constexpr (kExtras != Extras::kNone) d_prob = d_prob * keep;
-        d_score[i] = p * (d_prob - V::load(tile.delta + c));
+        if constexpr (kExtras != Extras::kNone) d_prob = rounded(d_prob * keep);  // of one key it is delta, bit for bit
+        V difference = d_prob - V::load(tile.delta + c);
+        if (tile.d_lse != nullptr) difference = difference + V::load(tile.d_lse + c);
+        d_score[i] = only_visible<Compute, kGeneral>(tile, r, c, kept[i], p * difference);
         if constexpr (kGeneral) {
           if (tile.d_bias != nullptr) {
             Acc* const to = tile.d_bias + int64_t{r} * tile.ld_d_bias + c;
@@ -280,14 +294,14 @@ void gradient_blocks(const GradientTile<Compute>& tile, int bytes, const Load& l
           const int r = r0 + i0 + i;
           const int64_t index = int64_t{r} * tile.ld + c;
           V p = exp<Precision::kFull>(V::load(tile.scores + index) * scale + V::load(numbers[i0 + i]) - lse);
-          if (tile.band != nullptr) {
-            const Columns kept = kept_columns(*tile.band, r);
-            p = keep_range(p, c, kept.first, kept.last, V(Acc(0)));
-          }
+          const Columns kept = tile.band ? kept_columns(*tile.band, r) : Columns{0, tile.cols};
+          p = only_visible<Compute, false>(tile, r, c, kept, p);
           if (tile.probs != nullptr) store_operand(p, tile.probs + index);
           d_score[i] = V(Acc(0));
           if (tile.d_probs == nullptr) continue;
-          d_score[i] = p * (V::load(tile.d_probs + index) - V::load(tile.delta + c));
+          V difference = V::load(tile.d_probs + index) - V::load(tile.delta + c);
+          if (tile.d_lse != nullptr) difference = difference + V::load(tile.d_lse + c);
+          d_score[i] = only_visible<Compute, false>(tile, r, c, kept, p * difference);
           d_score[i].store(numbers[i0 + i]);
           if (tile.d_scores != nullptr) store_operand(d_score[i], tile.d_scores + index);
         }
@@ -355,8 +369,12 @@ void sum_probs(const GradientTile<Compute>& tile, typename Compute::Acc* sums) {
       accumulate_exactly(p, sums + c, 2 * kPanel);
       if (tile.d_probs == nullptr) continue;
       const int64_t index = int64_t{r} * tile.ld + c;
-      if (tile.keep != nullptr) p = p * keep_factor(tile.keep + index, V(tile.keep_scale));
-      accumulate_exactly(p * V::load(tile.d_probs + index), sums + kPanel + c, 2 * kPanel);
+      V d_prob = V::load(tile.d_probs + index);
+      if (tile.keep != nullptr) d_prob = rounded(d_prob * keep_factor(tile.keep + index, V(tile.keep_scale)));
+      const V product = rounded(p * d_prob);
+      accumulate_exactly(only_visible<Compute, true>(tile, r, c, kept, product), sums + kPanel + c, 2 * kPanel);
+      const V rest = fma(p, d_prob, V(Acc(0)) - product);
+      accumulate(only_visible<Compute, true>(tile, r, c, kept, rest), sums + 3 * kPanel + c);
     }
   }
 }

@@ -106,6 +106,19 @@ template <class V>
   return a.raw * b.raw + c.raw;
 }
 
+// x itself: what it was computed from takes no part in a contraction.
+template <class V>
+[[gnu::always_inline]] inline V rounded(V x) {
+#if defined(__x86_64__)
+  asm("" : "+v"(x.raw));
+#elif defined(__aarch64__)
+  asm("" : "+w"(x.raw));
+#else
+  asm("" : "+m"(x.raw));
+#endif
+  return x;
+}
+
 // The larger one; a NaN in `a` is dropped, a NaN in `b` stays.
 template <class T>
 [[gnu::always_inline]] inline Vec<T> max(Vec<T> a, Vec<T> b) {
@@ -128,6 +141,12 @@ template <class V>
   const Int index = Int::iota(first);
   const auto keep = (index.raw >= Int(low).raw) & (index.raw < Int(high).raw);
   return V(keep ? value.raw : other.raw);
+}
+
+// `other` where x is not below limit.
+template <class V>
+[[gnu::always_inline]] inline V keep_below(V value, V x, V limit, V other) {
+  return V(x.raw >= limit.raw ? other.raw : value.raw);
 }
 
 // `other` where flag is zero.

@@ -119,6 +119,8 @@ struct GradientTile {
   Acc scale = 1;
   const Acc* lse = nullptr;        // [cols], +inf for a query without keys
   const Acc* delta = nullptr;      // [cols]
+  const Acc* d_lse = nullptr;      // [cols]; null: 0. Apart from delta: of one key dP - delta is 0, bit for bit
+  bool has_empty = false;          // there is a query without keys, or one of the padding
   const TileBand* band = nullptr;  // null: every element is kept
   const uint8_t* keep = nullptr;   // [rows, cols] dropout; null: none
   Acc keep_scale = 1;
