@@ -46,6 +46,7 @@ struct Block {
   Tensor probability;  // P
   Tensor lse;          // (.., Hq, l, 1)
   Tensor kept;         // dropout only: Z
+  Tensor hidden;       // pairs that the band or the mask removes, and rows without keys
 };
 
 class Composite {
@@ -87,7 +88,7 @@ class Composite {
   Range columns(Range rows) const { return band_.keys(rows, len_k); }
 
   Block block(Range rows, Range cols) const {
-    Block b{rows, cols, rows_of(in_.query, rows), {}, {}, {}, {}, {}};
+    Block b{rows, cols, rows_of(in_.query, rows), {}, {}, {}, {}, {}, {}};
     Tensor scores = times_transposed(b.q, keys(cols), heads_k) * scale;
     if (options_.softcap > 0) {
       b.tanh = (scores / options_.softcap).tanh();
@@ -102,18 +103,20 @@ class Composite {
       scores = scores + in_.alibi_slopes.to(dtype_).unsqueeze(-1).unsqueeze(-1) * b.distance;
     }
     // The place where masks are applied: the band, then the bool mask.
-    if (!band_.unbounded())
-      scores = scores.masked_fill((j - i < band_.lower).logical_or(j - i > band_.upper), -kInfinity);
-    if (in_.mask.defined()) {
-      scores = scores.masked_fill(part(part(in_.mask, -2, rows), -1, cols).logical_not(), -kInfinity);
-    }
+    const auto hide = [&](const Tensor& pairs) {
+      scores = scores.masked_fill(pairs, -kInfinity);
+      b.hidden = b.hidden.defined() ? b.hidden.logical_or(pairs) : pairs;
+    };
+    if (!band_.unbounded()) hide((j - i < band_.lower).logical_or(j - i > band_.upper));
+    if (in_.mask.defined()) hide(part(part(in_.mask, -2, rows), -1, cols).logical_not());
     // The row maximum is a constant: the result does not depend on it. A row without keys subtracts 0.
     const Tensor row_max = scores.detach().amax(-1, true);
     const Tensor empty = row_max == -kInfinity;
     const Tensor shift = row_max.masked_fill(empty, 0.0);
     const Tensor exponential = (scores - shift).exp();
     const Tensor row_sum = exponential.sum(-1, true).masked_fill(empty, 1.0);
-    b.probability = exponential / row_sum;
+    b.hidden = b.hidden.defined() ? b.hidden.logical_or(empty) : empty;
+    b.probability = only_visible(b, exponential / row_sum);
     b.lse = (shift + row_sum.log()).masked_fill(empty, -kInfinity);
     if (options_.dropout_p > 0) {
       const Tensor keep = call_dropout_mask(rng_state_, options_.dropout_p, flat_heads_, rows.size(), cols.size(),
@@ -124,6 +127,8 @@ class Composite {
     return b;
   }
 
+  // 0 where a query does not see a key, and not NaN, whatever was computed there.
+  static Tensor only_visible(const Block& b, const Tensor& x) { return x.masked_fill(b.hidden, 0.0); }
   // x o Z
   static Tensor drop(const Block& b, const Tensor& x) { return b.kept.defined() ? x * b.kept : x; }
   // x o C'(A)
@@ -263,7 +268,7 @@ Gradients backward(const Tensor& grad_out, const Tensor& grad_lse, const Inputs&
     if (cols.empty()) {
       dq.push_back(c.zero_rows(rows, c.shape().head_dim));
       if (grad_mask[3])
-        dbias.push_back(c.to_bias(c.zero_rows(rows, c.len_k), {rows, {0, c.len_k}, {}, {}, {}, {}, {}, {}}));
+        dbias.push_back(c.to_bias(c.zero_rows(rows, c.len_k), {rows, {0, c.len_k}, {}, {}, {}, {}, {}, {}, {}}));
       continue;
     }
     const Block b = c.block(rows, cols);
@@ -271,12 +276,12 @@ Gradients backward(const Tensor& grad_out, const Tensor& grad_lse, const Inputs&
     Tensor ds;  // dS = P o (dP - rowsum(P o dP) + grad_lse)
     if (grad_out.defined()) {
       const Tensor g = c.rows_of(grad_out, rows);
-      const Tensor dp = c.drop(b, c.times_transposed(g, c.values(cols), c.heads_v));
+      const Tensor dp = c.only_visible(b, c.drop(b, c.times_transposed(g, c.values(cols), c.heads_v)));
       ds = dp - (p * dp).sum(-1, true);
       if (grad_mask[2]) accumulate(dv, c.transposed_times(c.drop(b, p), g, c.heads_v, cols));
     }
     if (grad_lse.defined()) accumulate(ds, c.rows_of(grad_lse.unsqueeze(-1), rows));
-    ds = ds.defined() ? p * ds : at::zeros_like(p);
+    ds = ds.defined() ? c.only_visible(b, p * ds) : at::zeros_like(p);
     const Tensor da = c.through_softcap(b, ds) * c.scale;
     if (grad_mask[0]) dq.push_back(c.times(da, c.keys(cols), c.heads_k));
     if (grad_mask[1]) accumulate(dk, c.transposed_times(da, b.q, c.heads_k, cols));
@@ -311,7 +316,7 @@ DoubleBackward double_backward(const Gradients& cotangents, const Tensor& grad_o
       d_grad_lse.push_back(c.zero_rows(rows, 1));
       dq.push_back(c.zero_rows(rows, c.shape().head_dim));
       if (in.bias.defined())
-        dbias.push_back(c.to_bias(c.zero_rows(rows, c.len_k), {rows, {0, c.len_k}, {}, {}, {}, {}, {}, {}}));
+        dbias.push_back(c.to_bias(c.zero_rows(rows, c.len_k), {rows, {0, c.len_k}, {}, {}, {}, {}, {}, {}, {}}));
       continue;
     }
     const Block b = c.block(rows, cols);

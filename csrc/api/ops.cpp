@@ -109,19 +109,23 @@ ForwardResult forward(c10::DispatchKeySet keys, const Inputs& in, const Options&
 }
 
 Gradients backward(c10::DispatchKeySet, const Tensor& grad_out, const Tensor& grad_lse, const Inputs& in,
-                   const ForwardResult& saved, const Options& options, const GradMask& wanted) {
+                   const ForwardResult& saved, const Options& options, const GradMask& asked) {
   const nvtx::Range range(nvtx::Op::kAttentionBackward, in, options);
   const auto guard = guard_device(in.query);
   const auto shape = check_call<int64_t>(in, options);
   check_saved<int64_t>(shape, in, grad_out, grad_lse, saved, options.dropout_p);
   const Tensor* const all_inputs[] = {&in.query, &in.key, &in.value, &in.bias, &in.alibi_slopes};
-  if (attends_to_nothing(shape)) {
+  const auto zeros_for = [&](int i) {
+    const Tensor& input = *all_inputs[i];
+    return empty_in_order_of(Sizes<int64_t>(input.sizes()), input, input.scalar_type()).zero_();
+  };
+  // lse alone depends on no value: dV is 0, and not 0 times what may be NaN.
+  GradMask wanted = asked;
+  wanted[2] = asked[2] && grad_out.defined();
+  if (attends_to_nothing(shape) || wanted == GradMask{}) {
     Gradients zeros;
     for (int i = 0; i < 5; ++i) {
-      if (!wanted[i]) continue;
-      zeros[i] =
-          empty_in_order_of(Sizes<int64_t>(all_inputs[i]->sizes()), *all_inputs[i], all_inputs[i]->scalar_type());
-      zeros[i].zero_();
+      if (asked[i]) zeros[i] = zeros_for(i);
     }
     return zeros;
   }
@@ -159,10 +163,10 @@ Gradients backward(c10::DispatchKeySet, const Tensor& grad_out, const Tensor& gr
   const DeviceInfo device = device_info(in.query.device());
   const Backend* backend = select_backend(args, device, options.backend);
   if (backend == nullptr) {
-    const Gradients whole_grads = chunked::backward(grad_out, grad_lse, in, saved.rng_state, options, wanted);
+    const Gradients whole_grads = chunked::backward(grad_out, grad_lse, in, saved.rng_state, options, asked);
     Gradients result;
     for (int i = 0; i < 5; ++i) {
-      if (wanted[i]) result[i] = GradBuffer::cast_like(whole_grads[i], *all_inputs[i]);
+      if (asked[i]) result[i] = GradBuffer::cast_like(whole_grads[i], *all_inputs[i]);
     }
     return result;
   }
@@ -199,6 +203,7 @@ Gradients backward(c10::DispatchKeySet, const Tensor& grad_out, const Tensor& gr
   }
   if (wanted[3]) result[3] = GradBuffer::as_result(dbias, in.bias);
   if (wanted[4]) result[4] = GradBuffer::cast_like(at::sum_to(dalibi, in.alibi_slopes.sizes()), in.alibi_slopes);
+  if (asked[2] && !wanted[2]) result[2] = zeros_for(2);
   for (Tensor& grad : result) {
     if (!grad.defined()) grad = allocate_absent(in.query, in.query.scalar_type());
   }
