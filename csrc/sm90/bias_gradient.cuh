@@ -251,7 +251,8 @@ void run_bias_gradient(const BackwardArgs& args, const float* stats, float* part
   params.group = static_cast<int>(problem.heads_q / problem.heads_k);
   params.inner_batch = problem.batch_rank > 0 ? static_cast<int>(problem.batch_size[problem.batch_rank - 1]) : 1;
   params.reads_chunks = reads_chunks(problem, args.fwd.bias, 2);
-  params.stores_wide = reads_chunks(problem, args.dbias, 2);
+  // A part begins where the one before it ends, whatever the strides: of one query, at an odd number of keys.
+  params.stores_wide = reads_chunks(problem, args.dbias, 2) && params.plan.part_elements % 2 == 0;
   params.scale = static_cast<float>(problem.scale);
   params.to_log2 = static_cast<float>(problem.scale * kLog2e);
   params.inverse_scale = static_cast<float>(1.0 / problem.scale);

@@ -71,7 +71,7 @@ struct BiasGradientParams {
   int group;  // query heads of a key head
   int inner_batch;
   bool reads_chunks;  // 16 bytes of a row of the bias at once
-  bool stores_wide;   // 16 bytes of a row of the gradient at once, or two numbers of a part
+  bool stores_wide;   // 16 bytes of a row of the gradient at once, or two numbers of a part, which are aligned
   float scale, to_log2, inverse_scale;
 };
 

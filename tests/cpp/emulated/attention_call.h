@@ -28,10 +28,13 @@ struct Case {
   int64_t window = kUnbounded;
   bool bias = false, mask = false, alibi = false;
   bool float_bias = false, one_row = false;  // of bias and mask: [h, 1, k]
+  bool one_head = false;                     // of bias and mask: [1, q, k]
   double softcap = 0, dropout = 0;
   bool deterministic = false, bias_gradient = false, slope_gradient = false, d_lse = false;
-  float bias_offset = 0;
-  double rounding = 0;  // of the largest scores, which is more than what their dtype is allowed
+  bool forward_alone = false;
+  float bias_offset = 0;     // added to all of a bias
+  bool lowest_bias = false;  // all of a bias is the lowest finite number of its type
+  double rounding = 0;       // of the largest scores, which is more than what their dtype is allowed
   Layout layout = Layout::kHeadsFirst;
   int64_t shared_limit = 227 * 1024;
   int multiprocessors = 1;
@@ -108,19 +111,21 @@ class Call {
         d_(c.d > 0 ? c.d : c.head_dim),
         d_v_(c.d_v > 0 ? c.d_v : c.head_dim),
         rows_(c.one_row ? 1 : c.len_q),
+        bias_heads_(c.one_head ? 1 : c.heads_q),
         q_(c.batch * c.heads_q, c.len_q, d_, c.layout),
         k_(c.batch * c.heads_k, c.len_k, d_, c.layout),
         v_(c.batch * c.heads_v, c.len_k, d_v_, c.layout),
         d_out_(c.batch * c.heads_q, c.len_q, d_v_, c.layout),
-        bias_(c.heads_q, rows_, c.len_k, c.layout),
-        float_bias_(c.heads_q, rows_, c.len_k, c.layout),
-        mask_(c.heads_q * rows_ * c.len_k, 1),
+        bias_(bias_heads_, rows_, c.len_k, c.layout),
+        float_bias_(bias_heads_, rows_, c.len_k, c.layout),
+        mask_(bias_heads_ * rows_ * c.len_k, 1),
         slopes_(c.heads_q) {
     std::mt19937 random(7);
     std::normal_distribution<float> normal;
     for (Matrices<T>* x : {&q_, &k_, &v_, &d_out_}) x->fill([&] { return normal(random); });
-    std::vector<float> numbers(c.heads_q * rows_ * c.len_k);
+    std::vector<float> numbers(bias_heads_ * rows_ * c.len_k);
     for (float& x : numbers) x = static_cast<float>(T(normal(random) + c.bias_offset));
+    if (c.lowest_bias) std::fill(numbers.begin(), numbers.end(), lowest(c.float_bias));
     size_t i = 0;
     bias_.fill([&] { return numbers[i++]; });
     i = 0;
@@ -187,6 +192,7 @@ class Call {
     args.mask.row_stride = c_.len_k;
     args.mask.col_stride = 1;
     if (c_.one_row) args.bias.row_stride = args.mask.row_stride = 0;
+    if (c_.one_head) args.bias.head_stride = args.mask.head_stride = 0;
     args.alibi.data = slopes_.data();
     args.alibi.head_stride = 1;
     args.rng_state = rng_state_;
@@ -198,6 +204,10 @@ class Call {
     EXPECT_EQ(backend.refuses(problem_, Pass::kForward, device), "");
     const Plan forward = backend.plan(problem_, Pass::kForward, device);
     backend.forward(args, forward, allocate(forward));
+    if (c_.forward_alone) {
+      EXPECT_TRUE(out.guards_hold() && lse.guards_hold()) << "something beside a result was written";
+      return {out.values(), lse.values(), {}, {}, {}, {}, {}};
+    }
 
     BackwardArgs back;
     back.fwd = args;
@@ -209,14 +219,15 @@ class Call {
     if (c_.d_lse) back.d_lse = d_lse_.data();
     Matrices<T> dq(heads_q, c_.len_q, d_, c_.layout), dk(heads_k, c_.len_k, d_, c_.layout),
         dv(heads_v, c_.len_k, d_v_, c_.layout);
-    Matrices<float> dbias(c_.heads_q, rows_, c_.len_k, Layout::kHeadsFirst),
+    Matrices<float> dbias(bias_heads_, rows_, c_.len_k, Layout::kHeadsFirst),
         dalibi(c_.heads_q, 1, 1, Layout::kHeadsFirst);
-    Matrices<T> narrow_dbias(c_.heads_q, rows_, c_.len_k, Layout::kHeadsFirst);
+    Matrices<T> narrow_dbias(bias_heads_, rows_, c_.len_k, Layout::kHeadsFirst);
     back.dq = batched(dq.view(), c_.heads_q);
     back.dk = batched(dk.view(), c_.heads_k);
     back.dv = batched(dv.view(), c_.heads_v);
     back.dbias = dbias.view();
     if (c_.one_row) back.dbias.row_stride = 0;
+    if (c_.one_head) back.dbias.head_stride = 0;
     back.dalibi = dalibi.view().data;
     EXPECT_EQ(backend.refuses(problem, Pass::kBackward, device), "");
     const Plan plan = backend.plan(problem, Pass::kBackward, device);
@@ -224,6 +235,7 @@ class Call {
       const TensorView wide = back.dbias;
       back.dbias = narrow_dbias.view();
       back.dbias.row_stride = wide.row_stride;
+      back.dbias.head_stride = wide.head_stride;
     }
     backend.backward(back, plan, allocate(plan));
     for (const bool holds : {out.guards_hold(), lse.guards_hold(), dq.guards_hold(), dk.guards_hold(), dv.guards_hold(),
@@ -239,13 +251,14 @@ class Call {
     const int64_t n = c_.len_k;
     Results r;
     std::vector<double> dk(c_.batch * c_.heads_k * n * d_), dv(c_.batch * c_.heads_v * n * d_v_),
-        dbias(c_.heads_q * rows_ * n);
+        dbias(bias_heads_ * rows_ * n);
     const Band band = make_band(problem_);
     const Dropout dropout = make_dropout(rng_state_[0], rng_state_[1], c_.dropout);
     const double keep_scale = c_.dropout < 1 ? 1 / (1 - c_.dropout) : 0;
     const int64_t diagonal = c_.bottom_right ? n - c_.len_q : 0;
     for (int bh = 0; bh < c_.batch * c_.heads_q; ++bh) {
-      const int h = bh % c_.heads_q, hk = bh / (c_.heads_q / c_.heads_k), hv = bh / (c_.heads_q / c_.heads_v);
+      const int h = bh % c_.heads_q, bias_head = c_.one_head ? 0 : h, hk = bh / (c_.heads_q / c_.heads_k),
+                hv = bh / (c_.heads_q / c_.heads_v);
       double d_slope = 0;
       for (int64_t i = 0; i < c_.len_q; ++i) {
         const Range keys = band.keys({i, i + 1}, n);
@@ -253,7 +266,7 @@ class Call {
         double most = -INFINITY, sum = 0;
         const int64_t row = c_.one_row ? 0 : i;
         for (int64_t j = keys.first; j < keys.last; ++j) {
-          if (c_.mask && mask_[(h * rows_ + row) * n + j] == 0) continue;
+          if (c_.mask && mask_[(bias_head * rows_ + row) * n + j] == 0) continue;
           double x = 0;
           for (int64_t e = 0; e < d_; ++e) x += double(q_.at(bh, i, e)) * double(k_.at(hk, j, e));
           x *= problem_.scale;
@@ -262,7 +275,8 @@ class Call {
             x = c_.softcap * t;
             slope[j] = 1 - t * t;
           }
-          if (c_.bias) x += double(bias_.at(h, row, j));
+          if (c_.bias)
+            x += c_.float_bias ? double(float_bias_.at(bias_head, row, j)) : double(bias_.at(bias_head, row, j));
           if (c_.alibi) x -= slopes_[h] * std::abs(double(i + diagonal - j));
           if (c_.dropout > 0) kept[j] = dropout.keep(bh, i, j) ? keep_scale : 0;
           s[j] = x;
@@ -288,7 +302,7 @@ class Call {
         std::vector<double> ds(n);
         for (int64_t j = 0; j < n; ++j) {
           ds[j] = p[j] * (dp[j] - delta);
-          dbias[(h * rows_ + row) * n + j] += ds[j];
+          dbias[(bias_head * rows_ + row) * n + j] += ds[j];
           d_slope -= ds[j] * std::abs(double(i + diagonal - j));
           ds[j] *= slope[j] * problem_.scale;
         }
@@ -310,8 +324,13 @@ class Call {
   }
 
  private:
+  static float lowest(bool of_float) {
+    if (of_float || std::is_same_v<T, float>) return -std::numeric_limits<float>::max();
+    return std::is_same_v<T, __half> ? -65504.f : -0x1.FEp127f;
+  }
+
   Case c_;
-  int64_t d_, d_v_, rows_;
+  int64_t d_, d_v_, rows_, bias_heads_;
   Matrices<T> q_, k_, v_, d_out_, bias_;
   Matrices<float> float_bias_;
   std::vector<uint8_t> mask_;
@@ -339,6 +358,7 @@ void check(const Backend& backend, const Case& c) {
   const double allowed = c.rounding + (std::is_same_v<T, float> ? 2e-5 : (std::is_same_v<T, __half> ? 2e-3 : 1e-2));
   EXPECT_LT(error(result.out, reference.out), allowed) << "out";
   EXPECT_LT(error(result.lse, reference.lse), allowed / 10) << "lse";
+  if (c.forward_alone) return;
   EXPECT_LT(error(result.dq, reference.dq), allowed) << "dq";
   EXPECT_LT(error(result.dk, reference.dk), allowed) << "dk";
   EXPECT_LT(error(result.dv, reference.dv), allowed) << "dv";

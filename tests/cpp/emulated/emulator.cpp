@@ -125,7 +125,8 @@ void start() {
 }  // namespace
 
 void give_up(const char* why) {
-  std::fprintf(stderr, "emulated kernel: %s (block %u, thread %d)\n", why, block->index, block->running);
+  std::fprintf(stderr, "emulated kernel: %s (block %u, thread %d)\n", why, block == nullptr ? 0 : block->index,
+               block == nullptr ? -1 : block->running);
   std::abort();
 }
 
@@ -158,6 +159,8 @@ const char* exchange(const char* operation, const void* data, int bytes) {
 }
 
 void copy_later(uint32_t to, const void* from, int bytes, int filled_to) {
+  aligned(to, filled_to);
+  aligned(from, filled_to);
   block->fibers[block->running]->open.push_back({to, from, bytes, filled_to});
 }
 
@@ -314,6 +317,11 @@ extern "C" {
 static CUresult encode_map(CUtensorMap* map, CUtensorMapDataType, cuuint32_t, void* data, const cuuint64_t* size,
                            const cuuint64_t* stride, const cuuint32_t* box, const cuuint32_t*, CUtensorMapInterleave,
                            CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
+  using flash_ext::emulated::give_up;
+  if (reinterpret_cast<uintptr_t>(data) % 16 != 0) give_up("a tensor map of an address that is not aligned");
+  for (int i = 0; i < 4; ++i) {
+    if (stride[i] % 16 != 0) give_up("a tensor map with a stride that is not a multiple of 16 bytes");
+  }
   char* to = reinterpret_cast<char*>(map);
   std::memcpy(to, &data, 8);
   std::memcpy(to + 8, size, 40);

@@ -5,7 +5,9 @@
 //
 // It finds wrong indices, missing synchronisation that the chosen order of threads shows, reads of shared memory that
 // nobody wrote (it begins as NaN), copies that are read before they were waited for (they are made when they are),
-// warps that do not do the same, and threads that wait for ever. It says nothing of speed, registers or memory models.
+// warps that do not do the same, threads that wait for ever, and addresses that are not aligned as their instruction
+// wants it: those of wrappers by aligned() below, those of plain C++ by -fsanitize=alignment, with which the tests are
+// compiled. It says nothing of speed, registers or memory models.
 // Invariant: one kernel at a time; a kernel is run by run() and by nothing else.
 #pragma once
 
@@ -38,6 +40,19 @@ void run(int64_t blocks, int threads, int64_t shared_bytes, unsigned seed, const
 // Dynamic shared memory, at address 0. What a kernel declares statically lies before or behind it.
 char* shared_memory();
 inline char* place(uint32_t address) { return shared_memory() + static_cast<int32_t>(address); }
+[[noreturn]] void give_up(const char* why);
+// The same of an access to so many bytes at once, in shared or global memory.
+inline char* aligned(uint32_t address, int bytes) {
+  if (address % static_cast<uint32_t>(bytes) != 0) give_up("an address in shared memory that is not aligned");
+  return place(address);
+}
+template <class T>
+T* aligned(T* address, int bytes) {
+  if (reinterpret_cast<uintptr_t>(address) % static_cast<uintptr_t>(bytes) != 0) {
+    give_up("an address in global memory that is not aligned");
+  }
+  return address;
+}
 Index thread_index();
 Index block_index();
 Index threads();
@@ -91,8 +106,6 @@ void init_phase(uint32_t barrier, int arrivals);
 void arrive_phase(uint32_t barrier, int arrivals, int bytes);
 bool is_past(uint32_t barrier, uint32_t parity);
 void wait_phase(uint32_t barrier, uint32_t parity);
-
-[[noreturn]] void give_up(const char* why);
 
 }  // namespace flash_ext::emulated
 

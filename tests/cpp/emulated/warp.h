@@ -8,19 +8,25 @@ namespace flash_ext::emulated {
 template <class T>
 T at_shared(uint32_t address) {
   T value;
-  std::memcpy(&value, emulated::place(address), sizeof(T));
+  std::memcpy(&value, aligned(address, sizeof(T)), sizeof(T));
   return value;
+}
+
+// A lane's address of eight numbers of 16 bits.
+inline uint32_t matrix_row(uint32_t address) {
+  aligned(address, 16);
+  return address;
 }
 
 // Lane (g, t) gets words of row g, columns 2t and 2t + 1, of matrix i, whose row r is at lane 8i + r's address.
 inline void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) {
-  const auto rows = exchange("ldmatrix", address);
+  const auto rows = exchange("ldmatrix", matrix_row(address));
   const int g = lane() / 4, t = lane() % 4;
   for (int i = 0; i < 4; ++i) r[i] = at_shared<uint32_t>(rows[8 * i + g] + 4 * t);
   __syncwarp();
 }
 inline void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t address) {
-  const auto rows = exchange("ldmatrix.trans", address);
+  const auto rows = exchange("ldmatrix.trans", matrix_row(address));
   const int g = lane() / 4, t = lane() % 4;
   for (int i = 0; i < 4; ++i) {
     const uint32_t low = at_shared<uint16_t>(rows[8 * i + 2 * t] + 2 * g);

@@ -40,7 +40,7 @@ void cp_async_wait() {
 inline void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) { emulated::ldmatrix_x4(r, address); }
 inline void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t address) { emulated::ldmatrix_x4_trans(r, address); }
 inline void stmatrix_x4_trans(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
-  const auto rows = emulated::exchange("stmatrix", address);
+  const auto rows = emulated::exchange("stmatrix", emulated::matrix_row(address));
   const int g = emulated::lane() / 4, t = emulated::lane() % 4;
   const uint32_t words[4] = {r0, r1, r2, r3};
   for (int i = 0; i < 4; ++i) {
@@ -77,20 +77,24 @@ inline uint32_t to_tf32(float x) { return (__float_as_uint(x) + 0x1000u) & ~0x1F
 
 inline uint32_t load_shared(uint32_t address) { return at_shared<uint32_t>(address); }
 inline uint16_t load_shared_16(uint32_t address) { return at_shared<uint16_t>(address); }
-inline void load_shared(uint32_t (&r)[4], uint32_t address) { std::memcpy(r, emulated::place(address), 16); }
-inline void store_shared(uint32_t address, const uint32_t (&r)[4]) { std::memcpy(emulated::place(address), r, 16); }
-inline void store_shared(uint32_t address, uint32_t value) { std::memcpy(emulated::place(address), &value, 4); }
+inline void load_shared(uint32_t (&r)[4], uint32_t address) { std::memcpy(r, emulated::aligned(address, 16), 16); }
+inline void store_shared(uint32_t address, const uint32_t (&r)[4]) {
+  std::memcpy(emulated::aligned(address, 16), r, 16);
+}
+inline void store_shared(uint32_t address, uint32_t value) { std::memcpy(emulated::aligned(address, 4), &value, 4); }
 inline void store_shared(uint32_t address, float x, float y) {
-  std::memcpy(emulated::place(address), &x, 4);
+  std::memcpy(emulated::aligned(address, 8), &x, 4);
   std::memcpy(emulated::place(address + 4), &y, 4);
 }
 
 inline void add_global(float* address, float x) { *address += x; }
 inline void add_global(float* address, float x, float y) {
+  emulated::aligned(address, 8);
   address[0] += x;
   address[1] += y;
 }
 inline void add_global(float* address, float x, float y, float z, float w) {
+  emulated::aligned(address, 16);
   add_global(address, x, y);
   add_global(address + 2, z, w);
 }
@@ -103,6 +107,8 @@ inline void store_release(int* address, int value) { *address = value; }
 
 inline void fence_async_proxy() {}
 inline void bulk_add(float* global, uint32_t shared, uint32_t bytes) {
+  emulated::aligned(global, 16);
+  emulated::aligned(shared, 16);
   emulated::store_later([=] {
     for (uint32_t i = 0; i < bytes / 4; ++i) global[i] += at_shared<float>(shared + 4 * i);
   });

@@ -19,7 +19,7 @@ inline uint32_t shared_address(const void* pointer) {
 }
 template <class T>
 void to_shared(uint32_t address, const T& value) {
-  std::memcpy(emulated::place(address), &value, sizeof(T));
+  std::memcpy(emulated::aligned(address, std::min<int>(sizeof(T), 16)), &value, sizeof(T));
 }
 
 inline bool elect_one() { return emulated::lane() == 0; }
@@ -51,17 +51,25 @@ inline void barrier_arrive_copied(uint32_t barrier) {
 
 inline void tma_prefetch(const CUtensorMap*, BoxStart) {}
 inline void bulk_load(uint32_t shared, const void* global, uint32_t barrier, uint32_t bytes) {
+  emulated::aligned(global, 16);
+  emulated::aligned(shared, 16);
   emulated::engine([=] {
     std::memcpy(emulated::place(shared), global, bytes);
     emulated::arrive_phase(barrier, 0, -static_cast<int>(bytes));
   });
 }
 inline void bulk_add(float* global, uint32_t shared, uint32_t bytes) {
+  emulated::aligned(global, 16);
+  emulated::aligned(shared, 16);
   emulated::store_later([=] {
     for (uint32_t i = 0; i < bytes / 4; ++i) global[i] += at_shared<float>(shared + 4 * i);
   });
 }
 inline void bulk_store(void* global, uint32_t shared, uint32_t bytes) {
+  emulated::aligned(global, 16);
+  emulated::aligned(shared, 16);
+  emulated::aligned(global, 16);
+  emulated::aligned(shared, 16);
   emulated::store_later([=] { std::memcpy(global, emulated::place(shared), bytes); });
 }
 inline void tma_store_commit() {}
@@ -86,7 +94,7 @@ inline void add_count(uint32_t* count) { ++*count; }
 // ---- registers ------------------------------------------------------------------------------------------------------
 
 inline void stmatrix_x4(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
-  const auto rows = emulated::exchange("stmatrix", address);
+  const auto rows = emulated::exchange("stmatrix", emulated::matrix_row(address));
   const int g = emulated::lane() / 4, t = emulated::lane() % 4;
   const uint32_t words[4] = {r0, r1, r2, r3};
   for (int i = 0; i < 4; ++i) to_shared(rows[8 * i + g] + 4 * t, words[i]);
@@ -112,7 +120,7 @@ void store_shared(uint32_t address, const Words& words) {
 }
 template <class Words>
 void load_shared(Words& words, uint32_t address) {
-  std::memcpy(&words, emulated::place(address), sizeof(Words));
+  std::memcpy(&words, emulated::aligned(address, 16), sizeof(Words));
 }
 
 template <class T>
