@@ -125,3 +125,36 @@ def test_everything_is_masked(dtype: torch.dtype, device: str, backend: str) -> 
         got = check_finite(inputs | extra, return_lse=True, deterministic=True)
         assert all((tensor == 0).all() for name, tensor in got.items() if name != "lse")
         assert (got["lse"] == -torch.inf).all()
+
+
+SINGLE_KEYS: dict[str, tuple[tuple[int, int], str, dict[str, Any]]] = {
+    "one key": ((1000, 1), "column", {}),
+    "a window of one key": ((300, 300), "column", {"causal": True, "window": (0, 0)}),
+    "rows of one key": ((130, 200), "row and mask", {"window": (0, 63)}),
+    "one key and a softcap": ((70, 1), "column", {"softcap": 15.0}),
+}
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("kind", SINGLE_KEYS)
+def test_the_lowest_number_beside_a_single_key(
+    kind: str, dtype: torch.dtype, head_dim: int, device: str, backend: str
+) -> None:
+    """P is 1 there, so the sum by which it is divided does not show that lse is far from 0."""
+    lengths, what, options = SINGLE_KEYS[kind]
+    inputs = problem(dtype, device, head_dim, lengths)
+    for bias_dtype in (dtype,) if dtype.itemsize > 2 else (dtype, torch.float32):
+        lowest = torch.finfo(bias_dtype).min
+        if what == "column":
+            inputs["bias"] = torch.full((lengths[0], 1), lowest, dtype=bias_dtype, device=device)
+        else:
+            row = torch.full((lengths[1],), lowest, dtype=bias_dtype, device=device)
+            inputs["bias"] = row.expand(1, 1, *lengths)
+            mask = torch.zeros(lengths, dtype=torch.bool)
+            mask[torch.arange(lengths[0]), torch.arange(lengths[0])] = True  # one of those in the window
+            mask[::3] = True
+            inputs["mask"] = mask.to(device)
+        call = options if "softcap" in options else options | {"return_lse": True}
+        got = check_finite(inputs, **call)
+        assert got["grad of value"].abs().max() > 0.1

@@ -115,11 +115,15 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     return ScoreTile{base + layout.ds + (Traits::kDeferred ? stage * ScoreTile::bytes(kBlockN) : 0)};
   };
 
-  // Whether a tile has rows whose P is to be divided by its sum.
-  const auto is_measured = [&](const float* inverse) {
+  // Whether a tile has rows whose P is to be divided by its sum, or whose lse would be too far from 0 in one
+  // multiply-add though that sum is 1: a row of finfo.min with one key. lse: in shared memory, inverse behind it.
+  const auto is_measured = [&](const float* lse) {
     bool any = false;
 #pragma unroll
-    for (int i = 0; i < kBlockM; i += 32) any |= inverse[i + opaque(threadIdx.x) % 32] != 1.f;
+    for (int i = 0; i < kBlockM; i += 32) {
+      const float* const row = lse + i + opaque(threadIdx.x) % 32;
+      any |= row[2 * kBlockM] != 1.f || is_far(row[0]);
+    }
     return __any_sync(~0u, any) != 0;
   };
 
@@ -154,7 +158,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       for_each_score<true>(s_acc, 0, 0, [&](float& x, int, int) { x = __fmul_rn(x, options.scale); });
     }
     // Rows without keys have lse = -inf and scores of -inf: any finite number serves them.
-    if (kFolded && !(measured() && is_measured(row_smem + (stage * 3 + 2) * kBlockM))) {
+    if (kFolded && !(measured() && is_measured(lse_row))) {
       for_each_column(
           s_acc, lse_row, [&](float lse) { return fminf(fmaf(lse, -kLog2e, Traits::kPShift), 1e30f); },
           [&](float& x, float shift) { x = exp2_fast(fmaf(x, options.to_log2, shift)); });

@@ -104,6 +104,10 @@ __device__ constexpr bool is_reachable() {
 #endif
 }
 
+// Whether the lse of a row that has keys, or a score, is too far from 0 for one multiply-add before ex2, which rounds
+// its product with log2(e): beyond 2^15 by more than 16-bit types do, and at finfo.min it is infinite.
+__device__ __forceinline__ bool is_far(float x) { return fabsf(x) > 32768.f && fabsf(x) != -kMinusInf; }
+
 // fn(value, number of its query) over a fragment of S^T; the numbers lie in shared memory, one a query.
 // `prepare` is applied to each number first.
 template <int kM, int kN, class Prepare, class Fn>
