@@ -186,8 +186,8 @@ def _repeat_heads(x: Tensor, heads: int) -> Tensor:
 
 
 def _logsumexp(s: Tensor) -> Tensor:
-    """As torch.logsumexp, whose gradient e^(s - lse) is not the softmax where lse has lost log of the number of keys: in
-    float64 from |s| = 1e16 on, so in every row of finfo.min. NaN where a score is +inf, as the softmax is."""
+    """As torch.logsumexp, whose gradient e^(s - lse) is not the softmax where lse has lost log of the number of keys:
+    in float64 from |s| = 1e16 on, so in a row of finfo.min. NaN where a score is +inf, as the softmax is."""
     highest = s.detach().amax(-1, keepdim=True)
     highest = highest.masked_fill(highest == -math.inf, 0.0)
     return torch.log(torch.exp(s - highest).sum(-1)) + highest.squeeze(-1)

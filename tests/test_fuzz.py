@@ -5,6 +5,8 @@ The same examples on every run, so that a failure is one of the change under tes
 
 from __future__ import annotations
 
+import os
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import is_granted_refusal
+from fuzz_gpu import run_case
 from helpers import DTYPES, Inputs, check, rand
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -20,6 +23,7 @@ from torch import Tensor
 
 import flash_ext
 
+CASES = 400  # of fuzz_gpu.py
 SETTINGS = settings(suppress_health_check=list(HealthCheck), max_examples=120)
 LENGTHS = st.one_of(
     st.integers(1, 9), st.integers(10, 70), st.sampled_from([0, 1, 16, 17, 31, 32, 33, 64, 65, 127, 129])
@@ -148,3 +152,20 @@ def test_drop_in(data: st.DataObject, device: str, backend: str) -> None:
     inputs, options = data.draw(drop_in_calls(device))
     with refusals_pass(backend):
         check_drop_in(inputs, **options)
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("first", range(0, CASES, CASES // 4))
+def test_cases(first: int, device: str) -> None:
+    """Those of tests/fuzz_gpu.py, of which a GPU gets thousands: its seed and the number of a case reproduce it."""
+    seed = random.randrange(2**31) if os.environ.get("FLASH_EXT_FUZZ") == "random" else 0
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # small tensors: others would wait in loops
+    try:
+        outcomes = [(number, *run_case(seed, number, device, "mixed")) for number in range(first, first + CASES // 4)]
+    finally:
+        torch.set_num_threads(threads)
+    failed = [
+        f"--seed {seed} --first {number} --cases 1: {text}" for number, what, text in outcomes if what == "failed"
+    ]
+    assert not failed, "\n".join(failed)
