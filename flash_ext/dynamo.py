@@ -75,7 +75,8 @@ def register() -> None:
         ours.attention_backward,
     ):
         handlers[packet] = handlers[packet.default] = _note
-    handlers[F.scaled_dot_product_attention] = _note
+    # NOTE: the second stays one call in Dynamo's graph, and calls the first.
+    handlers[F.scaled_dot_product_attention] = handlers[F.multi_head_attention_forward] = _note
 
 
 def choice_changed() -> None:
