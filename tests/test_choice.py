@@ -200,9 +200,8 @@ CALLS: dict[str, Callable[..., Tensor]] = {
     "operator": lambda q, k, v: torch.ops.aten.scaled_dot_product_attention(q, k, v),
     "overload": lambda q, k, v: torch.ops.aten.scaled_dot_product_attention.default(q, k, v),
     "multihead": lambda q, k, v: F.multi_head_attention_forward(
-        q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1), 8, 2, torch.ones(24, 8), None, None, None, False,
-        0.0, torch.ones(8, 8), None,
-        need_weights=False,
+        *(t[0].transpose(0, 1) for t in (q, k, v)), 8, 2, torch.ones(24, 8), None, None, None, False, 0.0,
+        torch.ones(8, 8), None, need_weights=False,
     )[0],
 }  # fmt: skip
 
