@@ -32,9 +32,17 @@ def use_backend(name: str) -> Iterator[None]:
         c.set_backend(before)
 
 
-_lock = threading.RLock()
-_scopes: list[_Enabled] = []  # every enable() that has not ended
-_mha_fastpath = True
+class _State:
+    """Every ``enable()`` that has not ended, and what ``torch.backends.mha`` was set to before the first of them."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.scopes: list[_Enabled] = []
+        self.mha_fastpath = True
+
+
+# One for the process, kept where the operators are: an enable() before the package was imported again can be ended.
+_state: _State = vars(torch.ops.flash_ext).setdefault("_enabled", _State())
 
 
 class _Enabled:
@@ -44,9 +52,9 @@ class _Enabled:
         self.thread: int | None = None  # whose context it is; None for an enable() that is no context
 
     def __enter__(self) -> _Enabled:
-        with _lock:
+        with _state.lock:
             self.thread = threading.get_ident()
-            if self not in _scopes:
+            if self not in _state.scopes:
                 _begin(self)
         return self
 
@@ -55,25 +63,24 @@ class _Enabled:
 
 
 def _begin(scope: _Enabled) -> None:
-    global _mha_fastpath
-    with _lock:
-        if not _scopes:
-            _mha_fastpath = torch.backends.mha.get_fastpath_enabled()
+    with _state.lock:
+        if not _state.scopes:
+            _state.mha_fastpath = torch.backends.mha.get_fastpath_enabled()
             torch.backends.mha.set_fastpath_enabled(False)
             require_c().set_enabled(True)
-        _scopes.append(scope)
+        _state.scopes.append(scope)
     # The first one registers kernels, and what torch kept of the operator's former ones is out of date.
     torch.ops.aten.scaled_dot_product_attention.default._dispatch_cache.clear()
     dynamo.choice_changed()
 
 
 def _end(scopes: list[_Enabled]) -> None:
-    with _lock:
-        before = bool(_scopes)
-        _scopes[:] = [scope for scope in _scopes if scope not in scopes]
-        if before and not _scopes:
+    with _state.lock:
+        before = bool(_state.scopes)
+        _state.scopes[:] = [scope for scope in _state.scopes if scope not in scopes]
+        if before and not _state.scopes:
             require_c().set_enabled(False)
-            torch.backends.mha.set_fastpath_enabled(_mha_fastpath)
+            torch.backends.mha.set_fastpath_enabled(_state.mha_fastpath)
 
 
 def enable() -> _Enabled:
@@ -97,8 +104,8 @@ def enable() -> _Enabled:
 
 def disable() -> None:
     """Ends every ``enable()``, but for the contexts that other threads are in; idempotent."""
-    with _lock:
-        _end([scope for scope in _scopes if scope.thread in (None, threading.get_ident())])
+    with _state.lock:
+        _end([scope for scope in _state.scopes if scope.thread in (None, threading.get_ident())])
 
 
 class EnabledCalls(int):
