@@ -111,6 +111,21 @@ def test_peak_in_other_dtypes(dtype: torch.dtype, name: str, device: str, backen
     assert mine <= 1.01 * min(others.values()) + SLACK, f"{mine} bytes; {others}"
 
 
+@pytest.mark.parametrize("lengths", [(64, 64), (192, 64), (128, 128), (1024, 128)], ids=name_of)
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+@pytest.mark.parametrize("head_dim", [40, 64])
+def test_peak_with_one_tile_of_keys(head_dim: int, dropout_p: float, lengths: tuple[int, int], device: str) -> None:
+    """PyTorch's memory-efficient backend sums dQ in memory only where there are more keys than a tile holds."""
+    queries, keys = lengths
+    batch = 65536 // (8 * queries)
+    shapes = [(batch, 8, queries, head_dim), *[(batch, 8, keys, head_dim)] * 2]
+    inputs = [random(*shape, dtype=HALF, device=device).requires_grad_() for shape in shapes]
+    others = peers(inputs, {"dropout_p": dropout_p})
+    assert others, "the memory-efficient backend takes every one of these"
+    mine = peak(flash_ext.scaled_dot_product_attention, inputs, {"dropout_p": dropout_p})
+    assert mine <= 1.01 * min(others.values()) + SLACK, f"{mine} bytes; {others}"
+
+
 def test_gradient_of_a_float32_bias_is_not_copied(device: str, backend: str) -> None:
     """It is summed in float32, so what it is summed in is the result."""
     inputs = [random(1, 2, 2048, 16, dtype=torch.float32, device=device).requires_grad_() for _ in range(3)]

@@ -306,6 +306,12 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
             }
           }
         }
+        if constexpr (Traits::kDirectDq) {
+          if (scratch.direct_dq) {
+            block.store_dq(dq_acc, args, dq_col + n * 8, query + dq_row, options.scale * ds_unscale());
+            continue;
+          }
+        }
         // NOTE: asked of the parameters and not of the pointer. With `pointer == nullptr ? nullptr : pointer + i`,
         // tested for null, one fp16 instance on 9.0 took the branch with a null pointer; probably the comparison did
         // not wait for the zero that was written (CS2R).

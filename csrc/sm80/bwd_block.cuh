@@ -8,6 +8,7 @@
 #include "attention/tile_schedule.h"
 #include "sm80/boxes.cuh"
 #include "sm80/bwd_parts.cuh"
+#include "sm80/dq_sum.cuh"
 
 namespace flash_ext::sm80 {
 
@@ -22,7 +23,7 @@ struct BackwardBlock {
   bool is_regular;                         // load_whole loads its whole tiles
   bool new_k, new_v;                       // this query head is the first of its key or value head
   const float *lse, *delta, *inverse;
-  float *dq_accum, *dbias, *slope;
+  float *dq_accum, *dbias, *slope;  // dq_accum with direct_dq: dQ itself, whatever its type
   int* turn;
   TileBand band;
   int first_key, n_block, first_query, last_query;
@@ -65,6 +66,12 @@ struct BackwardBlock {
     delta = scratch.delta + first_bh * problem.len_q;
     inverse = scratch.inverse + first_bh * problem.len_q;
     dq_accum = scratch.dq_accum + first_bh * problem.len_q * problem.head_dim;
+    if constexpr (Traits::kDirectDq) {
+      if (scratch.direct_dq) {
+        const int64_t at = batch_offset(problem, args.dq, b) + first_head * args.dq.head_stride;
+        dq_accum = reinterpret_cast<float*>(static_cast<char*>(args.dq.data) + at * dq_bytes(args));
+      }
+    }
     turn = scratch.turns + first_bh * scratch.m_blocks * Traits::kWarps;
     slope = problem.wants_dalibi ? scratch.slopes + first_bh * schedule.blocks + key_tile : nullptr;
     dbias = nullptr;
@@ -104,6 +111,24 @@ struct BackwardBlock {
     }
   }
 
+  // Of an element of dQ.
+  static __device__ __forceinline__ int dq_bytes(const BackwardArgs& args) {
+    return args.dq_in_accum ? 4 : static_cast<int>(sizeof(T));
+  }
+
+  template <int kM, int kN>
+  __device__ __forceinline__ void store_dq(const float (&c)[kM][kN][4], const BackwardArgs& args, int col, int row,
+                                           float factor) const {
+    const Problem& problem = args.fwd.problem;
+    const int rows = static_cast<int>(problem.len_q), cols = static_cast<int>(problem.head_dim);
+    if (sizeof(T) == 2 && args.dq_in_accum) {
+      sm80::store_dq<typename Traits::Frag>(c, dq_accum, args.dq.row_stride, rows, cols, col, row, factor);
+    } else {
+      T* const dq = reinterpret_cast<T*>(dq_accum);
+      sm80::store_dq<typename Traits::Frag>(c, dq, args.dq.row_stride, rows, cols, col, row, factor);
+    }
+  }
+
   // NOTE: parameters are hidden, or ptxas keeps them in registers across the main loop.
   __device__ __forceinline__ void next_head(const BackwardArgs& args, const BackwardScratch& scratch,
                                             const TileSchedule& schedule) {
@@ -119,7 +144,11 @@ struct BackwardBlock {
     lse += len_q;
     delta += len_q;
     inverse += len_q;
-    dq_accum += len_q * args.fwd.problem.head_dim;
+    if (Traits::kDirectDq && scratch.direct_dq) {
+      dq_accum = reinterpret_cast<float*>(reinterpret_cast<char*>(dq_accum) + args.dq.head_stride * dq_bytes(args));
+    } else {
+      dq_accum += len_q * args.fwd.problem.head_dim;
+    }
     turn += opaque(scratch.m_blocks) * Traits::kWarps;
     if (slope != nullptr) slope += opaque(schedule.blocks);
     if (dbias != nullptr) dbias += opaque(args.dbias.head_stride);

@@ -21,7 +21,7 @@ struct BackwardScratch {
   float* slopes = nullptr;    // [b, h_q, n_blocks], with dalibi
   int* turns = nullptr;       // [b, h_q, m_blocks, warps] and one more, the counter of tiles; when deterministic
   float* bounds = nullptr;    // [b, h_q, 2], fp16: cuda::delta
-  float* dq_accum = nullptr;  // [b, h_q, s_q, d], with dq
+  float* dq_accum = nullptr;  // [b, h_q, s_q, d], with dq that is a sum
   float* sums = nullptr;      // [tiles of keys, accumulators, threads], see kSumTiles
   int64_t m_blocks = 0;
   int64_t zeroed_bytes = 0;
@@ -32,6 +32,7 @@ struct BackwardScratch {
   bool direct_dbias = false;      // no dimension of the bias is broadcast: the main kernel writes its gradient
   cuda::TensorMap dbias_map;      // of bias_boxes.cuh
   bool adds_dbias = false;        // to what is there
+  bool direct_dq = false;         // one tile of keys: dQ is written, see dq_sum.cuh
   int first_batch = 0;            // of this launch
 };
 
@@ -62,6 +63,7 @@ struct BackwardTraits {
   static constexpr int kWarps = kShape.tile.warps, kThreads = kWarps * 32;
   static constexpr int kStages = kShape.stages;
   static constexpr bool kDeferred = kShape.deferred();
+  static constexpr bool kDirectDq = kHeadDim <= 64;        // where direct_dq may be; NOTE: with more ptxas spills
   static constexpr int kM = kShape.key_rows / 16;          // fragments of 16 keys of a warp
   static constexpr int kAccumulators = kM * kHeadDim / 2;  // of dK or dV in a thread
   static constexpr int kDqWarpsM = kShape.dq_warps_m, kDqWarpsN = kShape.dq_warps_n;

@@ -7,6 +7,8 @@
 // loads and shuffles of the other warps waited, too: of 9,800 clocks a tile with a mask 1,600 in either, head dimension
 // 128.
 // Fragments are 512 bytes in a row, and a bulk addition takes them out of shared memory when no warp waits for it.
+// Where one block meets all keys there is nothing to add, and dQ needs no memory beside itself (store_dq): PyTorch's
+// leanest backend has none there either.
 // Called by bwd.cuh; cuda/rows.cu reads them. Invariant: a call adds to each group of rows in one way only.
 #pragma once
 
@@ -81,6 +83,31 @@ __device__ __forceinline__ void add_fragments(const float (&c)[kM][kN][4], float
     if (lane == 0) {
       bulk_add(at, staged, kN * 512);
       bulk_commit();
+    }
+  }
+}
+
+// Straight to rows of dQ itself, where one block meets all keys of its head and there is no sum.
+template <class Frag, class U, int kM, int kN>
+__device__ __forceinline__ void store_dq(const float (&c)[kM][kN][4], U* to, int64_t row_stride, int rows, int cols,
+                                         int col, int row, float factor) {
+  const int first_col = col + 2 * lane_column();
+  const bool pairs =
+      sizeof(U) == 2 && (reinterpret_cast<uint64_t>(to) | static_cast<uint64_t>(row_stride * 2)) % 4 == 0;
+#pragma unroll
+  for (int i = 0; i < 2 * kM; ++i) {
+    const int line = row + lane_row() + i * 8;
+    if (line >= rows) continue;
+    U* const at = to + line * row_stride + first_col;
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      const float x = c[i / 2][n][i % 2 * 2] * factor, y = c[i / 2][n][i % 2 * 2 + 1] * factor;
+      if (pairs && first_col + n * 8 + 1 < cols) {
+        if constexpr (sizeof(U) == 2) *reinterpret_cast<uint32_t*>(at + n * 8) = Frag::pack(x, y);
+      } else {
+        if (first_col + n * 8 < cols) at[n * 8] = U(x);
+        if (first_col + n * 8 + 1 < cols) at[n * 8 + 1] = U(y);
+      }
     }
   }
 }

@@ -106,14 +106,16 @@ BackwardScratch backward_scratch(const Problem& problem, void* workspace) {
     scratch.bytes += (count * static_cast<int64_t>(sizeof(T)) + 127) / 128 * 128;
   };
   scratch.m_blocks = block_count(problem.len_q, Traits::kBlockM);
+  scratch.direct_dq = Traits::kDirectDq && problem.wants_dq && problem.len_k <= Traits::kBlockN;
+  const bool sums_dq = problem.wants_dq && !scratch.direct_dq;
   take(scratch.delta, heads * problem.len_q);
   if (may_be_inexact(problem)) take(scratch.inverse, heads * problem.len_q);
   if (problem.wants_dalibi) take(scratch.slopes, heads * block_count(problem.len_k, Traits::kBlockN));
   if (problem.wants_dbias) take(scratch.bias_partial, bias_partial_elements(problem));
   const int64_t before = scratch.bytes;
-  if (problem.deterministic && problem.wants_dq) take(scratch.turns, heads * scratch.m_blocks * Traits::kWarps + 1);
+  if (problem.deterministic && sums_dq) take(scratch.turns, heads * scratch.m_blocks * Traits::kWarps + 1);
   if (problem.dtype == DType::kFloat16) take(scratch.bounds, heads * 2);
-  if (problem.wants_dq) take(scratch.dq_accum, heads * problem.len_q * problem.head_dim);
+  if (sums_dq) take(scratch.dq_accum, heads * problem.len_q * problem.head_dim);
   if (has_one_float_key(problem)) take(scratch.zeros, problem.head_dim_v);
   // Few keys: it takes a hundredth or so of what dQ does.
   if (problem.dtype == DType::kFloat16 && problem.len_q > 2 * kSumTiles * Traits::kBlockM &&
@@ -212,6 +214,11 @@ void run_backward(const BackwardArgs& given, const Plan& plan, void* workspace) 
       const int64_t bytes = bias_elements(problem, args.dbias) * (plan.narrow_dbias ? 2 : 4);
       cuda::check(cudaMemsetAsync(args.dbias.data, 0, bytes, static_cast<cudaStream_t>(args.fwd.stream)), "memset");
     }
+    if (scratch.direct_dq && !make_band(problem).unbounded()) {  // some tiles of queries see no key
+      const int64_t element = args.dq_in_accum || problem.dtype == DType::kFloat32 ? 4 : 2;
+      const int64_t bytes = problem.batch * problem.heads_q * problem.len_q * problem.head_dim * element;
+      cuda::check(cudaMemsetAsync(args.dq.data, 0, bytes, static_cast<cudaStream_t>(args.fwd.stream)), "memset");
+    }
     const bool has_tiles = problem.wants_dq || problem.wants_dk || problem.wants_dv || problem.wants_dalibi;
     if (!has_tiles && !scratch.direct_dbias) return;
     const auto launch = [&](const BackwardArgs& part, const BackwardScratch& part_scratch, int64_t groups) {
@@ -242,11 +249,11 @@ void run_backward(const BackwardArgs& given, const Plan& plan, void* workspace) 
       of_values.wants_dq = of_values.wants_dk = of_values.wants_dbias = of_values.wants_dalibi = false;
       BackwardScratch values_scratch = scratch;
       values_scratch.turns = nullptr;
-      values_scratch.direct_dbias = false;
+      values_scratch.direct_dbias = values_scratch.direct_dq = false;
       launch(keys, scratch, problem.heads_k);
       launch(values, values_scratch, problem.heads_v);
     }
-    if (problem.wants_dq) cuda::convert_dq(args, scratch.dq_accum, problem.head_dim == kHeadDim);
+    if (problem.wants_dq && !scratch.direct_dq) cuda::convert_dq(args, scratch.dq_accum, problem.head_dim == kHeadDim);
     if (problem.wants_dalibi) cuda::sum_slopes(args, scratch.slopes, block_count(problem.len_k, Traits::kBlockN));
   });
 }

@@ -84,7 +84,8 @@ std::string refuses_backward(const Problem& problem) {
   if (problem.wants_dbias && problem.has_alibi) return "the gradient of a bias is not supported beside alibi_slopes";
   if (problem.heads_k != problem.heads_v) return "other heads of value than of key are not supported in backward";
   if (band.upper <= band.lower) return "a band of one key is not supported in backward";
-  if (problem.len_k < kFewKeys) return "fewer than 16 keys are not supported in backward";
+  if (band.keys({0, problem.len_q}, problem.len_k).size() < kFewKeys)
+    return "fewer than 16 keys are not supported in backward";
   const char* const unwanted = !problem.wants_dq   ? "query"
                                : !problem.wants_dk ? "key"
                                : !problem.wants_dv ? "value"
@@ -129,6 +130,13 @@ std::string refuses(const Problem& problem, Pass pass, const DeviceInfo& device)
 std::string yields(const Problem& problem, Pass pass) {
   constexpr int64_t kTile = 64;
   const int64_t head_dim = std::max(problem.head_dim, problem.head_dim_v);
+  // Only sums of dQ need memory beside it, and sm80 has none where one of its tiles holds all keys.
+  constexpr int64_t kMostBytes = 3 << 20;  // of a call, that sdpa.md has no limit for
+  const int64_t sum_bytes = problem.batch * problem.heads_q * problem.len_q * problem.head_dim * 4;
+  if (pass == Pass::kBackward && problem.wants_dq && sum_bytes > kMostBytes && head_dim <= kTile &&
+      problem.len_k <= 2 * kTile) {
+    return "up to 128 keys and 64 columns sm80's dQ needs no memory beside it";
+  }
   if (std::max(problem.len_q, problem.len_k) > kTile) return "";
   if (pass == Pass::kForward) {
     return head_dim > 128 ? "" : "up to 64 queries and keys and 128 columns sm80 is faster";
