@@ -300,17 +300,12 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         if constexpr (kMayBeExact<Frag, kHeadDim>) {
           if (has_exact_scores(problem) && dq_col + n == 0) {
 #pragma unroll
-            for (int m = 0; m < Traits::kDqM; ++m) {
-#pragma unroll
-              for (int i = 0; i < 4; ++i) dq_acc[m][0][i] += dq_acc[m][1][i];  // dS hi + dS lo
-            }
+            for (int i = 0; i < Traits::kDqM * 4; ++i) dq_acc[i / 4][0][i % 4] += dq_acc[i / 4][1][i % 4];  // hi + lo
           }
         }
-        if constexpr (Traits::kDirectDq) {
-          if (scratch.direct_dq) {
-            block.store_dq(dq_acc, args, dq_col + n * 8, query + dq_row, options.scale * ds_unscale());
-            continue;
-          }
+        if (Traits::kDirectDq && scratch.direct_dq) {
+          block.store_dq(dq_acc, args, dq_col + n * 8, query + dq_row, options.scale * ds_unscale());
+          continue;
         }
         // NOTE: asked of the parameters and not of the pointer. With `pointer == nullptr ? nullptr : pointer + i`,
         // tested for null, one fp16 instance on 9.0 took the branch with a null pointer; probably the comparison did

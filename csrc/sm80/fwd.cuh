@@ -44,6 +44,8 @@ struct ForwardTraits {
   using Mods = ScoreMods<Element, kBlockM, kBlockN, kThreads>;
 };
 
+__device__ __forceinline__ bool is_nan(float x) { return x != x; }
+
 // In float inf is split as inf + (inf - inf), which makes NaN of P inf. Where eager attention has an infinity, because
 // a row sees infinities of one sign and no NaN in a column of V, this puts it into out. Of 16 rows of a warp, with the
 // band alone between q k^T and the softmax. `finite`: bit of each half, rows whose scores are no NaN.
@@ -59,11 +61,11 @@ __device__ __noinline__ inline void restore_infinities(const Problem& problem, c
     const Range keys = make_band(problem).keys({query, query + 1}, problem.len_k);
     for (int index = lane % 4; index < out.cols; index += 4) {
       float& x = out.row(query)[index * out.col_stride];
-      if (!isnan(x)) continue;
+      if (!is_nan(x)) continue;
       bool has_plus = false, has_minus = false, has_nan = false;
       for (int key = static_cast<int>(keys.first); key < keys.last && !has_nan; ++key) {
         const float y = v.row(key)[index * v.col_stride];
-        has_nan = isnan(y);
+        has_nan = is_nan(y);
         has_plus |= y == -kMinusInf;
         has_minus |= y == kMinusInf;
       }
@@ -322,9 +324,9 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
       for (int n = 0; n < kHeadDim / 8; ++n) {
         o_acc[m][n][2 * half] *= inverse;
         o_acc[m][n][2 * half + 1] *= inverse;
-        has_nan |= kRestores && (isnan(o_acc[m][n][2 * half]) || isnan(o_acc[m][n][2 * half + 1]));
+        has_nan |= kRestores && (is_nan(o_acc[m][n][2 * half]) || is_nan(o_acc[m][n][2 * half + 1]));
       }
-      finite |= isnan(sum) ? 0u : 1u << half;
+      finite |= is_nan(sum) ? 0u : 1u << half;
       const int query = block.first_query + warp_row() + m * 16 + half * 8 + threadIdx.x % 32 / 4;
       if (block.lse != nullptr && threadIdx.x % 4 == 0 && query < problem.len_q) {
         const float row_max = softmax.row_max[m][half];

@@ -25,6 +25,8 @@
 #define __shared__ static
 #undef __launch_bounds__
 #define __launch_bounds__(...)
+#undef __noinline__
+#define __noinline__
 
 namespace flash_ext::emulated {
 
