@@ -27,8 +27,8 @@ VERSIONS = "2.9.1 2.10.0 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0".split()
 
 # tests/test_*.py that meet torch's own machinery, where versions differ; but for those marked slow or fuzz.
 TESTS = """
-    autocast bad_inputs causal_bias compile drop_in enable export flash_attention_function gradcheck masks schemas
-    transforms
+    autocast bad_inputs causal_bias choice compile compiled_autograd drop_in enable export flash_attention_function
+    gradcheck masks schemas transforms
 """.split()
 
 NEEDED = ["setuptools>=77", "cmake>=3.24", "ninja", "numpy", "pytest", "pytest-xdist", "hypothesis", "expecttest"]
