@@ -60,7 +60,11 @@ def test_every_edge_of_queries_and_keys(head_dim: int, rows: str, device: str) -
         inputs = make_inputs((2, 4, queries, head_dim), (2, 2, keys, head_dim), dtype=dtype, device=device)
         inputs = {name: inside_nan(tensor) for name, tensor in inputs.items()}
         shape = (1, heads, queries if rows == "own" else 1, keys)
-        check_all(with_bias(inputs, shape), list(BANDS.values())[i % len(BANDS)])
+        bands = list(BANDS.values())
+        band = (
+            bands[i % len(bands)] if queries > 15 else {}
+        )  # a band may leave so few queries less than 16 keys: sm80's
+        check_all(with_bias(inputs, shape), band)
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)

@@ -90,7 +90,13 @@ std::optional<T> optional_value(py::handle object, const Convert& convert) {
 template <class Call>
 py::object guarded(const Call& call) {
   try {
-    return call();
+    torch::PyWarningHandler warnings;  // a warning of C++ becomes one of Python, which may be an error
+    try {
+      return call();
+    } catch (...) {
+      warnings.set_in_exception();
+      throw;
+    }
   } catch (const Overridden&) {
     return py::reinterpret_borrow<py::object>(Py_NotImplemented);
   } catch (const AttentionError& error) {
