@@ -171,7 +171,7 @@ class _Buffer(bytearray):
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("create_graph", [False, True])
 def test_a_graph_without_owner_is_freed(create_graph: bool, backward: bool) -> None:
-    """A node keeps its own results; it must not keep itself by them (from torch 2.13 on, nodes are counted anew)."""
+    """A node keeps its own results; it must not keep itself by them."""
     buffer = _Buffer(4 * 2 * 4 * 10 * 8)
     held = weakref.ref(buffer)
     query = torch.frombuffer(buffer, dtype=torch.float32).view(Q).requires_grad_()

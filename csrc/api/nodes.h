@@ -27,7 +27,7 @@ using torch::autograd::variable_list;
 using Compute = variable_list (*)(const variable_list& grads, const variable_list& saved, const Options& options,
                                   const std::vector<bool>& wanted);
 
-class SavingNode : public compat::ReleasingNode {
+class SavingNode : public torch::autograd::Node {
  public:
   std::string name() const override { return name_; }
   void release_variables() override;
@@ -42,7 +42,6 @@ class SavingNode : public compat::ReleasingNode {
  protected:
   SavingNode(const char* name, Compute compute, size_t results, const Options& options);
   variable_list apply(variable_list&& grads) override;
-  void drop_saved() override { saved_.clear(); }
 
  private:
   std::vector<bool> wanted() const;

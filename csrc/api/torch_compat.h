@@ -39,17 +39,4 @@ inline void node_is_complete([[maybe_unused]] const NodePtr<Node>& node) {
 #endif
 }
 
-// 2.13: a node whose last owner is gone is told so while weak references to it remain, and a saved output is such a
-// reference to its own node: what is saved must be dropped then, or neither is ever freed.
-// A node derives from ReleasingNode and says in `drop_saved` how.
-struct ReleasingNode : Node {
-  virtual void drop_saved() = 0;
-#if FLASH_EXT_TORCH_AT_LEAST(13)
-  void release_resources() override {
-    Node::release_resources();
-    drop_saved();
-  }
-#endif
-};
-
 }  // namespace flash_ext::compat
