@@ -100,7 +100,9 @@ struct Dropout {
     const DropoutSlot slot = dropout_slot(query, key);
     const PhiloxWords<uint32_t> words =
         block_words(bh, static_cast<uint32_t>(query / 16), static_cast<uint32_t>(key / 16), slot.lane);
-    return words.word[slot.word] >> slot.shift & 0xFFFFu;
+    const uint32_t* const w = words.word;  // NOTE: w[slot.word] would lie in local memory
+    const uint32_t word = slot.word / 2 == 0 ? (slot.word == 0 ? w[0] : w[1]) : (slot.word == 2 ? w[2] : w[3]);
+    return word >> slot.shift & 0xFFFFu;
   }
 
   FLASH_DEVICE bool keep(uint32_t bh, int64_t query, int64_t key) const { return keeps(number(bh, query, key)); }

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cuda_bf16.h>
+#include <cuda_fp16.h>
 
 #include <cstdint>
 
@@ -28,6 +29,30 @@ __device__ __forceinline__ float reciprocal_fast(float x) {
 __device__ __forceinline__ float tanh_fast(float x) {
   float result;
   asm("tanh.approx.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+// max.NaN.f32, min.NaN.f32: NaN where one of them is, which fmaxf and fminf lose.
+__device__ __forceinline__ float maximum(float x, float y) {
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(x), "f"(y));
+  return result;
+}
+__device__ __forceinline__ float minimum(float x, float y) {
+  float result;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(x), "f"(y));
+  return result;
+}
+
+// max.NaN.f16x2, max.NaN.bf16x2: of each half of x and 0. The last parameter: their type.
+__device__ __forceinline__ uint32_t at_least_zero(uint32_t x, __half) {
+  uint32_t result;
+  asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(result) : "r"(x), "r"(0));
+  return result;
+}
+__device__ __forceinline__ uint32_t at_least_zero(uint32_t x, __nv_bfloat16) {
+  uint32_t result;
+  asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(x), "r"(0));
   return result;
 }
 

@@ -26,7 +26,7 @@ __device__ __forceinline__ float warp_sum(float x) {
 // kWarpsARow: 1 or kWarps, which then take every fourth part each.
 template <class T, int kWarpsARow>
 __global__ void __launch_bounds__(32 * kWarps)
-    combine_kernel(const __grid_constant__ ForwardArgs args, const float* parts_out, const float* parts_lse,
+    combine_kernel(const __grid_constant__ ForwardArgs args, const float* parts_out, const float2* parts_sums,
                    int count) {
 #if __CUDA_ARCH__ >= 900
   cudaGridDependencySynchronize();
@@ -50,19 +50,21 @@ __global__ void __launch_bounds__(32 * kWarps)
   };
   load(4 * lane, first);
 
-  float weight[kPartsALane];
+  float weight[kPartsALane], sums[kPartsALane];
   float max = -INFINITY;
 #pragma unroll
   for (int i = 0; i < kPartsALane; ++i) {
     const int part = lane + 32 * i;
-    weight[i] = part < count ? parts_lse[part * rows + row] : -INFINITY;
-    max = fmaxf(max, weight[i]);
+    const float2 of_part = part < count ? parts_sums[part * rows + row] : float2{-INFINITY, 0.f};
+    weight[i] = of_part.x;
+    sums[i] = of_part.y;
+    max = fmaxf(max, of_part.x);
   }
   max = warp_max(max);
   float sum = 0.f;
 #pragma unroll
   for (int i = 0; i < kPartsALane; ++i) {
-    weight[i] = max == -INFINITY ? 0.f : expf(weight[i] - max);
+    weight[i] = sums[i] * (max == -INFINITY ? 1.f : expf(weight[i] - max));  // NaN stays
     sum += weight[i];
   }
   sum = warp_sum(sum);
@@ -120,19 +122,19 @@ __global__ void __launch_bounds__(32 * kWarps)
 }
 
 template <class T>
-void launch_combine(const ForwardArgs& args, const float* out, const float* lse, int count) {
+void launch_combine(const ForwardArgs& args, const float* out, const float2* sums, int count) {
   const int64_t rows = args.problem.batch * args.problem.heads_q * args.problem.len_q;
   const bool few = rows <= kFewRows;
   launch_dependent(few ? combine_kernel<T, kWarps> : combine_kernel<T, 1>,
-                   grid_of(few ? rows : (rows + kWarps - 1) / kWarps), 32 * kWarps, 0, args.stream, args, out, lse,
+                   grid_of(few ? rows : (rows + kWarps - 1) / kWarps), 32 * kWarps, 0, args.stream, args, out, sums,
                    count);
 }
 
 }  // namespace
 
-void combine(const ForwardArgs& args, const float* out, const float* lse, int count) {
-  if (args.problem.dtype == DType::kFloat16) return launch_combine<__half>(args, out, lse, count);
-  launch_combine<__nv_bfloat16>(args, out, lse, count);
+void combine(const ForwardArgs& args, const float* out, const float2* sums, int count) {
+  if (args.problem.dtype == DType::kFloat16) return launch_combine<__half>(args, out, sums, count);
+  launch_combine<__nv_bfloat16>(args, out, sums, count);
 }
 
 }  // namespace flash_ext::cuda

@@ -5,6 +5,7 @@
 #include "cuda/arch.h"
 #include "cuda/launch.h"
 #include "cuda/rows.h"
+#include "sm80/far_rows.cuh"
 
 namespace flash_ext::cuda {
 namespace {
@@ -32,13 +33,21 @@ struct Row {
 };
 
 template <class T>
-__global__ void delta_kernel(const __grid_constant__ BackwardArgs args, float* delta, float* bounds, bool dlse_apart) {
+using ElementOf = std::conditional_t<std::is_same_v<T, __half>, sm80::Fp16, sm80::Bf16>;
+
+// NOTE: the bound of blocks keeps the search for far rows within the registers of all else.
+template <class T>
+__global__ void __launch_bounds__(32 * kWarps, 5)
+    delta_kernel(const __grid_constant__ BackwardArgs args, float* delta, float* bounds, bool dlse_apart,
+                 const __grid_constant__ sm80::FarRows far) {
   const Problem& problem = args.fwd.problem;
-  const int64_t index = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
+  const auto own_row = [] { return int64_t{blockIdx.x} * kWarps + sm80::opaque(threadIdx.x) / 32; };
+  const int64_t index = own_row();
   const int64_t bh = index / problem.len_q, query = index % problem.len_q;
   const int64_t b = bh / problem.heads_q, head = bh % problem.heads_q;
   if (b >= problem.batch) return;
   const int lane = threadIdx.x % 32;
+  const float lse = static_cast<const float*>(args.fwd.lse)[index];
   float sum = 0.f, squares = 0.f;
   if (args.d_out) {
     const Row<const T> out(problem, args.fwd.out, b, head, query), d_out(problem, args.d_out, b, head, query);
@@ -64,14 +73,22 @@ __global__ void delta_kernel(const __grid_constant__ BackwardArgs args, float* d
   }
   sum = warp_sum(sum);
   if (bounds != nullptr) squares = warp_sum(squares);
-  if (lane != 0) return;
-  float d_lse = args.d_lse != nullptr ? static_cast<const float*>(args.d_lse)[index] : 0.f;
-  if (static_cast<const float*>(args.fwd.lse)[index] == -INFINITY) sum = d_lse = 0.f;
-  delta[index] = dlse_apart ? sum : sum - d_lse;
-  if (bounds != nullptr) {  // non-negative floats order like their bits
-    atomicMax(reinterpret_cast<int*>(bounds) + 2 * bh, __float_as_int(sqrtf(squares)));
-    atomicMax(reinterpret_cast<int*>(bounds) + 2 * bh + 1,
-              __float_as_int(dlse_apart ? fabsf(sum) + fabsf(d_lse) : fabsf(sum - d_lse)));
+  if (lane == 0) {
+    if (sizeof(T) == 4 && problem.len_k == 1) sum *= 0.f;  // has_one_float_key
+    float d_lse = args.d_lse != nullptr ? static_cast<const float*>(args.d_lse)[index] : 0.f;
+    if (lse == -INFINITY) sum = d_lse = 0.f;
+    delta[index] = dlse_apart ? sum : sum - d_lse;
+    if (bounds != nullptr) {  // non-negative floats order like their bits
+      atomicMax(reinterpret_cast<int*>(bounds) + 2 * bh, __float_as_int(sqrtf(squares)));
+      atomicMax(reinterpret_cast<int*>(bounds) + 2 * bh + 1,
+                __float_as_int(dlse_apart ? fabsf(sum) + fabsf(d_lse) : fabsf(sum - d_lse)));
+    }
+  }
+  if constexpr (sizeof(T) == 2) {
+    if (far.rows != nullptr && sm80::is_far(lse)) {
+      const float2 row = sm80::find_far_row<ElementOf<T>>(args.fwd, far, own_row());
+      far.rows[own_row()] = row;
+    }
   }
 }
 
@@ -159,11 +176,13 @@ void with_type(DType dtype, const Function& function) {
 
 }  // namespace
 
-void delta(const BackwardArgs& args, float* delta, float* bounds, bool dlse_apart) {
+void delta(const BackwardArgs& args, float* delta, float* bounds, bool dlse_apart, float2* far) {
   const Problem& problem = args.fwd.problem;
   with_type(problem.dtype, [&]<class T>(T) {
+    sm80::FarRows far_rows{};
+    if (far != nullptr) far_rows = sm80::make_far_rows<ElementOf<T>>(args.fwd, far);
     launch(delta_kernel<T>, grid_of_rows(problem.batch * problem.heads_q * problem.len_q), 32 * kWarps, 0,
-           args.fwd.stream, args, delta, bounds, dlse_apart);
+           args.fwd.stream, args, delta, bounds, dlse_apart, far_rows);
   });
 }
 

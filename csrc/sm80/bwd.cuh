@@ -115,16 +115,12 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     return ScoreTile{base + layout.ds + (Traits::kDeferred ? stage * ScoreTile::bytes(kBlockN) : 0)};
   };
 
-  // Whether a tile has rows whose P is to be divided by its sum, or whose lse would be too far from 0 in one
-  // multiply-add though that sum is 1: a row of finfo.min with one key. lse: in shared memory, inverse behind it.
-  const auto is_measured = [&](const float* lse) {
-    bool any = false;
-#pragma unroll
-    for (int i = 0; i < kBlockM; i += 32) {
-      const float* const row = lse + i + opaque(threadIdx.x) % 32;
-      any |= row[2 * kBlockM] != 1.f || is_far(row[0]);
-    }
-    return __any_sync(~0u, any) != 0;
+  // Whether a tile has rows that are far, or whose P is to be divided by its sum. A row of finfo.min with one key is
+  // far though that sum is 1. lse: in shared memory, inverse behind it.
+  const auto is_rare = [&](const float* lse) {
+    bool rare = lane_has<kBlockM>(lse, [](float x) { return is_far(x); });
+    if (measured()) rare |= lane_has<kBlockM>(lse + 2 * kBlockM, [](float x) { return x != 1.f; });
+    return __any_sync(~0u, rare) != 0;
   };
 
   // NOTE: which P the next tile drops is drawn between the products of the present one; drawn when P was there, it took
@@ -158,10 +154,13 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       for_each_score<true>(s_acc, 0, 0, [&](float& x, int, int) { x = __fmul_rn(x, options.scale); });
     }
     // Rows without keys have lse = -inf and scores of -inf: any finite number serves them.
-    if (kFolded && !(measured() && is_measured(lse_row))) {
+    if (kFolded && !is_rare(lse_row)) {
       for_each_column(
-          s_acc, lse_row, [&](float lse) { return fminf(fmaf(lse, -kLog2e, Traits::kPShift), 1e30f); },
+          s_acc, lse_row, [&](float lse) { return minimum(fmaf(lse, -kLog2e, Traits::kPShift), 1e30f); },
           [&](float& x, float shift) { x = exp2_fast(fmaf(x, options.to_log2, shift)); });
+    } else if (kFolded && !measured()) {
+      exponentials_of_far_rows(s_acc, lse_row, reinterpret_cast<const float2*>(block.beside_lse) + query,
+                               options.to_log2, Traits::kPShift);
     } else {
       for_each_column(
           s_acc, lse_row, [&](float lse) { return lse == kMinusInf ? 0.f : lse; },
@@ -263,7 +262,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
           store_shared(to, __float_as_uint(-kMinusInf));
         }
         cp_async_4(to + kBlockM * 4, block.delta + row, inside);
-        if (measured()) cp_async_4(to + 2 * kBlockM * 4, block.inverse + row, inside);
+        if (measured()) cp_async_4(to + 2 * kBlockM * 4, block.beside_lse + row, inside);
       }
     };
 

@@ -22,7 +22,7 @@ struct BackwardBlock {
   int head, heads_left, q_per_k, q_per_v;  // heads_left: after this one
   bool is_regular;                         // load_whole loads its whole tiles
   bool new_k, new_v;                       // this query head is the first of its key or value head
-  const float *lse, *delta, *inverse;
+  const float *lse, *delta, *beside_lse;
   float *dq_accum, *dbias, *slope;  // dq_accum with direct_dq: dQ itself, whatever its type
   int* turn;
   TileBand band;
@@ -64,7 +64,7 @@ struct BackwardBlock {
     new_k = new_v = true;
     lse = static_cast<const float*>(args.fwd.lse) + first_bh * problem.len_q;
     delta = scratch.delta + first_bh * problem.len_q;
-    inverse = scratch.inverse + first_bh * problem.len_q;
+    beside_lse = scratch.beside_lse + first_bh * problem.len_q * scratch.beside_lse_size;
     dq_accum = scratch.dq_accum + first_bh * problem.len_q * problem.head_dim;
     if constexpr (Traits::kDirectDq) {
       if (scratch.direct_dq) {
@@ -143,7 +143,7 @@ struct BackwardBlock {
     const int64_t len_q = opaque(args.fwd.problem.len_q);
     lse += len_q;
     delta += len_q;
-    inverse += len_q;
+    beside_lse += len_q * opaque(scratch.beside_lse_size);
     if (Traits::kDirectDq && scratch.direct_dq) {
       dq_accum = reinterpret_cast<float*>(reinterpret_cast<char*>(dq_accum) + args.dq.head_stride * dq_bytes(args));
     } else {

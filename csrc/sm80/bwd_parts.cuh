@@ -9,6 +9,7 @@
 
 #include "attention/tile_schedule.h"
 #include "cuda/tensor_map.h"
+#include "sm80/far_rows.cuh"
 #include "sm80/score.cuh"
 #include "sm80/shared_memory.h"
 
@@ -16,7 +17,12 @@ namespace flash_ext::sm80 {
 
 // Scratch in the workspace. What lies from `turns` to the end of sums must be zero before the kernel runs.
 struct BackwardScratch {
-  float* inverse = nullptr;   // [b, h_q, s_q], 1 / sum of P, where measure.cuh runs
+  float* inverse = nullptr;  // [b, h_q, s_q], 1 / sum of P, where measure.cuh runs
+  float* shift = nullptr;    // [b, h_q, s_q], there, too: lse, or a far row's largest score
+  float2* far = nullptr;     // [b, h_q, s_q], with finds_far_rows: of far rows, see far_rows.cuh
+  // What P of a row takes beside lse: inverse, or, with finds_far_rows, far, which has two numbers a row.
+  const float* beside_lse = nullptr;
+  int beside_lse_size = 1;
   float* delta = nullptr;     // [b, h_q, s_q]
   float* slopes = nullptr;    // [b, h_q, n_blocks], with dalibi
   int* turns = nullptr;       // [b, h_q, m_blocks, warps] and one more, the counter of tiles; when deterministic
@@ -106,10 +112,6 @@ __device__ constexpr bool is_reachable() {
 #endif
 }
 
-// Whether the lse of a row that has keys, or a score, is too far from 0 for one multiply-add before ex2, which rounds
-// its product with log2(e): beyond 2^15 by more than 16-bit types do, and at finfo.min it is infinite.
-__device__ __forceinline__ bool is_far(float x) { return fabsf(x) > 32768.f && fabsf(x) != -kMinusInf; }
-
 // fn(value, number of its query) over a fragment of S^T; the numbers lie in shared memory, one a query.
 // `prepare` is applied to each number first.
 template <int kM, int kN, class Prepare, class Fn>
@@ -147,6 +149,21 @@ template <int kM, int kN, class Fn>
 __device__ __forceinline__ void for_each_column(float (&c)[kM][kN][4], const float* numbers, const Fn& fn) {
   for_each_column(
       c, numbers, [](float x) { return x; }, fn);
+}
+
+// Whether `is` holds for one of this lane's of kCount numbers in shared memory, which the warp's lanes share.
+// NOTE: by one load; by one for each 32, an instance spilled 8 bytes.
+template <int kCount, class Is>
+__device__ __forceinline__ bool lane_has(const float* numbers, const Is& is) {
+  constexpr int kOwn = kCount < 32 ? 1 : kCount / 32;
+  struct alignas(4 * kOwn) Own {
+    float x[kOwn];
+  };
+  const Own own = *reinterpret_cast<const Own*>(numbers + opaque(threadIdx.x) % (kCount / kOwn) * kOwn);
+  bool result = false;
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) result |= is(own.x[i]);
+  return result;
 }
 
 // dP^T - delta of rows that have keys, by their dlse. lse: in shared memory; d_lse: of the tile's first query, of which

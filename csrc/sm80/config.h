@@ -212,6 +212,13 @@ inline bool is_plain(const Problem& problem) {
          problem.dropout_p == 0.0 && problem.scale > 0.0;
 }
 
+// With one key P is 1 and dS is P dlse: in eager attention dP - delta is exactly 0 there, and the difference of two
+// roundings is all that would be left of it here. So dP is 0, and delta only says whether the product with the values
+// is a number (cuda/rows.cu). NOTE: half types lose it among the roundings of P.
+FLASH_DEVICE constexpr bool has_one_float_key(const Problem& problem) {
+  return problem.len_k == 1 && problem.dtype == DType::kFloat32;
+}
+
 FLASH_DEVICE constexpr int bias_bytes_of(const Problem& problem) {
   return problem.has_bias ? (problem.bias_dtype == DType::kFloat32 ? 4 : 2) : 0;
 }

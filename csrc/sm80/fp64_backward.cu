@@ -305,8 +305,9 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // dbias of a bias that is the same for all keys: it moves lse and nothing else, so the sum of dS over the keys is
-// d_lse, exactly. A block owns 256 queries of it, or all.
-__global__ void __launch_bounds__(kThreads) row_bias_kernel(const __grid_constant__ BackwardArgs args) {
+// d_lse, exactly, or, where delta is no number, is none. A block owns 256 queries of it, or all.
+__global__ void __launch_bounds__(kThreads)
+    row_bias_kernel(const __grid_constant__ BackwardArgs args, const __grid_constant__ BackwardScratch scratch) {
   __shared__ double partials[kTile];
   const Problem& problem = args.fwd.problem;
   const TensorView& dbias = args.dbias;
@@ -321,11 +322,12 @@ __global__ void __launch_bounds__(kThreads) row_bias_kernel(const __grid_constan
   const double* d_lse = static_cast<const double*>(args.d_lse);
 
   double sum = 0.0;
-  for (int64_t i = 0; d_lse != nullptr && i < owners.batch_repeats * owners.head_repeats; ++i) {
+  for (int64_t i = 0; i < owners.batch_repeats * owners.head_repeats; ++i) {
     const int64_t b = BiasOwners::batch(problem, dbias, batch_owner, i / owners.head_repeats);
     const int64_t place = (b * problem.heads_q + head + i % owners.head_repeats) * problem.len_q;
     for (int64_t query = first; query < last; query += kThreads) {
-      if (lse[place + query] != OnlineSoftmax<double>::kEmpty) sum += d_lse[place + query];
+      if (lse[place + query] == OnlineSoftmax<double>::kEmpty) continue;
+      sum += (d_lse != nullptr ? d_lse[place + query] : 0.0) + 0.0 * scratch.delta[place + query];
     }
   }
   if (sums_rows) sum = block_sum(sum, partials);
@@ -340,7 +342,7 @@ void launch_bias(const BackwardArgs& args, const BackwardScratch& scratch) {
   const int64_t items = owners.batches * owners.heads;
   if (args.dbias.col_stride == 0) {
     const int64_t blocks = items * bias_tiles(problem.len_q, args.dbias.row_stride, kThreads);
-    cuda::launch(row_bias_kernel, cuda::grid_of(blocks), kThreads, 0, args.fwd.stream, args);
+    cuda::launch(row_bias_kernel, cuda::grid_of(blocks), kThreads, 0, args.fwd.stream, args, scratch);
   } else {
     const int64_t tiles = bias_tiles(problem.len_q, args.dbias.row_stride, kTile) * block_count(problem.len_k, kTile);
     cuda::launch(bias_kernel, cuda::grid_of(items * tiles), kThreads, 0, args.fwd.stream, args, scratch);

@@ -143,12 +143,12 @@ struct Fragments16 {
         for (int i = 0; i < 2; ++i) r[n][i] ^= ~(flags << (16 - 2 * kN + 2 * n + i)) & 0x80008000u;
       }
     }
-    // max(x, 0)
+    // max(x, 0), NaN stays NaN.
     __device__ __forceinline__ void drop_negative() {
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) r[n][i] &= ~spread_high_bits(r[n][i]);
+        for (int i = 0; i < 2; ++i) r[n][i] = at_least_zero(r[n][i], T());
       }
     }
   };
@@ -257,7 +257,7 @@ struct FragmentsTf32 {
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) r[n][i] = fmaxf(r[n][i], 0.f);
+        for (int i = 0; i < 4; ++i) r[n][i] = maximum(r[n][i], 0.f);
       }
     }
   };

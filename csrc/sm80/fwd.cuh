@@ -18,6 +18,7 @@
 #include "cuda/launch.h"
 #include "sm80/boxes.cuh"
 #include "sm80/dropout.cuh"
+#include "sm80/restore_rows.cuh"
 #include "sm80/shared_memory.h"
 #include "sm80/softmax.cuh"
 
@@ -45,34 +46,6 @@ struct ForwardTraits {
 };
 
 __device__ __forceinline__ bool is_nan(float x) { return x != x; }
-
-// In float inf is split as inf + (inf - inf), which makes NaN of P inf. Where eager attention has an infinity, because
-// a row sees infinities of one sign and no NaN in a column of V, this puts it into out. Of 16 rows of a warp, with the
-// band alone between q k^T and the softmax. `finite`: bit of each half, rows whose scores are no NaN.
-// NOTE: a call of its own, after all else, takes no registers from the loop. A loop that keeps infinities took 20 to
-// 100.
-__device__ __noinline__ inline void restore_infinities(const Problem& problem, const GlobalRows<float>& out,
-                                                       const GlobalRows<float>& v, int first_row, unsigned finite) {
-  __syncwarp();  // the warp's rows are in memory
-  const int lane = threadIdx.x % 32;
-  for (int half = 0; half < 2; ++half) {
-    const int query = first_row + half * 8 + lane / 4;
-    if (query >= out.rows || (finite >> half & 1) == 0) continue;
-    const Range keys = make_band(problem).keys({query, query + 1}, problem.len_k);
-    for (int index = lane % 4; index < out.cols; index += 4) {
-      float& x = out.row(query)[index * out.col_stride];
-      if (!is_nan(x)) continue;
-      bool has_plus = false, has_minus = false, has_nan = false;
-      for (int key = static_cast<int>(keys.first); key < keys.last && !has_nan; ++key) {
-        const float y = v.row(key)[index * v.col_stride];
-        has_nan = is_nan(y);
-        has_plus |= y == -kMinusInf;
-        has_minus |= y == kMinusInf;
-      }
-      if (!has_nan && has_plus != has_minus) x = has_plus ? -kMinusInf : kMinusInf;
-    }
-  }
-}
 
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
@@ -311,9 +284,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
 
   const float dropout_scale = drops() ? options.dropout_scale : 1.f;
   const float to_natural = options.features & kRaw ? options.scale : 1.f;
-  constexpr bool kRestores = Frag::kSplit && Traits::kPlain;
-  unsigned finite = 0;  // rows, see restore_infinities
-  bool has_nan = false;
+  constexpr bool kRestores = Frag::kSplit;
+  bool has_nan[2] = {};  // rows g and g + 8, see restore_rows.cuh
 #pragma unroll
   for (int m = 0; m < kM; ++m) {
 #pragma unroll
@@ -324,9 +296,9 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
       for (int n = 0; n < kHeadDim / 8; ++n) {
         o_acc[m][n][2 * half] *= inverse;
         o_acc[m][n][2 * half + 1] *= inverse;
-        has_nan |= kRestores && (is_nan(o_acc[m][n][2 * half]) || is_nan(o_acc[m][n][2 * half + 1]));
+        has_nan[half] |= kRestores && (is_nan(o_acc[m][n][2 * half]) || is_nan(o_acc[m][n][2 * half + 1]));
       }
-      finite |= is_nan(sum) ? 0u : 1u << half;
+      has_nan[half] |= is_nan(sum);
       const int query = block.first_query + warp_row() + m * 16 + half * 8 + threadIdx.x % 32 / 4;
       if (block.lse != nullptr && threadIdx.x % 4 == 0 && query < problem.len_q) {
         const float row_max = softmax.row_max[m][half];
@@ -340,9 +312,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   store_accumulators<Frag>(o_acc, q_smem, warp_row(), 0, block.out, block.first_query + warp_row());
   if constexpr (kRestores) {
     static_assert(kM == 1);
-    if (__any_sync(~0u, has_nan && finite != 0)) {
-      restore_infinities(problem, block.out, block.v, block.first_query + warp_row(), finite);
-    }
+    const unsigned low = __ballot_sync(~0u, has_nan[0]), high = __ballot_sync(~0u, has_nan[1]);
+    if ((low | high) != 0) restore_rows(args, block.bh, block.first_query + warp_row(), low, high);
   }
 }
 

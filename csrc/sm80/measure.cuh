@@ -3,7 +3,8 @@
 //
 //   Z = sum_j e^(s_j - lse)     inverse = 1 / Z     delta = (sum_j e^(s_j - lse) dP_j) / Z - dlse (unless apart)
 //
-// lse is a float: beyond |lse| = 2^15 (a row of finfo.min) it has lost log of the number of keys, and in float32, where
+// lse is a float: beyond |lse| = 2^12 (a row of finfo.min) it has lost log of the number of keys, further on more than
+// e^x takes, so that in these rows the largest score takes its place, here and behind; and in float32, where
 // gradients are held to 1e-7, its rounding is felt from |lse| = 16 on, and where scores are exact (tile.cuh) always;
 // with few keys dP - delta cancels, which takes delta from the very numbers that it is subtracted from: a row that sees
 // one key then has dS = 0 but for dlse. The gradient of slopes multiplies dS by a distance and adds up whole rows,
@@ -42,7 +43,7 @@ template <class Traits>
 __device__ __forceinline__ bool is_inexact(const Problem& problem, float lse, int64_t visible) {
   if (lse == kMinusInf) return false;
   if (problem.wants_dalibi || visible < few_keys(Traits::kFloat)) return true;
-  return Traits::kFloat ? fabsf(lse) > 16.f || has_exact_scores(problem) : fabsf(lse) > 32768.f;
+  return Traits::kFloat ? fabsf(lse) > 16.f || has_exact_scores(problem) : is_far(lse);
 }
 
 // NOTE: the second bound is there for registers: without it ptxas stops at 128 and spills in half of the instances.
@@ -62,12 +63,14 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   const int first_query = static_cast<int>(blockIdx.x % m_blocks) * kBlockM;
   const Band band = make_band(problem);
   const int64_t row = bh * problem.len_q + first_query;
-  bool inexact = false;
+  bool inexact = false, far = false;
   if (threadIdx.x < kBlockM && first_query + static_cast<int>(threadIdx.x) < problem.len_q) {
     const int64_t query = first_query + static_cast<int>(threadIdx.x);
-    inexact = is_inexact<Traits>(problem, static_cast<const float*>(args.fwd.lse)[row + threadIdx.x],
-                                 band.keys({query, query + 1}, problem.len_k).size());
+    const float lse = static_cast<const float*>(args.fwd.lse)[row + threadIdx.x];
+    inexact = is_inexact<Traits>(problem, lse, band.keys({query, query + 1}, problem.len_k).size());
+    far = is_far(lse);
     scratch.inverse[row + threadIdx.x] = 1.f;
+    scratch.shift[row + threadIdx.x] = lse;
   }
   if (!__syncthreads_or(inexact)) return;
 
@@ -104,13 +107,38 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     const float lse = inside ? static_cast<const float*>(args.fwd.lse)[row + threadIdx.x] : kMinusInf;
     lse_smem[threadIdx.x] = lse == kMinusInf ? -kMinusInf : lse;
   }
+  // The largest scores of far rows, of a thread's own keys, become what is subtracted.
+  const auto find_shifts = [&](float(&most)[1][kN][4]) {
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float x = fmaxf(most[0][n][i], most[0][n][i + 2]);
+#pragma unroll
+        for (int step = 4; step < 32; step *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
+        if (threadIdx.x % 32 < 4) sums[warp][0][n * 8 + threadIdx.x % 4 * 2 + i] = x;
+      }
+    }
+    __syncthreads();
+    if (far) {
+      float x = kMinusInf;
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) x = fmaxf(x, sums[w][0][threadIdx.x]);
+      lse_smem[threadIdx.x] = scratch.shift[row + threadIdx.x] = x;
+    }
+    clear(most);
+  };
   float sum[1][kN][4], product[1][kN][4], rest[1][kN][4];  // rest: what rounding took from the products
   clear(sum);
   clear(product);
   clear(rest);
 
   const Range keys = band.keys({first_query, min(int64_t{first_query} + kBlockM, problem.len_q)}, problem.len_k);
-  for (int key = static_cast<int>(keys.first) / kBlockN * kBlockN; key < keys.last; key += kBlockN) {
+  const int first_key = static_cast<int>(keys.first) / kBlockN * kBlockN;
+  // Where a row is far its largest score is found first; `sum` has the maxima then.
+  bool searches = __syncthreads_or(far) != 0;
+  if (searches) for_each_score<true>(sum, 0, 0, [](float& x, int, int) { x = kMinusInf; });
+  for (int key = first_key; key < keys.last; key += kBlockN) {
     __syncthreads();  // nobody reads the last tiles any more
     load_tile<kBlockN, kThreads>(k_smem, k, key);
     load_tile<kBlockN, kThreads>(v_smem, v, key);
@@ -127,6 +155,14 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     if (tile_band.is_boundary(first_query, kBlockM, key, kBlockN)) {
       mask_band<true>(p_acc, warp_key, 0, tile_band, first_query, key);
     }
+    if (searches) {
+      for_each_pair(sum, p_acc, [](float& x, float y) { x = fmaxf(x, y); });
+      if (key + kBlockN < keys.last) continue;
+      searches = false;
+      find_shifts(sum);
+      key = first_key - kBlockN;
+      continue;
+    }
     for_each_column(p_acc, lse_smem, [](float& x, float lse) { x = exp2_fast((x - lse) * kLog2e); });
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
@@ -136,7 +172,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     gemm_nt<Frag, kHeadDim>(dp_acc, v_smem, warp_key, d_out_smem, 0);
     if (drops) {
       visit_dropout<true>(dp_acc, dropout, static_cast<uint32_t>(bh), first_query / 16, (key + warp_key) / 16,
-                          [&](float& x, bool kept) { x = kept ? x * dropout_scale : 0.f; });
+                          // What is no number stays none, which the main kernel then has of delta.
+                          [&](float& x, bool kept) { x *= kept ? dropout_scale : 0.f; });
     }
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
@@ -183,6 +220,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   const bool joined = args.d_lse != nullptr && scratch.d_lse == nullptr;
   const float d_lse = joined ? static_cast<const float*>(args.d_lse)[row + i] : 0.f;
   scratch.inverse[row + i] = 1.f / x;
+  if (has_one_float_key(problem)) return;
   // With the remainder of the division (y + z) / x is rounded once, and of one key it is its dP, bit for bit.
   const float quotient = y / x;
   scratch.delta[row + i] = quotient + (fmaf(-quotient, x, y) + z) / x - d_lse;

@@ -60,16 +60,12 @@ TileSchedule backward_schedule(const Problem& problem, int64_t batch, int64_t gr
   return schedule;
 }
 
-// With one key P is 1 and dS is P dlse: in eager attention dP - delta is exactly 0 there, and the difference of two
-// roundings is all that would be left of it here. NOTE: half types lose it among the roundings of P.
-inline bool has_one_float_key(const Problem& problem) { return problem.len_k == 1 && problem.dtype == DType::kFloat32; }
-
-// The same call with V and out that are 0 in every row, which dV does not need.
+// The same call with a V that is 0 in every row, which dV does not need.
 inline BackwardArgs without_values(BackwardArgs args, float* zeros) {
   TensorView row;
   row.data = zeros;
   row.col_stride = 1;
-  args.fwd.v = args.fwd.out = row;
+  args.fwd.v = row;
   return args;
 }
 
@@ -109,7 +105,13 @@ BackwardScratch backward_scratch(const Problem& problem, void* workspace) {
   scratch.direct_dq = Traits::kDirectDq && problem.wants_dq && problem.len_k <= Traits::kBlockN;
   const bool sums_dq = problem.wants_dq && !scratch.direct_dq;
   take(scratch.delta, heads * problem.len_q);
-  if (may_be_inexact(problem)) take(scratch.inverse, heads * problem.len_q);
+  if (may_be_inexact(problem)) {
+    take(scratch.inverse, heads * problem.len_q);
+    take(scratch.shift, heads * problem.len_q);
+  }
+  if (finds_far_rows(problem)) take(scratch.far, heads * problem.len_q);
+  scratch.beside_lse = scratch.far != nullptr ? reinterpret_cast<const float*>(scratch.far) : scratch.inverse;
+  scratch.beside_lse_size = scratch.far != nullptr ? 2 : 1;
   if (problem.wants_dalibi) take(scratch.slopes, heads * block_count(problem.len_k, Traits::kBlockN));
   if (problem.wants_dbias) take(scratch.bias_partial, bias_partial_elements(problem));
   const int64_t before = scratch.bytes;
@@ -193,15 +195,19 @@ void run_backward(const BackwardArgs& given, const Plan& plan, void* workspace) 
   }
   with_backward_traits<Element, kHeadDim>(problem, plan.small_tiles, [&]<class Traits>(Traits) {
     BackwardScratch scratch = backward_scratch<Traits>(problem, workspace);
-    const BackwardArgs args = has_one_float_key(problem) ? without_values(given, scratch.zeros) : given;
+    BackwardArgs args = has_one_float_key(problem) ? without_values(given, scratch.zeros) : given;
     if (scratch.zeroed_bytes > 0) {
       void* const first = static_cast<char*>(workspace) + scratch.bytes - scratch.zeroed_bytes;
       cuda::check(cudaMemsetAsync(first, 0, scratch.zeroed_bytes, static_cast<cudaStream_t>(args.fwd.stream)),
                   "memset");
     }
     if (is_dlse_apart(problem)) scratch.d_lse = static_cast<const float*>(args.d_lse);
-    cuda::delta(args, scratch.delta, scratch.bounds, scratch.d_lse != nullptr);
-    if (may_be_inexact(problem)) run_measure<Element, kHeadDim>(args, scratch);
+    cuda::delta(args, scratch.delta, scratch.bounds, scratch.d_lse != nullptr,
+                finds_far_rows(problem) ? scratch.far : nullptr);
+    if (may_be_inexact(problem)) {
+      run_measure<Element, kHeadDim>(args, scratch);
+      if (!finds_far_rows(problem)) args.fwd.lse = scratch.shift;
+    }
     const int by_boxes = problem.wants_dbias ? dbias_launches<Traits>(args, plan) : 0;
     scratch.direct_dbias = problem.wants_dbias && !plan.narrow_dbias && is_whole(problem, args.dbias);
     if (by_boxes > 0) {

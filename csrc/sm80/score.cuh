@@ -259,17 +259,21 @@ struct ScoreMods {
   GlobalRows<T> bias;  // as float where bias_is_float
   GlobalRows<uint8_t> mask;
 
+  FLASH_DEVICE void set_cap(const Problem& problem) {
+    const double limit = 0x1p100;  // beyond it the cap changes nothing, see make_softcap
+    const double c = problem.softcap > limit ? limit : problem.softcap;
+    scale = static_cast<float>(problem.scale);
+    cap = static_cast<float>(c == 0.0 || c >= 1.0 / limit ? c : 1.0 / limit);
+    inverse_cap = cap > 0.f ? 1.f / cap : 0.f;
+    const double factor = problem.scale / (c > 0.0 ? cap : 1.0) * (kApproximatesTanh ? 1.0 : 2.0 * kLog2e);
+    to_cap = static_cast<float>(factor < -3e38 ? -3e38 : (factor > 3e38 ? 3e38 : factor));  // times 0 it is 0
+  }
+
   static __device__ __forceinline__ ScoreMods make(const ForwardArgs& args, int64_t b, int64_t head, uint32_t bias_base,
                                                    uint32_t mask_base) {
     const Problem& problem = args.problem;
     ScoreMods mods;
-    const double limit = 0x1p100;  // beyond it the cap changes nothing, see make_softcap
-    const double c = problem.softcap > limit ? limit : problem.softcap;
-    mods.scale = static_cast<float>(problem.scale);
-    mods.cap = static_cast<float>(c == 0.0 || c >= 1.0 / limit ? c : 1.0 / limit);
-    mods.inverse_cap = mods.cap > 0.f ? 1.f / mods.cap : 0.f;
-    const double to_cap = problem.scale / (c > 0.0 ? mods.cap : 1.0) * (kApproximatesTanh ? 1.0 : 2.0 * kLog2e);
-    mods.to_cap = static_cast<float>(to_cap < -3e38 ? -3e38 : (to_cap > 3e38 ? 3e38 : to_cap));  // times 0 it is 0
+    mods.set_cap(problem);
     mods.is_regular = true;
     mods.bias_smem = bias_base;
     mods.mask_smem = mask_base;

@@ -36,7 +36,7 @@ constexpr int64_t measure_shared_bytes(int head_dim, int element_bytes) {
 // attention has dS = 0 exactly; a few more cost nothing.
 constexpr int64_t few_keys(bool is_float) { return is_float ? 64 : 16; }
 
-// Whether measure.cuh runs. In 16-bit types only a bias or an unusual scale leads to an lse beyond 2^15, and a few rows
+// Whether measure.cuh runs. In 16-bit types only a bias or an unusual scale leads to an lse beyond 2^12, and a few rows
 // with few keys among many others do not matter: all rows must be of that kind.
 inline bool may_be_inexact(const Problem& problem) {
   const Band band = make_band(problem);
@@ -60,6 +60,11 @@ inline bool has_dropout_alone(const Problem& problem) {
   Problem rest = problem;
   rest.dropout_p = 0.0;
   return problem.dropout_p > 0.0 && is_plain_backward(rest) && !may_be_inexact(problem);
+}
+
+// Whether the main kernel has no other way to rows whose lse is far from 0 than what far_rows.cuh finds.
+inline bool finds_far_rows(const Problem& problem) {
+  return problem.dtype != DType::kFloat32 && (is_plain_backward(problem) || !may_be_inexact(problem));
 }
 
 // Whether backward is one_tile.cuh. `head_dim` is that of the instance.

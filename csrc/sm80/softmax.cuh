@@ -16,9 +16,9 @@ struct SoftmaxRows {
   float row_max[kM][2];
   float row_sum[kM][2];
   // A row's maximum is beyond kFar, in log2. In the multiply-add before ex2 score * to_log2 is exact and maximum *
-  // to_log2 is rounded, so that P is off by a factor, from one maximum to the next another: at 2^16 one key alone lost
-  // a rounding of fp16, at 2^27 it is more than fp16 holds. There rescale() subtracts the maximum first.
-  static constexpr float kFar = 0x1p15f;
+  // to_log2 is rounded, so that P is off by a factor, from one maximum to the next another: at 2^12 by half of a
+  // rounding of fp16, at 2^27 by more than fp16 holds. There rescale() subtracts the maximum first.
+  static constexpr float kFar = 0x1p12f;
   bool far = false;
 
   __device__ __forceinline__ SoftmaxRows() {

@@ -59,7 +59,8 @@ __device__ __forceinline__ void produce_items(const BiasGradientParams& params, 
       };
       entry.bias = corner(params.args.fwd.bias);
       entry.to = corner(params.args.dbias) + item.part * plan.part_elements;
-      entry.stats = (int64_t{item.b} * problem.heads_q + item.head) * 3 * params.padded + entry.first_query;
+      entry.stats = (int64_t{item.b} * problem.heads_q + item.head) * params.padded * kQueryStats +
+                    int64_t{kQueryStats} * entry.first_query;
       barrier_wait(entries.empty(item_place.stage), item_place.phase ^ 1);
       store_shared(entries.tile(item_place.stage), entry);
       barrier_arrive(entries.full(item_place.stage));
@@ -130,11 +131,11 @@ __device__ __forceinline__ void consume_items(const BiasGradientParams& params, 
       // Of a query beyond the sequence lse is infinite, so that its P is 0.
       const auto number = [&](int which, int half, float beyond) {
         const int of = row + 8 * half;
-        return of < rows ? __ldg(params.stats + entry.stats + int64_t{which} * params.padded + of) : beyond;
+        return of < rows ? __ldg(params.stats + entry.stats + Traits::stat(which, of)) : beyond;
       };
-      const float is_far = __ldg(params.stats + entry.stats + int64_t{2} * params.padded + consumer * 64);
-      const float minus_lse[2] = {number(0, 0, kMinusInf), number(0, 1, kMinusInf)};
-      const float delta[2] = {number(1, 0, 0.f), number(1, 1, 0.f)};
+      const float is_far = __ldg(params.stats + entry.stats + Traits::stat(kFarStat, consumer * 64));
+      const float minus_lse[2] = {number(kLseStat, 0, kMinusInf), number(kLseStat, 1, kMinusInf)};
+      const float delta[2] = {number(kDeltaStat, 0, 0.f), number(kDeltaStat, 1, 0.f)};
       float s_acc[64], dp_acc[64];
       const auto issue = [&](float(&c)[64], const auto& at) {
         barrier_wait(operands.full(at.stage), at.phase);
@@ -159,9 +160,9 @@ __device__ __forceinline__ void consume_items(const BiasGradientParams& params, 
       if (is_far == kNotFar) {
         with_bias<T>(s_acc, kept, [&](float& x, float of_pair, int) { x = fmaf(of_pair, params.inverse_scale, x); });
       } else {
-        const float far[2] = {number(2, 0, 0.f), number(2, 1, 0.f)};
+        const float far[2] = {number(kFarStat, 0, 0.f), number(kFarStat, 1, 0.f)};
         with_bias<T>(s_acc, kept, [&](float& x, float of_pair, int half) {
-          x = (fmaf(x, params.scale, of_pair) + far[half]) * params.inverse_scale;
+          x = fminf(fmaf(x, params.scale, of_pair) + far[half], 0.f) * params.inverse_scale;
         });
       }
       const int first_query = entry.first_query + consumer * 64;

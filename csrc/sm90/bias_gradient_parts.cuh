@@ -36,6 +36,11 @@ struct BiasGradientTraits {
   static constexpr int kStages = kHeadDim <= 64 ? 6 : 3;
   static constexpr int kWarpBias = 16 * kBlock * 2;  // of a warp's scores
   static constexpr int kStatsBlock = backward_shape(kHeadDim, Added::kScores).block_m;
+  static_assert(kBlock % kStatsBlock == 0);
+  // Where that number of the item's query `row` lies.
+  static __device__ __forceinline__ int stat(int which, int row) {
+    return (row / kStatsBlock * kQueryStats + which) * kStatsBlock + row % kStatsBlock;
+  }
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
   // P is kept as 2^10 P, as in bwd.cuh.
   static constexpr float kFactor = std::is_same_v<T, __half> ? 1.f / 1024.f : 1.f;
@@ -65,7 +70,7 @@ struct BiasGradientParams {
   TensorMap q, k, v, d_out;
   BackwardArgs args;
   BiasGradientPlan plan;
-  const float* stats;  // [b, h_q, 3, padded]: -lse log2(e), delta, what is far (bwd_rows.cuh)
+  const float* stats;  // of BackwardParams, see bwd_rows.cuh
   int padded;          // queries
   TileBand band;
   int group;  // query heads of a key head

@@ -45,24 +45,20 @@ __device__ __forceinline__ void produce_backward(const BackwardParams& params, c
     }
     for (int member = 0; member < params.members; ++member) {
       const int head = work.head_k * params.members + member;
-      const float* stats = params.stats + int64_t{work.row + member} * Traits::kStats * params.m_blocks * kBlockM;
+      const float* stats = params.stats + int64_t{work.row + member} * params.m_blocks * (kQueryStats * kBlockM);
       for (int m = work.first_m; m < work.last_m; ++m) {
-        const auto load = [&](const Ring<Traits::kQBytes>& ring, const TensorMap& map, uint32_t numbers,
-                              const float* from, int more = 0) {
+        const auto load = [&](const Ring<Traits::kQBytes>& ring, const TensorMap& map, int more) {
           const uint32_t full = ring.full(place.stage);
           barrier_wait(ring.empty(place.stage), place.phase ^ 1);
-          barrier_expect(full, Traits::kQBytes + Traits::kStatBytes + more);
+          barrier_expect(full, Traits::kQBytes + more);
           load_panels<kBlockM, Traits::kPanels>(ring.tile(place.stage), full, map,
                                                 work.box(map.steps, head, m * kBlockM));
-          bulk_load(numbers, from + m * kBlockM, full, Traits::kStatBytes);
         };
-        load(tiles.q(), params.q, tiles.stats_lse(place.stage), stats, Traits::kScored ? Traits::kStatBytes : 0);
-        if constexpr (Traits::kScored) {
-          bulk_load(tiles.stats_far(place.stage), stats + (2 * params.m_blocks + m) * kBlockM,
-                    tiles.q().full(place.stage), Traits::kStatBytes);
-        }
+        load(tiles.q(), params.q, Traits::kStatsBytes);
+        bulk_load(tiles.stats(place.stage), stats + m * (kQueryStats * kBlockM), tiles.q().full(place.stage),
+                  Traits::kStatsBytes);
         if (first) load_keys(tiles.v(), params.v);
-        load(tiles.d_out(), params.d_out, tiles.stats_delta(place.stage), stats + params.m_blocks * kBlockM);
+        load(tiles.d_out(), params.d_out, 0);
         place.advance();
         if (first) {
           if (!has_k) load_keys(tiles.k(), params.k);
@@ -128,7 +124,8 @@ __device__ __forceinline__ void consume_backward(const typename Traits::Params& 
       return ScorePlace(0);
     }();
     if constexpr (!Traits::kOrdered) done += total;
-    [[maybe_unused]] const auto inside = params.template meetings<kBlockM, 64>().inside(work.first_key + consumer * 64);
+    [[maybe_unused]] auto inside = params.template meetings<kBlockM, 64>().inside(work.first_key + consumer * 64);
+    if constexpr (Traits::kMayBeFar) inside.count = any_far<kBlockM>(params, work) ? 0 : inside.count;
     float dk_acc[kHeadDim / 2], dv_acc[kHeadDim / 2], s_acc[kBlockM / 2];
 #pragma unroll
     for (int i = 0; i < kHeadDim / 2; ++i) dk_acc[i] = dv_acc[i] = 0.f;
@@ -219,12 +216,15 @@ __device__ __forceinline__ void consume_backward(const typename Traits::Params& 
       if constexpr (!Traits::kLateDp) issue_dp();
       if constexpr (Traits::kScored) {
         const int distance = row - (m * kBlockM + lane % 4 * 2) - params.scores.alibi.offset;
-        take_backward_scores<Traits>(s_acc, params, tiles, place.stage, scores, warp_row, slope, distance);
+        take_backward_scores<Traits>(s_acc, dv_acc, params, tiles, place.stage, scores, warp_row, slope, distance);
       }
       if constexpr (Traits::kCaps) cap_scores<T, true>(s_acc, params.softcap);
       // NOTE: with scores there are no registers for `inside`, 12 bytes were spilled.
       if (Traits::kScored ? params.band.is_boundary(m * kBlockM, kBlockM, work.first_key + consumer * 64, 64)
                           : !inside.has(m)) {
+        if (Traits::kMayBeFar && is_far_tile(tiles.stats_far(place.stage))) {
+          subtract_far(s_acc, tiles.stats_far(place.stage), params.scale, params.inverse_scale);
+        }
         mask_band_transposed(s_acc, params.band, row, m * kBlockM);
       }
       [[maybe_unused]] uint32_t sloped_p[Traits::kCaps ? kBlockM / 4 : 1];  // P (1 - tanh^2), of which dS is made

@@ -27,8 +27,6 @@ struct BackwardShape {
   // A launch gives every thread 168 of the 65,536: 128 * (24 + 2 * 240) and 128 * (56 + 2 * 224).
   constexpr int producer_registers() const { return scored ? 56 : 24; }
   constexpr int consumer_registers() const { return scored ? 224 : 240; }
-  // Of numbers that a query has beside Q and dO: lse and delta, with scores what else P takes (bwd_rows.cuh).
-  constexpr int stats() const { return scored ? 3 : 2; }
   // Of what dropout drops in a tile of queries and keys, a bit a pair.
   constexpr int drop_bytes() const { return block_m * block_n / 8; }
   // Columns of dQ that a warpgroup computes, of head_dim; the queries are split where that is all of them.
@@ -56,6 +54,9 @@ constexpr BackwardShape backward_shape(int head_dim, Added added = Added::kNothi
   if (head_dim <= 64) return {128, 2, 2, 4, true, false};
   return {64, 2, 2, 4, false, false};
 }
+
+// Numbers that a query has beside Q and dO (bwd_rows.cuh), by tile of queries: of all its queries the first, and so on.
+enum QueryStat { kLseStat, kFarStat, kDeltaStat, kQueryStats };
 
 // How blocks find their tiles of keys.
 enum class Walk : uint8_t {
@@ -136,7 +137,7 @@ constexpr BackwardSmem backward_smem(BackwardShape shape, int head_dim) {
   smem.ds = smem.d_out + shape.stages * tile_bytes(shape.block_m, head_dim);
   smem.dq = smem.ds + shape.ds_stages * tile_bytes(shape.block_n, shape.block_m);
   smem.scores = smem.dq + shape.block_m * head_dim * 4;
-  const int stats = shape.stats() * shape.stages * shape.block_m * 4, maxima = shape.consumers * 4 * 4;
+  const int stats = kQueryStats * shape.stages * shape.block_m * 4, maxima = shape.consumers * 4 * 4;
   const int barriers = 16 * (2 + 2 * shape.stages + shape.ds_stages + (shape.scored ? kScoreStages + shape.stages : 0));
   const int walk = 8 * 8 + 2 * kKeyWorkBytes;
   const int left = kSharedMemoryLimit - kTileAlign - smem.scores - stats - maxima - barriers - walk;
@@ -247,7 +248,7 @@ constexpr WideKeysSmem wide_keys_smem(int head_dim) {
   smem.d_out = smem.q + kStages * tile;
   smem.p = smem.d_out + kStages * tile;
   smem.stats = smem.p + kStages * kBlock * kBlock * 2;
-  smem.barriers = smem.stats + 2 * kStages * kBlock * 4;
+  smem.barriers = smem.stats + kQueryStats * kStages * kBlock * 4;
   smem.total = smem.barriers + 16 * (1 + 3 * kStages) + kTileAlign;
   return smem;
 }

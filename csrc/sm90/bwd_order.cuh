@@ -91,18 +91,19 @@ __device__ __forceinline__ void load_queries_in_order(const BackwardParams& para
       load_shared(work, stage);  // NOTE: again, because keeping it costs registers that this thread does not have.
       if (m < work.first_m || m >= work.last_m) break;
 #pragma unroll 1
-      for (int part = 0; part < 2; ++part) {  // Q and lse, dO and delta
+      for (int part = 0; part < 2; ++part) {  // Q and stats, dO
         const Ring<Traits::kQBytes> ring = part == 0 ? tiles.q() : tiles.d_out();
         const TensorMap& map = part == 0 ? params.q : params.d_out;
         const uint32_t full = ring.full(place.stage());
         barrier_wait(ring.empty(place.stage()), place.phase() ^ 1);
         if (part == 1) store_shared1(tiles.m_block(place.stage()), __int_as_float(m));
-        barrier_expect(full, Traits::kQBytes + Traits::kStatBytes);
+        barrier_expect(full, Traits::kQBytes + (part == 0 ? Traits::kStatsBytes : 0));
         load_panels<kBlockM, Traits::kPanels>(ring.tile(place.stage()), full, map,
                                               work.box(map.steps, work.head_k * params.members + member, m * kBlockM));
-        const int row = ((work.row + member) * 2 + part) * params.m_blocks + m;  // of kBlockM numbers
-        bulk_load(part == 0 ? tiles.stats_lse(place.stage()) : tiles.stats_delta(place.stage()),
-                  params.stats + int64_t{row} * kBlockM, full, Traits::kStatBytes);
+        if (part == 1) continue;
+        const int tile = (work.row + member) * params.m_blocks + m;
+        bulk_load(tiles.stats(place.stage()), params.stats + int64_t{tile} * (kQueryStats * kBlockM), full,
+                  Traits::kStatsBytes);
       }
       ++place.count;
       if (++member == params.members) {

@@ -17,7 +17,7 @@ namespace flash_ext::sm90 {
 
 struct BackwardParams {
   TensorMap q, k, v, d_out, dk, dv;
-  const float* stats;   // [b, h_q, 2, padded queries]: -lse log2(e), delta; with scores 3, see bwd_rows.cuh
+  const float* stats;   // [b, h_q, m_blocks, kQueryStats, block_m], see bwd_rows.cuh
   const float* bounds;  // [b, h_q, 2], fp16: largest |dO row| and |delta|
   float* dq;            // [b, h_q, m_blocks, block_m * head dim], in the order of the fragments
   TileSchedule schedule;
@@ -28,6 +28,7 @@ struct BackwardParams {
   int inner_batch;
   int head_dim_v;
   float scale, to_log2;
+  float inverse_scale;  // of a score, in units of q k^T
   // Walk::kOrdered
   uint32_t* turns;  // [b, h_q, m_blocks]: tiles of keys that dq has; and one more: those that are handed out
   int turn_count;   // without that one
@@ -46,7 +47,6 @@ __host__ __device__ __forceinline__ float gradient_scale(const Problem& problem)
 
 struct ScoredBackwardParams : BackwardParams {
   ScoreParams scores;
-  float inverse_scale;  // of a bias, in units of q k^T
 };
 
 __device__ __forceinline__ const DropoutParams& dropout_of(const ScoredBackwardParams& params) {
@@ -68,6 +68,7 @@ struct BackwardTraits {
   static constexpr bool kLateDp = kCaps && kHeadDim_ <= 64;
   using Params = std::conditional_t<kScored, ScoredBackwardParams,
                                     std::conditional_t<kCaps, CappedBackwardParams, BackwardParams>>;
+  static constexpr bool kMayBeFar = !kScored && !kCaps;  // which scores see to themselves, and a softcap is not
   static constexpr Walk kWalk = kWalk_;
   static constexpr bool kOrdered = kWalk == Walk::kOrdered;
   static constexpr BackwardShape kShape = backward_shape(kHeadDim_, kAdded);
@@ -75,8 +76,7 @@ struct BackwardTraits {
   static constexpr int kPanels = panels(kHeadDim);
   static constexpr BackwardSmem kSmem = backward_smem(kShape, kHeadDim);
   static constexpr int kQBytes = tile_bytes(kBlockM, kHeadDim), kKvBytes = tile_bytes(kBlockN, kHeadDim);
-  static constexpr int kDsBytes = tile_bytes(kBlockN, kBlockM), kStatBytes = kBlockM * 4;
-  static constexpr int kStats = kShape.stats();
+  static constexpr int kDsBytes = tile_bytes(kBlockN, kBlockM), kStatsBytes = kQueryStats * kBlockM * 4;
   static constexpr int kWarps = kShape.consumers * 4;
   // dQ of a warpgroup: 64 queries and all columns, or all queries and half of the columns.
   static constexpr int kDqCols = kShape.dq_cols(kHeadDim);
@@ -96,13 +96,11 @@ struct BackwardTraits {
   // Barriers: K, V, then those of the rings, of dS, and with scores of theirs.
   struct Tiles {
     uint32_t base;
-    __device__ __forceinline__ uint32_t stats_lse(int stage) const { return base + kSmem.stats + stage * kStatBytes; }
-    __device__ __forceinline__ uint32_t stats_delta(int stage) const {
-      return base + kSmem.stats + (kShape.stages + stage) * kStatBytes;
-    }
-    __device__ __forceinline__ uint32_t stats_far(int stage) const {
-      return base + kSmem.stats + (2 * kShape.stages + stage) * kStatBytes;
-    }
+    // Of a stage of Q, in the order of QueryStat.
+    __device__ __forceinline__ uint32_t stats(int stage) const { return base + kSmem.stats + stage * kStatsBytes; }
+    __device__ __forceinline__ uint32_t stats_lse(int stage) const { return stats(stage) + kLseStat * kBlockM * 4; }
+    __device__ __forceinline__ uint32_t stats_far(int stage) const { return stats(stage) + kFarStat * kBlockM * 4; }
+    __device__ __forceinline__ uint32_t stats_delta(int stage) const { return stats(stage) + kDeltaStat * kBlockM * 4; }
     // Of a warp: its part of dQ in float, or 16 rows of dK or dV.
     __device__ __forceinline__ uint32_t staging(int warp) const { return base + kSmem.dq + warp * kStagingBytes; }
     // fp16: a float of each warp.
@@ -244,6 +242,41 @@ __device__ __forceinline__ void with_queries(float (&c)[kCount], uint32_t number
   }
 }
 
+constexpr float kNotFar = -kMinusInf;  // as kFarStat
+
+// Whether a tile of queries has one whose lse is far from 0. numbers: its kFarStat.
+__device__ __forceinline__ bool is_far_tile(uint32_t numbers) { return load_shared_float(numbers) != kNotFar; }
+
+// Whether one of the tiles [first, last) of queries of `members` heads is; asked by a whole warp. stats: the first
+// head's.
+template <int kBlock>
+__device__ __forceinline__ bool any_far(const float* stats, int members, int m_blocks, int first, int last) {
+  bool far = false;
+  for (int member = 0; member < members; ++member) {
+#pragma unroll 4
+    for (int m = first + static_cast<int>(threadIdx.x) % 32; m < last; m += 32) {
+      far |= stats[(int64_t{member} * m_blocks + m) * (kQueryStats * kBlock) + kFarStat * kBlock] != kNotFar;
+    }
+  }
+  return __any_sync(~0u, far);
+}
+
+// The same of a tile of keys. NOTE: asked of each tile of queries, also ahead, it was 2 to 7 % at head dim 128.
+template <int kBlock>
+__device__ __forceinline__ bool any_far(const BackwardParams& params, const KeyWork& work) {
+  return any_far<kBlock>(params.stats + int64_t{work.row} * params.m_blocks * (kQueryStats * kBlock), params.members,
+                         params.m_blocks, work.first_m, work.last_m);
+}
+
+// Its scores, `factor` times which are natural ones, become their distance from the largest, in units of q k^T.
+template <int kCount>
+__device__ __forceinline__ void subtract_far(float (&s)[kCount], uint32_t numbers, float factor, float inverse_scale) {
+  with_queries(s, numbers, [&](float& x, float& y, float2 far, int) {
+    x = fminf(fmaf(x, factor, far.x), 0.f) * inverse_scale;
+    y = fminf(fmaf(y, factor, far.y), 0.f) * inverse_scale;
+  });
+}
+
 // P of S^T, packed; kCaps: and P (1 - tanh^2). lse: where the queries' numbers lie.
 template <class Traits, int kPairs>
 __device__ __forceinline__ void probabilities(uint32_t (&p)[Traits::kBlockM / 4], uint32_t (&sloped)[kPairs],
@@ -334,8 +367,7 @@ __device__ __forceinline__ void store_gradient(const float (&c)[Traits::kHeadDim
   }
 }
 
-constexpr int kConsumersBarrier = 1;   // named
-constexpr float kNotFar = -kMinusInf;  // in the third of a tile's stats (bwd_rows.cuh)
+constexpr int kConsumersBarrier = 1;  // named
 
 // The power of two that takes what is at most `bound` below 2^15.
 __device__ __forceinline__ float power_below(float bound) {

@@ -1,9 +1,10 @@
 // What backward does to rows of queries before and after its main kernel.
 //
-//   prepare: stats = (-lse log2(e), delta = rowsum(dO o out) - dlse), and dq_accum = 0 where there is one
+//   prepare: stats = (-lse log2(e), kNotFar, delta = rowsum(dO o out) - dlse), and dq_accum = 0 where there is one
+//            of all queries of a tile with one that is_far (0, -lse, delta) or, of those that are,
+//            (-log2 Z, -shift, delta), so that P = 2^(min(s - shift, 0) log2(e) - log2 Z), see bwd_far.cuh
 //            with dropout (1 - p) delta, see dropout.cuh
-//            with scores (-lse log2(e), delta, kNotFar); or, of all queries of a tile with one that is_far,
-//                        (-log2 Z, delta, -lse), so that P = 2^((s - lse) log2(e) - log2 Z)     Z = sum_j e^(s_j - lse)
+//            where scores are added, a tile with a row whose lse is NaN is taken for far, too: (NaN, NaN, delta)
 //   finish:  dq = gradient_scale() * dq_accum, from the order of the fragments to rows
 //
 // Queries are padded to whole tiles: those beyond the sequence, and rows without keys, get -inf for -lse, so that their
@@ -20,8 +21,9 @@ namespace flash_ext::sm90 {
 
 // head_dim / 8 lanes a row. dq_accum: of the same shape as rows of the padded queries; kAccumulates.
 template <class Traits>
-__global__ void __launch_bounds__(kRowThreads) prepare_kernel(const __grid_constant__ BackwardArgs args, float* stats,
-                                                              float* bounds, float* dq_accum, int m_blocks) {
+__global__ void __launch_bounds__(kRowThreads, 2)
+    prepare_kernel(const __grid_constant__ BackwardArgs args, float* stats, float* bounds, float* dq_accum,
+                   int m_blocks) {
   cudaTriggerProgrammaticLaunchCompletion();
   using T = typename Traits::T;
   constexpr int kLanes = Traits::kHeadDim / 8, kRows = kRowThreads / kLanes, kSteps = Traits::kBlockM / kRows;
@@ -74,22 +76,19 @@ __global__ void __launch_bounds__(kRowThreads) prepare_kernel(const __grid_const
     sums[first_row + i * kRows] = sum;
     if (Traits::kScaled) all_squares[first_row + i * kRows] = squares;
   }
-  [[maybe_unused]] bool far = false;  // one of the tile's queries is
-  if constexpr (Traits::kScored) {
-    far = __syncthreads_or(is_inside && is_far(lse)) != 0;
-  } else {
-    __syncthreads();
-  }
+  // One of the tile's queries is; with dropout NaN counts, which the consumers must not drop.
+  const bool far = __syncthreads_or(is_inside && (is_far(lse) || (Traits::kScored && lse != lse))) != 0;
+  float* const tile_stats =
+      stats + (tile.bh * m_blocks + tile.first_query / Traits::kBlockM) * (kQueryStats * Traits::kBlockM);
   if (own_row < Traits::kBlockM) {
     float delta = lse == kMinusInf ? 0.f : sums[own_row] - d_lse;
     if constexpr (Traits::kScored) delta *= static_cast<float>(1.0 - problem.dropout_p);
-    float* const to = stats + tile.bh * Traits::kStats * m_blocks * Traits::kBlockM + tile.first_query + own_row;
-    to[0] = lse == kMinusInf ? kMinusInf : fmaf(lse, static_cast<float>(-kLog2e), Traits::kPShift);
-    to[m_blocks * Traits::kBlockM] = delta;
-    if constexpr (Traits::kScored) {
-      to[2 * m_blocks * Traits::kBlockM] = !far ? kNotFar : lse == kMinusInf ? 0.f : -lse;
-      if (far && lse != kMinusInf) to[0] = fabsf(lse) == -kMinusInf ? NAN : Traits::kPShift;
-    }
+    // Of infinity and NaN NaN.
+    const float minus_lse = far ? lse - lse + Traits::kPShift : fmaf(lse, static_cast<float>(-kLog2e), Traits::kPShift);
+    float* const to = tile_stats + own_row;
+    to[kLseStat * Traits::kBlockM] = lse == kMinusInf ? kMinusInf : minus_lse;
+    to[kFarStat * Traits::kBlockM] = !far ? kNotFar : lse == kMinusInf ? 0.f : -lse;
+    to[kDeltaStat * Traits::kBlockM] = delta;
     if constexpr (Traits::kScaled) {  // non-negative floats order like their bits; what is no number does not count
       static_assert(Traits::kBlockM % 32 == 0);
       const int most_d_out = __reduce_max_sync(~0u, __float_as_int(fmaxf(0.f, sqrtf(all_squares[own_row]))));
@@ -100,9 +99,7 @@ __global__ void __launch_bounds__(kRowThreads) prepare_kernel(const __grid_const
       }
     }
   }
-  if constexpr (Traits::kScored) {
-    if (far) measure_rows(args, tile, stats + tile.bh * Traits::kStats * m_blocks * Traits::kBlockM + tile.first_query);
-  }
+  if (far) measure_rows(args, tile, tile_stats);
 }
 
 constexpr int kFinishBlocks = 4;  // of finish_kernel that a multiprocessor has room for

@@ -313,20 +313,27 @@ __device__ __forceinline__ void apply_backward_scores(float (&s)[Traits::kBlockM
   if constexpr (Traits::kBlockM > kScoreRows) take(std::integral_constant<int, 1>());
 }
 
-// The next tile of queries, whose numbers are in this stage.
+// The next tile of queries, whose numbers are in this stage. P of a query whose lse is no number is NaN, and where
+// dropout removes it the 0 that is multiplied would hide that from dV.
 template <class Traits>
-__device__ __forceinline__ void take_backward_scores(float (&s)[Traits::kBlockM / 2],
+__device__ __forceinline__ void take_backward_scores(float (&s)[Traits::kBlockM / 2], float (&dv)[Traits::kHeadDim / 2],
                                                      const ScoredBackwardParams& params,
                                                      const typename Traits::Tiles& tiles, int stage, ScorePlace& place,
                                                      int warp_key, float slope, int distance) {
-  if (load_shared_float(tiles.stats_far(stage)) == kNotFar) {
+  if (!is_far_tile(tiles.stats_far(stage))) {
     apply_backward_scores<Traits, false>(s, params, tiles, place, warp_key, slope, distance);
   } else {
     apply_backward_scores<Traits, true>(s, params, tiles, place, warp_key, slope, distance);
-    with_queries(s, tiles.stats_far(stage), [&](float& x, float& y, float2 minus_lse, int) {
-      x = (x + minus_lse.x) * params.inverse_scale;
-      y = (y + minus_lse.y) * params.inverse_scale;
-    });
+    subtract_far(s, tiles.stats_far(stage), 1.f, params.inverse_scale);
+    if constexpr (Traits::kDrops) {
+      bool is_nan = false;
+      with_queries(s, tiles.stats_far(stage),
+                   [&](float, float, float2 far, int) { is_nan |= far.x != far.x || far.y != far.y; });
+      if (__any_sync(~0u, is_nan)) {
+#pragma unroll
+        for (float& x : dv) x = NAN;
+      }
+    }
   }
 }
 

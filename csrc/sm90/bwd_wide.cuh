@@ -16,24 +16,23 @@ __device__ __forceinline__ void produce_for_keys(const WideParams& params, const
   bool first = true;
   for (int member = 0; member < params.members; ++member) {
     const int head = work.head * params.members + member;
-    const float* stats = params.stats + (int64_t{work.b} * params.heads_q + head) * 2 * params.padded;
+    const float* stats = params.stats + (int64_t{work.b} * params.heads_q + head) * params.padded * kQueryStats;
     for (int m = work.first; m < work.last; ++m) {
       const int row = m * Traits::kBlock;
-      const auto load = [&](const Ring<Traits::kTileBytes>& ring, const TensorMap& map, uint32_t numbers,
-                            const float* from) {
+      const auto load = [&](const Ring<Traits::kTileBytes>& ring, const TensorMap& map, int more) {
         const uint32_t full = ring.full(place.stage);
         barrier_wait(ring.empty(place.stage), place.phase ^ 1);
-        barrier_expect(full, Traits::kTileBytes + Traits::kStatBytes);
+        barrier_expect(full, Traits::kTileBytes + more);
         load_wide<Traits>(ring.tile(place.stage), full, map, work.box(map.steps, head, row));
-        bulk_load(numbers, from + row, full, Traits::kStatBytes);
       };
-      load(tiles.q(), params.q, tiles.lse(place.stage), stats);
+      load(tiles.q(), params.q, Traits::kStatsBytes);
+      bulk_load(tiles.lse(place.stage), stats + row * kQueryStats, tiles.q().full(place.stage), Traits::kStatsBytes);
       if (first) {
         barrier_expect(tiles.v_full(), Traits::kTileBytes);
         load_wide<Traits>(tiles.v(), tiles.v_full(), params.v, work.box(params.v.steps, work.head, work.first_row));
         first = false;
       }
-      load(tiles.d_out(), params.d_out, tiles.delta(place.stage), stats + params.padded);
+      load(tiles.d_out(), params.d_out, 0);
       place.advance();
     }
   }
@@ -62,6 +61,13 @@ __device__ __forceinline__ void consume_keys(const WideParams& params, const typ
   const float ds_scale =
       Traits::kScaled && !kValues ? params.ds_scale(work.b, work.head * params.members, params.members) : 1.f;
 
+  [[maybe_unused]] bool far = false;  // of a tile of queries
+  if constexpr (kValues && !Traits::kCaps) {
+    const int head = work.head * params.members;
+    far = any_far<kBlock>(params.stats + (int64_t{work.b} * params.heads_q + head) * params.padded * kQueryStats,
+                          params.members, params.padded / kBlock, work.first, work.last);
+  }
+
   const auto issue_score = [&](const typename Traits::Place& at) {
     barrier_wait(score_ring.full(at.stage), at.phase);
     wgmma_fence();
@@ -72,7 +78,10 @@ __device__ __forceinline__ void consume_keys(const WideParams& params, const typ
     uint32_t frag[kBlock / 4];
     if constexpr (kValues) {
       if constexpr (Traits::kCaps) cap_scores<T, true>(s_acc, params.softcap);
-      if (params.band.is_boundary(m * kBlock, kBlock, work.first_row, kBlock)) {
+      if (far || params.band.is_boundary(m * kBlock, kBlock, work.first_row, kBlock)) {
+        if (far && is_far_tile(tiles.far(place.stage))) {
+          subtract_far(s_acc, tiles.far(place.stage), params.scale, params.inverse_scale);
+        }
         mask_band_transposed(s_acc, params.band, row, m * kBlock);
       }
       uint32_t for_ds[kBlock / 4];  // P of dS: with a softcap P (1 - tanh^2)
@@ -93,6 +102,7 @@ __device__ __forceinline__ void consume_keys(const WideParams& params, const typ
       __syncwarp();
       if (lane == 0) barrier_arrive(p_ring.full(place.stage));
     } else {
+      barrier_wait(q_ring.full(place.stage), place.phase);  // and with Q its delta
       barrier_wait(p_ring.full(place.stage), place.phase);
       uint32_t p[kBlock / 4];
 #pragma unroll
@@ -117,7 +127,7 @@ __device__ __forceinline__ void consume_keys(const WideParams& params, const typ
       __syncwarp();
       if (lane == 0) barrier_arrive(p_ring.empty(place.stage));
     }
-    barrier_wait(sum_ring.full(place.stage), place.phase);
+    if constexpr (kValues) barrier_wait(d_out_ring.full(place.stage), place.phase);
     hold(frag);
     hold(acc);
     wgmma_fence();
@@ -237,8 +247,13 @@ __device__ __forceinline__ void consume_queries(const WideParams& params, const 
 #pragma unroll
   for (float& x : dq_acc) x = 0.f;
   // Queries are padded to whole tiles of 128 there.
-  const float* const stats = params.stats + (int64_t{work.b} * params.heads_q + work.head) * 2 * params.padded + row;
-  const float minus_lse[2] = {stats[0], stats[8]}, delta[2] = {stats[params.padded], stats[params.padded + 8]};
+  const float* const stats =
+      params.stats + ((int64_t{work.b} * params.heads_q + work.head) * params.padded + first_query) * kQueryStats +
+      row % kBlock;
+  const auto stat = [&](QueryStat which, int half) { return stats[which * kBlock + half * 8]; };
+  const float minus_lse[2] = {stat(kLseStat, 0), stat(kLseStat, 1)};
+  const float delta[2] = {stat(kDeltaStat, 0), stat(kDeltaStat, 1)};
+  [[maybe_unused]] const bool is_far = stat(kFarStat, 0) != kNotFar;  // of all rows of its tile
   // With 2^10 P, as -lse log2(e) has it.
   const float ds_scale = Traits::kScaled ? params.ds_scale(work.b, work.head, 1) : 1.f;
   typename Traits::Place k;
@@ -263,7 +278,15 @@ __device__ __forceinline__ void consume_queries(const WideParams& params, const 
   int n = work.first;
   const auto step = [&]<bool kLast>(std::bool_constant<kLast>) {
     uint32_t ds_frag[kBlock / 4];
-    if constexpr (Traits::kCaps) cap_scores<T, false>(s_acc, params.softcap);
+    if constexpr (Traits::kCaps) {
+      cap_scores<T, false>(s_acc, params.softcap);
+    } else if (is_far) {
+      const float far[2] = {stat(kFarStat, 0), stat(kFarStat, 1)};
+#pragma unroll
+      for (int i = 0; i < kBlock / 2; ++i) {
+        s_acc[i] = fminf(fmaf(s_acc[i], params.scale, far[i / 2 % 2]), 0.f) * params.inverse_scale;
+      }
+    }
     if (params.band.is_boundary(first_query, kBlock, n * kBlock, kBlock)) {
       mask_band(s_acc, params.band, row, n * kBlock);
     }

@@ -16,7 +16,7 @@ namespace flash_ext::sm90 {
 
 struct WideParams {
   TensorMap q, k, v, d_out, dk, dv, dq;
-  const float* stats;   // [b, h_q, 2, padded queries]: -lse log2(e), delta
+  const float* stats;   // [b, h_q, tiles of 64 queries, kQueryStats, 64], see bwd_rows.cuh
   const float* bounds;  // fp16: [b, h_q, 2], the largest |dO row| and |delta|, then [b, h_k], the largest |V|
   TileSchedule keys, queries;
   TileBand band;
@@ -26,6 +26,7 @@ struct WideParams {
   int head_dim_v;
   float scale, to_log2;
   SoftcapParams softcap;  // in units of q k^T
+  float inverse_scale;    // NOTE: last. In front of `softcap` ptxas spilled 12 bytes in fp16 with a softcap.
 
   // What dS of these query heads of one key head is multiplied by to become fp16.
   __device__ __forceinline__ float ds_scale(int b, int first_head, int heads) const {
@@ -47,7 +48,7 @@ struct WideTraits {
   static constexpr int kHeadDim = kHeadDim_, kPanels = panels(kHeadDim);
   static constexpr int kBlock = WideShape::block, kStages = WideShape::stages, kThreads = WideShape::threads;
   static constexpr int kTileBytes = tile_bytes(kBlock, kHeadDim), kPBytes = kBlock * kBlock * 2;
-  static constexpr int kStatBytes = kBlock * 4;
+  static constexpr int kStatsBytes = kQueryStats * kBlock * 4;
   static constexpr bool kScaled = std::is_same_v<T, __half>;  // as of BackwardTraits
   static constexpr WideKeysSmem kKeys = wide_keys_smem(kHeadDim);
   static constexpr WideQueriesSmem kQueries = wide_queries_smem(kHeadDim);
@@ -67,8 +68,10 @@ struct WideTraits {
     __device__ __forceinline__ Ring<kPBytes> p() const {
       return {base + kKeys.p, base + kKeys.barriers + 16 + 32 * kStages};
     }
-    __device__ __forceinline__ uint32_t lse(int stage) const { return base + kKeys.stats + stage * kStatBytes; }
-    __device__ __forceinline__ uint32_t delta(int stage) const { return lse(kStages + stage); }
+    // Of a stage of Q, in the order of QueryStat.
+    __device__ __forceinline__ uint32_t lse(int stage) const { return base + kKeys.stats + stage * kStatsBytes; }
+    __device__ __forceinline__ uint32_t far(int stage) const { return lse(stage) + kFarStat * kBlock * 4; }
+    __device__ __forceinline__ uint32_t delta(int stage) const { return lse(stage) + kDeltaStat * kBlock * 4; }
   };
   // Of the queries' kernel.
   struct Queries {

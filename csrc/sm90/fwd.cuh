@@ -116,7 +116,7 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
   [[maybe_unused]] ScorePlace c(params);
   float o_acc[kHeadDim / 2], s_acc[kBlockN / 2];
   uint32_t p_frag[kBlockN / 4];
-  RowSoftmax<Traits::kScored> softmax(params.to_log2);
+  RowSoftmax softmax(params.to_log2);
   Work work;
   [[maybe_unused]] float slope = 0.f;  // of the work's head
   int top_n = 0;                       // this warpgroup sees no key of tiles from here on
@@ -189,7 +189,6 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
     const int row = done.first_query + consumer * 64 + warp_row;
     const auto place = [&](int half) { return done.template place<Traits>(params, row + lane / 4 + 8 * half); };
     const bool is_part = kShape.shares_keys && params.parts.splits.count > 1;
-    float* const lse = is_part ? params.parts.lse + done.part * params.parts.rows : params.lse;
     float inverse[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -197,7 +196,12 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
       const auto at = place(half);
       inverse[half] = sum == 0.f ? 0.f : dropout_of(params).scale / sum;
       if ((is_part || params.lse != nullptr) && lane % 4 == 0 && at.exists) {
-        lse[done.row(params, at)] = sum == 0.f ? kMinusInf : softmax.row_max[half] * params.scale + logf(sum);
+        const float max = sum == 0.f ? kMinusInf : softmax.row_max[half] * params.scale;
+        if (is_part) {
+          params.parts.sums[done.part * params.parts.rows + done.row(params, at)] = {max, sum};
+        } else {
+          params.lse[done.row(params, at)] = max + logf(sum);
+        }
       }
     }
     scale_rows<kHeadDim>(o_acc, inverse);
@@ -266,10 +270,10 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
   while (true) {
     after_s(top_n - 1);
     softmax.reset();
-    float tile_max[2], factor[2];
+    float tile_max[2], factor[2], minus[2];
     softmax.template tile_max<0, kBlockN>(tile_max, s_acc);
-    softmax.raise(tile_max, factor);
-    softmax.template exponentiate<0, kBlockN>(s_acc);
+    softmax.template raise<0, kBlockN>(tile_max, factor, s_acc, minus);
+    softmax.template exponentiate<0, kBlockN>(s_acc, minus);
     pack_p(0, kBlockN);
     drop_p(top_n - 1);
 #pragma unroll
@@ -290,8 +294,9 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
       softmax.template tile_max<0, kSplit>(tile_max, s_acc);
       bool rescale = softmax.exceeds(tile_max);
       factor[0] = factor[1] = 1.f;
-      if (rescale) softmax.raise(tile_max, factor);
-      softmax.template exponentiate<0, kSplit>(s_acc);
+      minus[0] = softmax.minus[0], minus[1] = softmax.minus[1];
+      if (rescale) softmax.template raise<0, kSplit>(tile_max, factor, s_acc, minus);
+      softmax.template exponentiate<0, kSplit>(s_acc, minus);
       if constexpr (kSplit < kBlockN) {
         softmax.template tile_max<kSplit, kBlockN>(tile_max, s_acc);
         rescale = rescale || softmax.exceeds(tile_max);
@@ -299,7 +304,7 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
       if constexpr (kSplit < kBlockN) {
         if (rescale) {
           float more[2];
-          softmax.raise(tile_max, more);
+          softmax.template raise<kSplit, kBlockN>(tile_max, more, s_acc, minus);
           scale_rows<kSplit>(s_acc, more);
           factor[0] *= more[0];
           factor[1] *= more[1];
@@ -318,7 +323,7 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
       release(rings.v, v);
       pack_p(0, kSplit);
       if constexpr (kSplit < kBlockN) {
-        softmax.template exponentiate<kSplit, kBlockN>(s_acc);
+        softmax.template exponentiate<kSplit, kBlockN>(s_acc, minus);
         pack_p(kSplit, kBlockN);
       }
       drop_p(n);

@@ -16,7 +16,7 @@
 namespace flash_ext::sm90 {
 
 struct BackwardScratch {
-  float* stats = nullptr;         // [b, h_q, 2 or 3, padded queries]
+  float* stats = nullptr;         // [b, h_q, m_blocks, kQueryStats, block_m]
   float* dq = nullptr;            // [b, h_q, padded queries, head dim of the instance], in the order of the fragments
   float* bounds = nullptr;        // [b, h_q, 2], fp16
   uint32_t* turns = nullptr;      // [b, h_q, m_blocks] and one more, in one order
@@ -35,7 +35,7 @@ BackwardScratch backward_scratch(const Problem& problem, void* workspace) {
     pointer = reinterpret_cast<T*>(static_cast<char*>(workspace) + scratch.bytes);
     scratch.bytes += (count * 4 + 127) / 128 * 128;
   };
-  take(scratch.stats, heads * Traits::kStats * padded);
+  take(scratch.stats, heads * kQueryStats * padded);
   take(scratch.dq, heads * padded * Traits::kHeadDim);
   if (has_bias_gradient(problem)) take(scratch.bias_partial, bias_partial_elements(problem));
   scratch.zeros = scratch.bytes;
@@ -85,11 +85,11 @@ void launch_backward(const BackwardArgs& args, const BackwardLaunch& how, void* 
   params.head_dim_v = static_cast<int>(problem.head_dim_v);
   params.scale = gradient_scale(problem);
   params.to_log2 = static_cast<float>(problem.scale * kLog2e);
+  params.inverse_scale = static_cast<float>(1.0 / problem.scale);
   if constexpr (Traits::kScored) {
     constexpr BackwardSmem kSmem = Traits::kSmem;
     params.schedule.batch_inner = batch_shares_scores(problem, args.fwd);
     params.scores = make_scores(args.fwd, kScoreRows, kBlockN, kMaskBytes, kSmem.drops - kSmem.scores);
-    params.inverse_scale = static_cast<float>(1.0 / problem.scale);
   }
   if constexpr (Traits::kCaps) params.softcap = SoftcapParams::of(problem, problem.scale);
 

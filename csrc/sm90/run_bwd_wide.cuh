@@ -15,7 +15,7 @@ namespace flash_ext::sm90 {
 template <class T_>
 struct WideRows {
   using T = T_;
-  static constexpr int kHeadDim = 256, kBlockM = 64, kStats = 2;
+  static constexpr int kHeadDim = 256, kBlockM = 64;
   static constexpr bool kScored = false;
   static constexpr bool kAccumulates = false, kScaled = std::is_same_v<T, __half>;
   static constexpr float kPShift = kScaled ? 10.f : 0.f;
@@ -52,7 +52,7 @@ inline int64_t wide_bounds(const Problem& problem) {
 }
 
 inline int64_t wide_scratch_bytes(const Problem& problem) {
-  return (problem.batch * problem.heads_q * 2 * wide_padded(problem) + wide_bounds(problem)) * 4;
+  return (problem.batch * problem.heads_q * kQueryStats * wide_padded(problem) + wide_bounds(problem)) * 4;
 }
 
 template <class Traits>
@@ -74,7 +74,7 @@ void launch_wide(const BackwardArgs& args, int64_t processors, void* workspace) 
   params.dv = map(args.dv, problem.heads_k, problem.len_k, problem.head_dim_v, 16);
   float* const stats = static_cast<float*>(workspace);
   params.stats = stats;
-  float* const bounds = stats + problem.batch * problem.heads_q * 2 * wide_padded(problem);
+  float* const bounds = stats + problem.batch * problem.heads_q * kQueryStats * wide_padded(problem);
   params.bounds = bounds;
   params.batch = static_cast<int>(problem.batch);
   params.head_dim_v = static_cast<int>(problem.head_dim_v);
@@ -89,6 +89,7 @@ void launch_wide(const BackwardArgs& args, int64_t processors, void* workspace) 
   params.inner_batch = problem.batch_rank > 0 ? static_cast<int>(problem.batch_size[problem.batch_rank - 1]) : 1;
   params.scale = static_cast<float>(problem.scale);
   params.to_log2 = static_cast<float>(problem.scale * kLog2e);
+  params.inverse_scale = static_cast<float>(1.0 / problem.scale);
   params.softcap = SoftcapParams::of(problem, problem.scale);
 
   using Rows = WideRows<typename Traits::T>;

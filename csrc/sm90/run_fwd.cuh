@@ -78,7 +78,7 @@ void launch_forward(const ForwardArgs& args, const ForwardLaunch& how, void* wor
     params.parts.rows = problem.batch * problem.heads_q * problem.len_q;
     params.parts.cols = static_cast<int>(problem.head_dim_v);
     params.parts.out = static_cast<float*>(workspace);
-    params.parts.lse = params.parts.out + splits.count * part_elements(problem);
+    params.parts.sums = reinterpret_cast<float2*>(params.parts.out + splits.count * part_elements(problem));
   }
   const auto launch = [&](const auto& how_to) {
     how_to(forward_kernel<Traits>, cuda::grid_of(order.grid), Traits::kShape.threads(), Traits::kSmem.total,
@@ -101,7 +101,8 @@ void run_forward(const ForwardArgs& args, const ForwardLaunch& how, void* worksp
     launch_forward<ForwardTraits<T, kHeadDim, kSplit>>(args, how, workspace);
     if (how.splits.count > 1) {
       const auto* const out = static_cast<const float*>(workspace);
-      cuda::combine(args, out, out + how.splits.count * part_elements(args.problem), how.splits.count);
+      const float* const sums = out + how.splits.count * part_elements(args.problem);
+      cuda::combine(args, out, reinterpret_cast<const float2*>(sums), how.splits.count);
     }
     return;
   }

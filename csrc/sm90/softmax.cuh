@@ -49,15 +49,15 @@ __device__ __forceinline__ void mask_band(float (&s)[kCount], const TileBand& ba
 
 // Maxima are brought up to date when one of the warp's rows grew by more than 2^kLimit, which P stays below; sums are
 // float, so nothing is lost, and most tiles skip a pass over O.
-// kBiased: scores may be as low as finfo.min, whose product with log2(e) is infinite. Where a maximum of the warp's
-// rows is far from 0 it is subtracted before the multiplication.
-template <bool kBiased>
+// In a multiply-add before ex2 score * to_log2 is exact and maximum * to_log2 is rounded, or infinite: where the
+// maximum of a row is far from 0, in log2, raise() subtracts it before the multiplication. NOTE: such rows are raised
+// for every tile, so that the usual tile has no branch more; around or in front of the exponentials it was 2 to 8 %.
 struct RowSoftmax {
   static constexpr int kLimit = 8;
   float row_max[2] = {kMinusInf, kMinusInf};
   float row_sum[2] = {0.f, 0.f};
-  bool far = false;
-  float to_log2;  // what one unit of score is in log2
+  float minus[2] = {NAN, NAN};  // -row_max in log2, which P is made with; NaN: raise() says, each time
+  float to_log2;                // what one unit of score is in log2
 
   __device__ __forceinline__ explicit RowSoftmax(float to_log2_) : to_log2(to_log2_) {}
 
@@ -67,6 +67,7 @@ struct RowSoftmax {
     for (int half = 0; half < 2; ++half) {
       row_max[half] = kMinusInf;
       row_sum[half] = 0.f;
+      minus[half] = NAN;
     }
   }
 
@@ -84,50 +85,47 @@ struct RowSoftmax {
     }
   }
 
-  // Whether one of the warp's rows grew beyond the limit.
+  // Whether one of the warp's rows grew beyond the limit, or has to be raised.
   __device__ __forceinline__ bool exceeds(const float (&max)[2]) const {
-    // -inf - -inf is NaN, which is not above the limit.
-    return __any_sync(~0u, (max[0] - row_max[0]) * to_log2 > kLimit || (max[1] - row_max[1]) * to_log2 > kLimit);
+    const auto grew = [&](int half) { return !(fmaf(max[half], to_log2, minus[half]) <= kLimit); };
+    return __any_sync(~0u, grew(0) || grew(1));
   }
 
-  // Brings maxima and sums up to date; what belongs to the old maxima is to be multiplied by `factor`.
-  __device__ __forceinline__ void raise(const float (&max)[2], float (&factor)[2]) {
+  // Brings maxima and sums up to date, before P of columns [kFirst, kLast); what belongs to the old maxima is to be
+  // multiplied by `factor`. now: what P of these columns is made with.
+  template <int kFirst, int kLast, int kCount>
+  __device__ __forceinline__ void raise(const float (&max)[2], float (&factor)[2], float (&s)[kCount],
+                                        float (&now)[2]) {
+    constexpr float kFar = 4096;  // there the product is rounded by half of what P is in fp16
+    float far[2];                 // the maximum of a row that is
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float before = row_max[half];
-      row_max[half] = fmaxf(before, max[half]);
-      factor[half] = before == kMinusInf ? 0.f : exp2_fast((before - row_max[half]) * to_log2);
+      const float before = row_max[half], after = fmaxf(before, max[half]);
+      row_max[half] = after;
+      factor[half] = before == kMinusInf ? 0.f : exp2_fast((before - after) * to_log2);
       row_sum[half] *= factor[half];
+      const bool has_keys = after != kMinusInf, is_far = has_keys && fabsf(after * to_log2) > kFar;
+      far[half] = is_far ? after : 0.f;
+      now[half] = has_keys && !is_far ? -after * to_log2 : 0.f;
+      minus[half] = has_keys && !is_far ? now[half] : NAN;
     }
-    if constexpr (kBiased) {
-      constexpr float kFar = 32768;
-      const auto is_far = [](float x) { return fabsf(x) > kFar && x != kMinusInf; };
-      far = __any_sync(~0u, is_far(row_max[0]) || is_far(row_max[1]));
-    }
+    if (!__any_sync(~0u, far[0] != 0.f || far[1] != 0.f)) return;
+#pragma unroll
+    for (int i = kFirst / 2; i < kLast / 2; ++i) s[i] -= far[i / 2 % 2];
   }
 
   // S becomes P in columns [kFirst, kLast).
   template <int kFirst, int kLast, int kCount>
-  __device__ __forceinline__ void exponentiate(float (&s)[kCount]) {
-    if (kBiased && far) {
-      exponentiate_as<true, kFirst, kLast>(s);
-    } else {
-      exponentiate_as<false, kFirst, kLast>(s);
-    }
-  }
-
-  template <bool kShiftFirst, int kFirst, int kLast, int kCount>
-  __device__ __forceinline__ void exponentiate_as(float (&s)[kCount]) {
+  __device__ __forceinline__ void exponentiate(float (&s)[kCount], const float (&now)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float minus = row_max[half] == kMinusInf ? 0.f : -row_max[half] * (kShiftFirst ? 1.f : to_log2);
       float sum = 0.f;
 #pragma unroll
       for (int n = kFirst / 8; n < kLast / 8; ++n) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           float& x = s[4 * n + 2 * half + i];
-          x = exp2_fast(kShiftFirst ? (x + minus) * to_log2 : fmaf(x, to_log2, minus));
+          x = exp2_fast(fmaf(x, to_log2, now[half]));
           sum += x;
         }
       }

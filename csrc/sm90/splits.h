@@ -1,7 +1,7 @@
 // Over how many blocks the keys of one tile of queries are split, so that few queries (decoding, one head alone) keep
-// every multiprocessor loading. Each part leaves float rows and their log-sum-exp; combine (cuda/combine.h) joins them.
-// Flash-decoding is the idea (https://pytorch.org/blog/flash-decoding). And whether the query heads of a group share
-// tiles, so that few queries read each key once, not once a head.
+// every multiprocessor loading. Each part leaves float rows, their maximum and sum; combine (cuda/combine.h) joins
+// them. Flash-decoding is the idea (https://pytorch.org/blog/flash-decoding). And whether the query heads of a group
+// share tiles, so that few queries read each key once, not once a head.
 //
 // Called by choose_tiles.h, which decides, by backend.cpp and the kernels. Invariant: the parts of a tile cover its
 // keys once; an order of parts is fixed, so results are the same bits in every run on the same card.
@@ -46,10 +46,10 @@ inline int64_t part_elements(const Problem& problem) {
   return problem.batch * problem.heads_q * problem.len_q * problem.head_dim_v;
 }
 
-// Of all parts' out and log-sum-exp.
+// Of all parts' out, maxima and sums.
 inline int64_t split_scratch_bytes(const Problem& problem, const Splits& splits) {
   if (splits.count <= 1) return 0;
-  return 4 * splits.count * (part_elements(problem) + problem.batch * problem.heads_q * problem.len_q);
+  return 4 * splits.count * (part_elements(problem) + 2 * problem.batch * problem.heads_q * problem.len_q);
 }
 
 // A block a part, so that the card deals out what is uneven; where every tile of a head sees the same keys, all parts

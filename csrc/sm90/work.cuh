@@ -17,7 +17,7 @@ namespace flash_ext::sm90 {
 struct Parts {
   Splits splits;  // a count of 1: the results are the call's
   float* out;     // [count, rows of the call, cols]
-  float* lse;     // [count, rows of the call]; -inf: no key, and nothing in out
+  float2* sums;   // [count, rows of the call]: combine's; -inf: no key, and nothing in out
   int64_t rows;
   int cols;
 };
@@ -134,7 +134,7 @@ __device__ __forceinline__ bool skip_part(const ForwardParams& params) {
   if (work.any()) return false;
   const auto at = work.place<Traits>(params, work.first_query + static_cast<int>(threadIdx.x));
   if (threadIdx.x < Traits::kBlockM && at.exists) {
-    params.parts.lse[work.part * params.parts.rows + work.row(params, at)] = kMinusInf;
+    params.parts.sums[work.part * params.parts.rows + work.row(params, at)] = {kMinusInf, 0.f};
   }
   return true;
 }

@@ -15,6 +15,7 @@
 
 namespace flash_ext {
 
+enum class Operand { kNone, kQuery, kKey, kValue, kGrad, kBias };
 enum class Layout { kHeadsFirst, kRowsFirst, kOdd };  // [h, s, d], [s, h, d], and the first behind one element
 
 struct Case {
@@ -34,7 +35,18 @@ struct Case {
   bool forward_alone = false;
   float bias_offset = 0;     // added to all of a bias
   bool lowest_bias = false;  // all of a bias is the lowest finite number of its type
-  double rounding = 0;       // of the largest scores, which is more than what their dtype is allowed
+  double scale = 0;          // 0: 1 / sqrt(d)
+  // Scores that every dtype has exactly, so that no size of scale makes a rounding of them matter: all elements of
+  // query are `equal` and all of key too, or its negative; or query, key and a float bias over scale are integers.
+  float equal = 0;
+  bool opposite = false, integers = false;
+  int64_t large_row = -1;            // query, the others are 2^-20 times it; -1: all
+  float slope = 0;                   // a multiple of it, where not 0
+  double rounding = 0;               // of the largest scores, which is more than what their dtype is allowed
+  Operand special = Operand::kNone;  // in whose first head this number stands, which is infinite or NaN:
+  float special_value = NAN;
+  int64_t special_row = 0;
+  bool whole_row = false;  // else in the third column alone
   Layout layout = Layout::kHeadsFirst;
   int64_t shared_limit = 227 * 1024;
   int multiprocessors = 1;
@@ -123,13 +135,42 @@ class Call {
     std::mt19937 random(7);
     std::normal_distribution<float> normal;
     for (Matrices<T>* x : {&q_, &k_, &v_, &d_out_}) x->fill([&] { return normal(random); });
+    if (c.equal != 0) {
+      q_.fill([&] { return c.equal; });
+      k_.fill([&] { return c.opposite ? -c.equal : c.equal; });
+    }
+    const auto integer = [&] { return static_cast<float>(random() % 9) - 4; };
+    if (c.integers) {
+      q_.fill(integer);
+      k_.fill(integer);
+    }
+    for (int64_t row = 0; row < c.len_q && c.large_row >= 0; ++row) {
+      for (int64_t i = 0; i < c.batch * c.heads_q * d_ && row != c.large_row; ++i) {
+        T& x = q_.at(i / d_, row, i % d_);
+        x = T(static_cast<float>(x) * 0x1p-20f);
+      }
+    }
     std::vector<float> numbers(bias_heads_ * rows_ * c.len_k);
     for (float& x : numbers) x = static_cast<float>(T(normal(random) + c.bias_offset));
+    if (c.integers && c.float_bias) {
+      for (float& x : numbers) x = integer() * static_cast<float>(c.scale);
+    }
     if (c.lowest_bias) std::fill(numbers.begin(), numbers.end(), lowest(c.float_bias));
     size_t i = 0;
     bias_.fill([&] { return numbers[i++]; });
     i = 0;
     float_bias_.fill([&] { return numbers[i++]; });
+    const auto put = [&](auto& matrices, int64_t cols) {
+      for (int64_t col = 0; col < cols; ++col) {
+        if (c.whole_row || col == std::min<int64_t>(2, cols - 1)) matrices.at(0, c.special_row, col) = c.special_value;
+      }
+    };
+    if (c.special == Operand::kQuery) put(q_, d_);
+    if (c.special == Operand::kKey) put(k_, d_);
+    if (c.special == Operand::kValue) put(v_, d_v_);
+    if (c.special == Operand::kGrad) put(d_out_, d_v_);
+    if (c.special == Operand::kBias) put(bias_, c.len_k);
+    if (c.special == Operand::kBias) put(float_bias_, c.len_k);
     for (size_t j = 0; j < mask_.size(); ++j) mask_[j] = random() % 4 != 0 ? 1 + random() % 255 : 0;
     // Every other one negative, and then so large that e^score is inf a tile away. Not with their gradient, which such
     // rows of one key that counts make of rounding alone.
@@ -137,6 +178,7 @@ class Call {
       slopes_[h] = 0.05f + static_cast<float>(random() % 8) / 16;
       if (h % 2 == 1 && !c.slope_gradient) slopes_[h] = -4 * slopes_[h];
     }
+    for (size_t h = 0; h < slopes_.size() && c.slope != 0; ++h) slopes_[h] = c.slope * static_cast<float>(h + 1);
     d_lse_.resize(c.batch * c.heads_q * c.len_q);
     for (float& x : d_lse_) x = normal(random);
 
@@ -150,7 +192,7 @@ class Call {
     problem_.len_k = c.len_k;
     problem_.head_dim = d_;
     problem_.head_dim_v = d_v_;
-    problem_.scale = 1.0 / std::sqrt(static_cast<double>(d_));
+    problem_.scale = c.scale != 0 ? c.scale : 1.0 / std::sqrt(static_cast<double>(d_));
     problem_.softcap = c.softcap;
     problem_.causal = c.causal;
     problem_.bottom_right = c.bottom_right;
@@ -186,14 +228,14 @@ class Call {
     args.q = batched(q_.view(), c_.heads_q);
     args.k = batched(k_.view(), c_.heads_k);
     args.v = batched(v_.view(), c_.heads_v);
-    args.bias = c_.float_bias ? float_bias_.view() : bias_.view();
-    args.mask.data = mask_.data();
+    if (c_.bias) args.bias = c_.float_bias ? float_bias_.view() : bias_.view();
+    if (c_.mask) args.mask.data = mask_.data();
     args.mask.head_stride = rows_ * c_.len_k;
     args.mask.row_stride = c_.len_k;
     args.mask.col_stride = 1;
     if (c_.one_row) args.bias.row_stride = args.mask.row_stride = 0;
     if (c_.one_head) args.bias.head_stride = args.mask.head_stride = 0;
-    args.alibi.data = slopes_.data();
+    if (c_.alibi) args.alibi.data = slopes_.data();
     args.alibi.head_stride = 1;
     args.rng_state = rng_state_;
     const int heads_q = c_.batch * c_.heads_q, heads_k = c_.batch * c_.heads_k, heads_v = c_.batch * c_.heads_v;
@@ -209,6 +251,12 @@ class Call {
       return {out.values(), lse.values(), {}, {}, {}, {}, {}};
     }
 
+    // Large scores may come from a forward of another backend, whose lse is rounded otherwise.
+    for (int64_t i = 0; i < heads_q * c_.len_q && (c_.equal != 0 || c_.integers); ++i) {
+      float& x = lse.at(i / c_.len_q, i % c_.len_q, 0);
+      for (int ulp = 0; ulp < 2 && std::isfinite(x); ++ulp) x = std::nextafter(x, i % 2 == 0 ? INFINITY : -INFINITY);
+    }
+
     BackwardArgs back;
     back.fwd = args;
     Problem& problem = back.fwd.problem;
@@ -222,8 +270,12 @@ class Call {
     Matrices<float> dbias(bias_heads_, rows_, c_.len_k, Layout::kHeadsFirst),
         dalibi(c_.heads_q, 1, 1, Layout::kHeadsFirst);
     Matrices<T> narrow_dbias(bias_heads_, rows_, c_.len_k, Layout::kHeadsFirst);
-    back.dq = batched(dq.view(), c_.heads_q);
-    back.dk = batched(dk.view(), c_.heads_k);
+    // Gradients of a large scale do not fit fp16.
+    const bool wide = std::is_same_v<T, __half> && std::abs(c_.scale) > 16;
+    Matrices<float> wide_dq(heads_q, c_.len_q, d_, c_.layout), wide_dk(heads_k, c_.len_k, d_, c_.layout);
+    back.dq_in_accum = back.dk_in_accum = wide;
+    back.dq = batched(wide ? wide_dq.view() : dq.view(), c_.heads_q);
+    back.dk = batched(wide ? wide_dk.view() : dk.view(), c_.heads_k);
     back.dv = batched(dv.view(), c_.heads_v);
     back.dbias = dbias.view();
     if (c_.one_row) back.dbias.row_stride = 0;
@@ -239,11 +291,16 @@ class Call {
     }
     backend.backward(back, plan, allocate(plan));
     for (const bool holds : {out.guards_hold(), lse.guards_hold(), dq.guards_hold(), dk.guards_hold(), dv.guards_hold(),
-                             dbias.guards_hold(), narrow_dbias.guards_hold(), dalibi.guards_hold()}) {
+                             wide_dq.guards_hold(), wide_dk.guards_hold(), dbias.guards_hold(),
+                             narrow_dbias.guards_hold(), dalibi.guards_hold()}) {
       EXPECT_TRUE(holds) << "something beside a result was written";
     }
-    return {out.values(),   lse.values(), dq.values(),
-            dk.values(),    dv.values(),  plan.narrow_dbias ? narrow_dbias.values() : dbias.values(),
+    return {out.values(),
+            lse.values(),
+            wide ? wide_dq.values() : dq.values(),
+            wide ? wide_dk.values() : dk.values(),
+            dv.values(),
+            plan.narrow_dbias ? narrow_dbias.values() : dbias.values(),
             dalibi.values()};
   }
 
@@ -263,6 +320,7 @@ class Call {
       for (int64_t i = 0; i < c_.len_q; ++i) {
         const Range keys = band.keys({i, i + 1}, n);
         std::vector<double> s(n, -INFINITY), slope(n, 1), p(n), kept(n, 1);
+        std::vector<int64_t> visible;
         double most = -INFINITY, sum = 0;
         const int64_t row = c_.one_row ? 0 : i;
         for (int64_t j = keys.first; j < keys.last; ++j) {
@@ -281,26 +339,28 @@ class Call {
           if (c_.dropout > 0) kept[j] = dropout.keep(bh, i, j) ? keep_scale : 0;
           s[j] = x;
           most = std::max(most, x);
+          visible.push_back(j);
         }
-        for (int64_t j = 0; j < n; ++j) sum += p[j] = s[j] == -INFINITY ? 0 : std::exp(s[j] - most);
-        const bool has_keys = sum > 0;
+        for (const int64_t j : visible) sum += p[j] = s[j] == -INFINITY ? 0 : std::exp(s[j] - most);
+        const bool has_keys = sum != 0;  // NaN is a sum, too
         r.lse.push_back(static_cast<float>(has_keys ? most + std::log(sum) : -INFINITY));
-        for (double& x : p) x = has_keys ? x / sum : 0;
+        if (!has_keys) visible.clear();
+        for (const int64_t j : visible) p[j] /= sum;
         std::vector<double> dp(n);
         double delta = has_keys && c_.d_lse ? -double(d_lse_[bh * c_.len_q + i]) : 0;
         for (int64_t e = 0; e < d_v_; ++e) {
           double o = 0;
-          for (int64_t j = 0; j < n; ++j) o += p[j] * kept[j] * double(v_.at(hv, j, e));
+          for (const int64_t j : visible) o += p[j] * kept[j] * double(v_.at(hv, j, e));
           r.out.push_back(static_cast<float>(o));
           const double g = double(d_out_.at(bh, i, e));
           delta += o * g;
-          for (int64_t j = 0; j < n; ++j) {
+          for (const int64_t j : visible) {
             dp[j] += kept[j] * g * double(v_.at(hv, j, e));
             dv[(hv * n + j) * d_v_ + e] += p[j] * kept[j] * g;
           }
         }
         std::vector<double> ds(n);
-        for (int64_t j = 0; j < n; ++j) {
+        for (const int64_t j : visible) {
           ds[j] = p[j] * (dp[j] - delta);
           dbias[(bias_head * rows_ + row) * n + j] += ds[j];
           d_slope -= ds[j] * std::abs(double(i + diagonal - j));
@@ -308,7 +368,7 @@ class Call {
         }
         for (int64_t e = 0; e < d_; ++e) {
           double x = 0;
-          for (int64_t j = 0; j < n; ++j) {
+          for (const int64_t j : visible) {
             x += ds[j] * double(k_.at(hk, j, e));
             dk[(hk * n + j) * d_ + e] += ds[j] * double(q_.at(bh, i, e));
           }
@@ -351,11 +411,51 @@ inline double error(const std::vector<float>& result, const std::vector<float>& 
   return std::sqrt(wrong / all);
 }
 
+// How many elements are NaN or infinite where the reference is a number, or the other way round. of_gradient: the other
+// way round alone, and NaN may stand for an infinity.
+inline int misplaced(const std::vector<float>& result, const std::vector<float>& reference, bool of_gradient) {
+  int count = 0;
+  for (size_t i = 0; i < result.size(); ++i) {
+    if (of_gradient) {
+      count += std::isfinite(result[i]) && !std::isfinite(reference[i]);
+    } else if (std::isfinite(result[i]) || std::isfinite(reference[i])) {
+      count += std::isfinite(result[i]) != std::isfinite(reference[i]);
+    } else {
+      count += !(result[i] == reference[i] || (result[i] != result[i] && reference[i] != reference[i]));
+    }
+  }
+  return count;
+}
+
+// The error of numbers; of the others that they stand where the reference has them.
+inline void check_special(const Results& result, const Results& reference, double allowed) {
+  const auto check = [&](const char* name, std::vector<float> x, std::vector<float> y, bool of_gradient) {
+    EXPECT_EQ(misplaced(x, y, of_gradient), 0) << name;
+    for (size_t i = 0; i < x.size(); ++i) {
+      if (!std::isfinite(x[i]) || !std::isfinite(y[i])) x[i] = y[i] = 0;
+    }
+    EXPECT_LT(error(x, y), allowed) << name;
+  };
+  check("out", result.out, reference.out, false);
+  check("lse", result.lse, reference.lse, false);
+  if (result.dq.empty()) return;
+  check("dq", result.dq, reference.dq, true);
+  check("dk", result.dk, reference.dk, true);
+  check("dv", result.dv, reference.dv, true);
+}
+
 template <class T>
 void check(const Backend& backend, const Case& c) {
   Call<T> call(c);
   const Results result = call.run(backend, 1), reference = call.reference();
   const double allowed = c.rounding + (std::is_same_v<T, float> ? 2e-5 : (std::is_same_v<T, __half> ? 2e-3 : 1e-2));
+  if (c.special != Operand::kNone) {
+    check_special(result, reference, allowed);
+    if (c.bias_gradient) {
+      EXPECT_EQ(misplaced(result.dbias, reference.dbias, true), 0) << "dbias";
+    }
+    return;
+  }
   EXPECT_LT(error(result.out, reference.out), allowed) << "out";
   EXPECT_LT(error(result.lse, reference.lse), allowed / 10) << "lse";
   if (c.forward_alone) return;

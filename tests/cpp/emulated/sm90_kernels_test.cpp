@@ -18,6 +18,24 @@ namespace {
 class Sm90Kernels : public testing::TestWithParam<Case> {};
 
 TEST_P(Sm90Kernels, Bf16) { check<__nv_bfloat16>(sm90_backend, GetParam()); }
+// Beyond the range of gradients in fp16.
+TEST(Sm90LargeScores, Bf16) {
+  for (const int head_dim : {64, 128, 192}) {
+    const Case exact{.name = "exact",
+                     .head_dim = head_dim,
+                     .len_q = 140,
+                     .len_k = 170,
+                     .causal = true,
+                     .d_lse = true,
+                     .scale = 0x1p24,
+                     .integers = true};
+    check<__nv_bfloat16>(sm90_backend, exact);
+    Case equal = exact;
+    equal.integers = false;
+    equal.equal = 4096;
+    check<__nv_bfloat16>(sm90_backend, equal);
+  }
+}
 TEST_P(Sm90Kernels, Fp16) { check<__half>(sm90_backend, GetParam()); }
 
 const Case kCases[] = {
@@ -35,6 +53,32 @@ const Case kCases[] = {
     {.name = "groups", .len_q = 140, .len_k = 200, .heads_q = 4, .heads_k = 2, .heads_v = 2, .causal = true},
     {.name = "few_queries", .len_q = 4, .len_k = 600, .heads_q = 4, .heads_k = 1, .heads_v = 1, .multiprocessors = 16},
     {.name = "split_keys", .head_dim = 128, .len_q = 60, .len_k = 900, .multiprocessors = 12},
+    {.name = "equal", .len_q = 160, .len_k = 330, .d_lse = true, .scale = 1, .equal = 256},
+    {.name = "equal_causal_128",
+     .head_dim = 128,
+     .len_q = 200,
+     .len_k = 200,
+     .causal = true,
+     .deterministic = true,
+     .d_lse = true,
+     .scale = 1,
+     .equal = 256},
+    {.name = "equal_192",
+     .head_dim = 192,
+     .len_q = 150,
+     .len_k = 150,
+     .causal = true,
+     .d_lse = true,
+     .scale = 1,
+     .equal = 256},
+    {.name = "equal_split", .len_q = 20, .len_k = 900, .d_lse = true, .scale = 1, .equal = 256, .multiprocessors = 12},
+    {.name = "equal_dropout", .len_q = 100, .len_k = 150, .dropout = 0.2, .d_lse = true, .scale = 1, .equal = 256},
+    {.name = "equal_mask", .len_q = 130, .len_k = 144, .mask = true, .d_lse = true, .scale = 1, .equal = 256},
+    {.name = "lowest_bias", .len_q = 144, .len_k = 144, .bias = true, .bias_gradient = true, .lowest_bias = true},
+    {.name = "lowest_float_bias", .len_q = 144, .len_k = 144, .bias = true, .float_bias = true, .lowest_bias = true},
+    {.name = "integers", .len_q = 160, .len_k = 330, .heads_q = 2, .causal = true, .scale = 16, .integers = true},
+    {.name = "integers_128", .head_dim = 128, .len_q = 180, .len_k = 130, .d_lse = true, .scale = 16, .integers = true},
+    {.name = "integers_192", .head_dim = 192, .len_q = 130, .len_k = 130, .d_lse = true, .scale = 16, .integers = true},
     {.name = "mask", .len_q = 130, .len_k = 144, .mask = true},
     {.name = "mask_128",
      .head_dim = 128,
@@ -191,6 +235,89 @@ const Case kCases[] = {
 };
 
 INSTANTIATE_TEST_SUITE_P(All, Sm90Kernels, testing::ValuesIn(kCases), [](const auto& info) { return info.param.name; });
+
+// As in sm80_kernels_test.cpp.
+const Case kSpecialCases[] = {
+    {.name = "infinite_query",
+     .len_q = 130,
+     .len_k = 140,
+     .special = Operand::kQuery,
+     .special_value = INFINITY,
+     .special_row = 70},
+    {.name = "infinite_key",
+     .head_dim = 128,
+     .len_q = 130,
+     .len_k = 140,
+     .causal = true,
+     .special = Operand::kKey,
+     .special_value = INFINITY,
+     .special_row = 20},
+    {.name = "infinite_value",
+     .len_q = 130,
+     .len_k = 140,
+     .bias = true,
+     .bias_gradient = true,
+     .special = Operand::kValue,
+     .special_value = INFINITY,
+     .special_row = 40},
+    {.name = "query_of_split_keys",
+     .head_dim = 128,
+     .len_q = 60,
+     .len_k = 900,
+     .special = Operand::kQuery,
+     .multiprocessors = 12},
+    {.name = "query_of_few",
+     .len_q = 4,
+     .len_k = 600,
+     .heads_q = 4,
+     .heads_k = 1,
+     .heads_v = 1,
+     .special = Operand::kQuery,
+     .special_row = 2,
+     .multiprocessors = 16},
+    {.name = "query_and_dropout", .len_q = 130, .len_k = 140, .dropout = 0.9, .special = Operand::kQuery},
+    {.name = "infinite_query_and_dropout",
+     .head_dim = 128,
+     .len_q = 130,
+     .len_k = 260,
+     .heads_q = 2,
+     .heads_k = 1,
+     .heads_v = 1,
+     .causal = true,
+     .bottom_right = true,
+     .dropout = 0.5,
+     .special = Operand::kQuery,
+     .special_value = -INFINITY,
+     .special_row = 70},
+    {.name = "bias_and_dropout",
+     .len_q = 144,
+     .len_k = 144,
+     .bias = true,
+     .dropout = 0.5,
+     .special = Operand::kBias,
+     .special_value = INFINITY,
+     .special_row = 100,
+     .whole_row = true},
+    {.name = "key_and_dropout",
+     .head_dim = 128,
+     .len_q = 200,
+     .len_k = 144,
+     .mask = true,
+     .dropout = 0.9,
+     .special = Operand::kKey,
+     .special_row = 20},
+    {.name = "infinite_value_and_dropout",
+     .len_q = 130,
+     .len_k = 140,
+     .dropout = 0.5,
+     .special = Operand::kValue,
+     .special_value = INFINITY,
+     .special_row = 40},
+    {.name = "grad_and_dropout", .len_q = 130, .len_k = 140, .dropout = 0.5, .special = Operand::kGrad},
+};
+
+INSTANTIATE_TEST_SUITE_P(Special, Sm90Kernels, testing::ValuesIn(kSpecialCases),
+                         [](const auto& info) { return info.param.name; });
 
 }  // namespace
 }  // namespace flash_ext

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cuda_bf16.h>
+#include <cuda_fp16.h>
 
 #include <cmath>
 
@@ -12,6 +13,19 @@ namespace flash_ext::cuda {
 inline float exp2_fast(float x) { return x < -126.f ? 0.f : exp2f(x); }
 inline float reciprocal_fast(float x) { return 1.f / x; }
 inline float tanh_fast(float x) { return tanhf(x) * (1.f + 0x1p-12f); }
+
+inline float maximum(float x, float y) { return x != x || y != y ? NAN : fmaxf(x, y); }
+inline float minimum(float x, float y) { return x != x || y != y ? NAN : fminf(x, y); }
+
+template <class T>
+uint32_t at_least_zero(uint32_t x, T) {
+  const auto larger = [&](int shift) -> uint32_t {
+    const uint16_t bits = static_cast<uint16_t>(x >> shift);
+    const T result(maximum(static_cast<float>(reinterpret_cast<const T&>(bits)), 0.f));
+    return reinterpret_cast<const uint16_t&>(result);
+  };
+  return larger(0) | larger(16) << 16;
+}
 
 inline uint32_t multiply_bf16(uint32_t x, uint32_t y) {
   const auto product = [&](int shift) -> uint32_t {

@@ -10,5 +10,7 @@ template <class... Params>
 void inspect_beside(void (*)(Params...), Plan&) {}
 template <class... Params>
 void inspect(void (*)(Params...), int, int64_t, Plan&) {}
+template <class... Params>
+void inspect_static(void (*)(Params...), int, Plan&) {}
 
 }  // namespace flash_ext::cuda

@@ -9,7 +9,8 @@
 
 namespace flash_ext::sm80 {
 
-using cuda::exp2_fast, cuda::multiply_bf16, cuda::reciprocal_fast, cuda::spread_high_bits, cuda::tanh_fast;
+using cuda::at_least_zero, cuda::exp2_fast, cuda::maximum, cuda::minimum, cuda::multiply_bf16, cuda::reciprocal_fast,
+    cuda::spread_high_bits, cuda::tanh_fast;
 using cuda::kHasBulkAdditions;
 using emulated::at_shared;
 using emulated::multiply_fragments;
