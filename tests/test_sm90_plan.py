@@ -70,7 +70,7 @@ def test_backward_plan(length: int, causal: bool, head_dim: int, dtype: torch.dt
     assert 1 <= backward.l2_section <= 8
     heads, width = 2 * 16, 64 if head_dim <= 64 else 128
     padded = -(-length // backward.block_m) * backward.block_m
-    assert heads * length * head_dim * 4 <= backward.scratch_bytes <= heads * padded * (width + 2) * 4 + 4096
+    assert heads * length * head_dim * 4 <= backward.scratch_bytes <= heads * padded * (width + 3) * 4 + 4096
     with flash_ext.use_backend("sm90"):
         assert explain(q, k, causal=causal).backward == backward
 
@@ -87,7 +87,7 @@ def test_wide_backward_plan(length: int, head_dim: int, dtype: torch.dtype) -> N
     assert dict(backward.on_chip).keys() == {"k", "v", "q", "d_out", "p", "lse and delta", "barriers and alignment"}
     assert backward.on_chip_bytes <= backward.on_chip_limit == 227 * 1024
     assert backward.grid == 2 * 4 * -(-length // 64)
-    assert backward.scratch_bytes <= 2 * 16 * 2 * (length + 127) * 4 + 4096
+    assert backward.scratch_bytes <= 2 * 16 * 3 * (length + 127) * 4 + 4096
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=name_of)
@@ -170,7 +170,7 @@ def test_keys_are_split_where_tiles_are_few(head_dim: int) -> None:
         assert forward.kernel == ("sm90.forward.split" if split else "sm90.forward")
         assert (f"{forward.splits} parts of {forward.split_keys:,} keys" in str(whole)) == split
         if split:
-            assert forward.scratch_bytes == 4 * forward.splits * batch * heads * queries * (head_dim + 1)
+            assert forward.scratch_bytes == 4 * forward.splits * batch * heads * queries * (head_dim + 2)
             assert (forward.splits - 1) * forward.split_keys < keys <= forward.splits * forward.split_keys
         return forward.splits, forward.grid
 
@@ -244,8 +244,7 @@ def test_backward_plan_with_scores(length: int, causal: bool, head_dim: int, dty
     assert backward.schedule == "a tile of keys a block"
     assert backward.grid == 2 * 16 * -(-length // backward.block_n)
     if plain.schedule == backward.schedule:
-        padded = -(-length // backward.block_m) * backward.block_m
-        assert backward.scratch_bytes - plain.scratch_bytes == -(-2 * 16 * padded * 4 // 128) * 128
+        assert backward.scratch_bytes == plain.scratch_bytes  # the third number of a query is there without scores, too
 
 
 def test_scattered_columns_are_no_obstacle() -> None:
