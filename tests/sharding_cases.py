@@ -5,6 +5,7 @@ A case is a function of a mesh; it compares with the same call on whole tensors,
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from itertools import product
@@ -314,6 +315,9 @@ def main() -> None:
         except Exception as error:
             print(f"{name}: {type(error).__name__} {' '.join(str(error).split())[:600]}", flush=True)
     dist.destroy_process_group()
+    # NOTE: without the interpreter's own end. Threads of torch (gloo's, Inductor's) may still be there then; once, on a
+    # busy machine, the process ended in std::terminate after its last case.
+    os._exit(0)
 
 
 if __name__ == "__main__":
