@@ -1,5 +1,5 @@
 # flash_ext_add_cpu_variants(target source...): adds each source to target once per instruction set. The right one is
-# chosen at run time (csrc/cpu/vector_table.cpp), so a library built anywhere runs everywhere: never -march=native.
+# chosen at run time (csrc/kernels/cpu/vector_table.cpp), so a library built anywhere runs everywhere: never -march=native.
 #
 # The macro FLASH_CPU_VARIANT names the object's instruction set. Sets CPU_VARIANTS: only baseline outside x86-64.
 #

@@ -1,7 +1,7 @@
 # flash_ext_add_cuda_units(target): adds what a build with CUDA has more, where CUDA_ENABLED. Sets CUDA_BACKENDS.
 #
 # The kernels of sm80/ are templates over (element, head dimension). Instances of a pass are units, written here from
-# csrc/sm80/fwd.cu.in and bwd.cu.in, so that ninja builds them side by side and a changed pass rebuilds its own: of
+# csrc/kernels/sm80/fwd.cu.in and bwd.cu.in, so that ninja builds them side by side and a changed pass rebuilds its own: of
 # backward each one, of forward all of an element, because what a unit takes beside its kernels (5 s of 20) would be a
 # quarter of it. The same lists become the types of sm80_instances.h, which dispatch reads: they exist once, and an instance
 # that dispatch names and nobody compiles is an undefined symbol, which the linker refuses.
@@ -77,7 +77,7 @@ function(flash_ext_add_sm90_units target generated)
   target_link_libraries(${target}_sm90 PRIVATE flash_ext_options)
   flash_ext_cuda_options(${target}_sm90)
 
-  file(GLOB sources CONFIGURE_DEPENDS csrc/sm90/*.cpp)
+  file(GLOB sources CONFIGURE_DEPENDS csrc/kernels/sm90/*.cpp)
   target_sources(${target} PRIVATE ${sources} $<TARGET_OBJECTS:${target}_sm90>)
   target_compile_definitions(${target} PRIVATE FLASH_EXT_WITH_SM90)
   set(CUDA_BACKENDS sm90 ${CUDA_BACKENDS} PARENT_SCOPE)
@@ -120,7 +120,7 @@ function(flash_ext_add_cuda_units target)
   list(JOIN tf32_head_dims ", " TF32_HEAD_DIMS)
   configure_file(${folder}/sm80_instances.h.in ${generated}/sm80_instances.h @ONLY)
 
-  file(GLOB sources CONFIGURE_DEPENDS csrc/cuda/*.cu csrc/cuda/*.cpp csrc/sm80/*.cu csrc/sm80/*.cpp)
+  file(GLOB sources CONFIGURE_DEPENDS csrc/kernels/stages/*.cu csrc/gpu/host/*.cpp csrc/kernels/sm80/*.cu csrc/kernels/sm80/*.cpp)
   target_sources(${target} PRIVATE ${sources})
   target_compile_definitions(${target} PRIVATE FLASH_EXT_WITH_CUDA)
 

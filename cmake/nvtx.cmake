@@ -1,4 +1,4 @@
-# NVTX's headers (they are all of NVTX), for csrc/api/nvtx.cpp: from the toolkit, beside torch (its CUDA wheels bring them)
+# NVTX's headers (they are all of NVTX), for csrc/torch/nvtx.cpp: from the toolkit, beside torch (its CUDA wheels bring them)
 # or where CUDA is usually installed. Without them the library has no ranges, and build_info says so.
 # Sets NVTX_INCLUDE_DIR (empty: none).
 

@@ -1,6 +1,6 @@
 """Loads ``libflash_ext.so``, checks that it fits the running torch, and registers what Python adds to its operators.
 
-Reached by ``import flash_ext``; afterwards ``torch.ops.flash_ext`` holds every operator of ``csrc/api/schemas.h``.
+Reached by ``import flash_ext``; afterwards ``torch.ops.flash_ext`` holds every operator of ``csrc/torch/schemas.h``.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ WORD = (1 << 32) - 1
 
 
 def philox_number(seed: int, offset: int, head: int, query: int, key: int) -> int:
-    """The 16-bit number of one element, written from the definition in csrc/attention/dropout.h (Philox4x32-7)."""
+    """The 16-bit number of one element, written from the definition in csrc/core/dropout.h (Philox4x32-7)."""
     lane = 4 * (query % 8) + (key % 8) // 2
     counter = [(key // 16 * 32 + lane) & WORD, (query // 16) & WORD, head & WORD, offset & WORD]
     key0, key1 = seed & WORD, (seed >> 32 ^ offset >> 32) & WORD

@@ -1,4 +1,4 @@
-"""Promise: the Hopper kernels drop what the map of csrc/attention/dropout.h says in forward and backward, alone, with a
+"""Promise: the Hopper kernels drop what the map of csrc/core/dropout.h says in forward and backward, alone, with a
 mask, a bias and slopes, under every band, and obey the error rule with it."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-// attention/band.h against the contract's own words, pair by pair, over every small problem.
-#include "attention/band.h"
+// core/band.h against the contract's own words, pair by pair, over every small problem.
+#include "core/band.h"
 
 #include <gtest/gtest.h>
 

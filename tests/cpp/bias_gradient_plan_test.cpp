@@ -1,5 +1,5 @@
-// attention/bias_gradient_plan.h: every score tile is summed once into the tile of the gradient that it belongs to.
-#include "attention/bias_gradient_plan.h"
+// core/bias_gradient_plan.h: every score tile is summed once into the tile of the gradient that it belongs to.
+#include "core/bias_gradient_plan.h"
 
 #include <gtest/gtest.h>
 

@@ -1,5 +1,5 @@
-// attention/dropout.h against a second Philox, published vectors, the golden file and statistics.
-#include "attention/dropout.h"
+// core/dropout.h against a second Philox, published vectors, the golden file and statistics.
+#include "core/dropout.h"
 
 #include <gtest/gtest.h>
 

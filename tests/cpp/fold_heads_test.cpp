@@ -1,5 +1,5 @@
-// attention/fold_heads.h: one query of a group of heads as queries of one head, element by element.
-#include "attention/fold_heads.h"
+// core/fold_heads.h: one query of a group of heads as queries of one head, element by element.
+#include "core/fold_heads.h"
 
 #include <gtest/gtest.h>
 

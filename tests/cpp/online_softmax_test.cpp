@@ -1,5 +1,5 @@
-// attention/online_softmax.h against a two-pass softmax in long double, for tiles in any order and of any size.
-#include "attention/online_softmax.h"
+// core/online_softmax.h against a two-pass softmax in long double, for tiles in any order and of any size.
+#include "core/online_softmax.h"
 
 #include <gtest/gtest.h>
 

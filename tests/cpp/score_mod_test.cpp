@@ -1,5 +1,5 @@
-// attention/score_mod.h: the order, the derivatives against finite differences, and what must not compile.
-#include "attention/score_mod.h"
+// core/score_mod.h: the order, the derivatives against finite differences, and what must not compile.
+#include "core/score_mod.h"
 
 #include <gtest/gtest.h>
 

@@ -1,5 +1,5 @@
-// attention/seq_info.h: dense, packed and partly used sequences.
-#include "attention/seq_info.h"
+// core/seq_info.h: dense, packed and partly used sequences.
+#include "core/seq_info.h"
 
 #include <gtest/gtest.h>
 

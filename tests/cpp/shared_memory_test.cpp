@@ -1,5 +1,5 @@
-// sm80/shared_memory.h: every card gets tiles that fit, or a sentence.
-#include "sm80/shared_memory.h"
+// kernels/sm80/shared_memory.h: every card gets tiles that fit, or a sentence.
+#include "kernels/sm80/shared_memory.h"
 
 #include <gtest/gtest.h>
 

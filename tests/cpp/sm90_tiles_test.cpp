@@ -7,9 +7,9 @@
 #include <set>
 #include <vector>
 
-#include "sm90/bwd_config.h"
-#include "sm90/config.h"
-#include "sm90/descriptor.h"
+#include "kernels/sm90/bwd_config.h"
+#include "kernels/sm90/config.h"
+#include "kernels/sm90/descriptor.h"
 
 namespace flash_ext::sm90 {
 namespace {

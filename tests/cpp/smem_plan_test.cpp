@@ -1,6 +1,6 @@
-// attention/smem_plan.h: the swizzles, the bank-conflict model against counts made by hand, and the conflicts of every
+// core/smem_plan.h: the swizzles, the bank-conflict model against counts made by hand, and the conflicts of every
 // access of the kernels, which are also the tables of docs/shared-memory.md.
-#include "attention/smem_plan.h"
+#include "core/smem_plan.h"
 
 #include <gtest/gtest.h>
 

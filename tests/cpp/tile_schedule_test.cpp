@@ -1,5 +1,5 @@
-// attention/tile_schedule.h: every tile once, longest first, sections and groups together.
-#include "attention/tile_schedule.h"
+// core/tile_schedule.h: every tile once, longest first, sections and groups together.
+#include "core/tile_schedule.h"
 
 #include <gtest/gtest.h>
 

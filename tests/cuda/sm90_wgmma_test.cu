@@ -9,9 +9,9 @@
 #include <vector>
 
 #include "check.h"
-#include "sm90/descriptor.h"
-#include "sm90/pipeline.cuh"
-#include "sm90/wgmma.cuh"
+#include "kernels/sm90/descriptor.h"
+#include "kernels/sm90/pipeline.cuh"
+#include "kernels/sm90/wgmma.cuh"
 
 namespace flash_ext::sm90 {
 namespace {

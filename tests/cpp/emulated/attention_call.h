@@ -7,11 +7,11 @@
 #include <string>
 #include <vector>
 
-#include "api/backend.h"
-#include "attention/args.h"
-#include "attention/band.h"
-#include "attention/dropout.h"
-#include "cuda/launch.h"
+#include "core/args.h"
+#include "core/backend.h"
+#include "core/band.h"
+#include "core/dropout.h"
+#include "gpu/host/launch.h"
 
 namespace flash_ext {
 

@@ -1,6 +1,6 @@
 // Runs kernels of csrc/sm80 and csrc/sm90 on the host, thread by thread, so that a machine without a GPU can say
 // whether they are right. Each thread of a block is a fiber of one OS thread; blocks run one after another. What the
-// kernels take from the device lies behind the folders' ptx.cuh and wgmma.cuh and behind cuda/launch.h, which the
+// kernels take from the device lies behind the folders' ptx.cuh and wgmma.cuh and behind gpu/host/launch.h, which the
 // headers of this folder replace, and behind the intrinsics below.
 //
 // It finds wrong indices, missing synchronisation that the chosen order of threads shows, reads of shared memory that

@@ -5,7 +5,7 @@
 #include <random>
 #include <vector>
 
-#include "sm80/fp64_backward.cu"
+#include "kernels/sm80/fp64_backward.cu"
 
 namespace flash_ext {
 namespace {

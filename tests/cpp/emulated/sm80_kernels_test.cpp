@@ -2,9 +2,9 @@
 // against the formulas in double. What must hold: every element of every result is written and near the reference,
 // nothing beside it is touched, and deterministic gradients do not depend on the order in which threads run.
 #include "attention_call.h"
-#include "cuda/rows.cu"
-#include "sm80/fwd.cuh"
-#include "sm80/run_bwd.cuh"
+#include "kernels/sm80/fwd.cuh"
+#include "kernels/sm80/run_bwd.cuh"
+#include "kernels/stages/rows.cu"
 
 namespace flash_ext {
 namespace {

@@ -1,7 +1,7 @@
 // Stands in for the generated list of the kernels that a build has.
 #pragma once
 
-#include "sm90/kernels.h"
+#include "kernels/sm90/kernels.h"
 
 namespace flash_ext::sm90 {
 

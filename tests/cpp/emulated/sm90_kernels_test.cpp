@@ -2,11 +2,11 @@
 // and asynchronous products included. The whole backend is here, so that its own plans choose tiles, orders and
 // kernels.
 #include "attention_call.h"
-#include "cuda/combine.cu"
-#include "cuda/tensor_map.cpp"
-#include "sm90/backend.cpp"
-#include "sm90/bwd_instance.cuh"
-#include "sm90/run_fwd.cuh"
+#include "gpu/host/tensor_map.cpp"
+#include "kernels/sm90/backend.cpp"
+#include "kernels/sm90/bwd_instance.cuh"
+#include "kernels/sm90/run_fwd.cuh"
+#include "kernels/stages/combine.cu"
 
 namespace flash_ext {
 

@@ -1,0 +1,79 @@
+// Causal, window and diagonal offset as data: key j is seen by query i exactly when  i + lower <= j <= i + upper.
+//
+// Every backend asks this one structure which tiles exist, which of them need a mask and which pair is kept;
+// benchmarks count their FLOPs with it. Called by all kernels, on host and device.
+// Invariant: lower and upper are clamped to [-2^40, 2^40], so that adding an index never overflows.
+#pragma once
+
+#include <cstdint>
+
+#include "core/args.h"
+#include "core/portable.h"
+
+namespace flash_ext {
+
+struct Range {
+  int64_t first = 0;
+  int64_t last = 0;  // one past the end
+
+  FLASH_DEVICE int64_t size() const { return last > first ? last - first : 0; }
+  FLASH_DEVICE bool empty() const { return last <= first; }
+};
+
+struct Band {
+  static constexpr int64_t kLimit = int64_t{1} << 40;
+
+  int64_t lower = -kLimit;
+  int64_t upper = kLimit;
+
+  FLASH_DEVICE bool keep(int64_t query, int64_t key) const { return key - query >= lower && key - query <= upper; }
+
+  // True when no pair is removed whatever the lengths.
+  FLASH_DEVICE bool unbounded() const { return lower <= -kLimit && upper >= kLimit; }
+
+  // Keys in [0, len_k) that at least one of the queries sees.
+  FLASH_DEVICE Range keys(Range queries, int64_t len_k) const {
+    if (queries.empty()) return {};
+    const int64_t first = queries.first + lower;
+    const int64_t last = queries.last + upper;
+    return {first > 0 ? first : 0, last < len_k ? last : len_k};
+  }
+
+  // Queries in [0, len_q) that see at least one of the keys.
+  FLASH_DEVICE Range queries(Range keys, int64_t len_q) const {
+    if (keys.empty()) return {};
+    const int64_t first = keys.first - upper;
+    const int64_t last = keys.last - lower;
+    return {first > 0 ? first : 0, last < len_q ? last : len_q};
+  }
+
+  // True when a tile has at least one pair that is not kept, so that it must be masked.
+  FLASH_DEVICE bool is_boundary(Range queries, Range keys) const {
+    return !(keep(queries.first, keys.last - 1) && keep(queries.last - 1, keys.first));
+  }
+};
+
+// The band of one sequence of these lengths. `align` of the public call: offset 0 (top left) or len_k - len_q (bottom
+// right).
+FLASH_DEVICE Band make_band(const Problem& problem, int64_t len_q, int64_t len_k) {
+  const auto clamp = [](int64_t x) {
+    return x < -Band::kLimit ? -Band::kLimit : (x > Band::kLimit ? Band::kLimit : x);
+  };
+  const int64_t offset = problem.bottom_right ? len_k - len_q : 0;
+  Band band;
+  if (problem.window_left < Band::kLimit) band.lower = clamp(offset - problem.window_left);
+  if (problem.window_right < Band::kLimit) band.upper = clamp(offset + problem.window_right);
+  if (problem.causal && offset < band.upper) band.upper = offset;
+  return band;
+}
+
+FLASH_DEVICE Band make_band(const Problem& problem) { return make_band(problem, problem.len_q, problem.len_k); }
+
+// Number of kept (query, key) pairs of one head: what a benchmark multiplies by 4 * head_dim.
+inline int64_t kept_pairs(const Band& band, int64_t len_q, int64_t len_k) {
+  int64_t pairs = 0;
+  for (int64_t query = 0; query < len_q; ++query) pairs += band.keys({query, query + 1}, len_k).size();
+  return pairs;
+}
+
+}  // namespace flash_ext

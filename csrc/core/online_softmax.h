@@ -1,0 +1,132 @@
+// Softmax of a row that arrives tile by tile, and what backward and split-K make of its log-sum-exp.
+//
+//   m' = max(m, max_j s_j)     l' = l * e^(m - m') + sum_j e^(s_j - m')     O' = O * e^(m - m') + sum_j e^(s_j - m')
+//   v_j out = O / l                lse = m + log(l)                             P_j = e^(s_j - lse)
+//
+// Milakov & Gimelshein 2018 (arXiv:1805.02867); FlashAttention (arXiv:2205.14135), algorithm 1. Everything is in
+// natural units of the final score, so that a bias of finfo.min never meets log2(e) before its maximum is subtracted.
+// Called by every kernel, once a row and tile (the exponentials of the elements are the kernel's own), by the split-K
+// combine and by merge_attention.
+// Invariant: row_max is -inf exactly while no finite score was seen, and then 0 is subtracted, so a removed score
+// gives e^(-inf) = 0 and never NaN; a NaN or +inf score ends as NaN in out and lse, as the formula has it.
+#pragma once
+
+#include <cmath>
+#include <limits>
+
+#include "core/portable.h"
+
+namespace flash_ext {
+
+template <class Real>
+struct OnlineSoftmax {
+  static constexpr Real kEmpty = -std::numeric_limits<Real>::infinity();
+
+  struct Result {
+    Real inverse_sum;  // out = O * inverse_sum; 0 for a row without keys
+    Real lse;          // -inf for a row without keys and without a sink
+  };
+
+  Real row_max = kEmpty;
+  Real row_sum = 0;
+
+  // What is subtracted from every score of the current tile.
+  FLASH_DEVICE Real shift() const { return row_max == kEmpty ? Real(0) : row_max; }
+
+  // Joins the tile's maximum. Returns the factor by which O must be rescaled; row_sum already is. The factor of the
+  // first tile is 0, so O starts as zeros, not as garbage.
+  FLASH_DEVICE Real step(Real tile_max) {
+    const Real before = row_max;
+    row_max = tile_max > before ? tile_max : before;
+    const Real factor = std::exp(before - shift());
+    row_sum *= factor;
+    return factor;
+  }
+
+  // Adds the tile's exponentials, sum_j e^(s_j - shift()).
+  FLASH_DEVICE void add(Real tile_sum) { row_sum += tile_sum; }
+
+  FLASH_DEVICE Result finish() const {
+    if (row_sum == Real(0)) return {Real(0), kEmpty};
+    return {Real(1) / row_sum, shift() + std::log(row_sum)};
+  }
+
+  // The same with a logit that takes its part of the sum and has no value. It may be above every score, so it joins
+  // the maximum as well, and O, which is relative to the old one, is corrected within inverse_sum.
+  FLASH_DEVICE Result finish(Real sink) const {
+    OnlineSoftmax joined = *this;
+    const Real factor = joined.step(sink);
+    joined.add(std::exp(sink - joined.shift()));
+    const Result result = joined.finish();
+    return {result.inverse_sum * factor, result.lse};
+  }
+};
+
+// scale * max + log(sum), rounded once: half a unit of the last place and 5e-8 at most. All probabilities that backward
+// makes of it have its error. max is finite, sum above 0.
+FLASH_DEVICE float log_sum_exp(float max, float scale, float sum) {
+  int exponent = 0;
+  float factor = std::frexp(sum, &exponent);  // [0.5, 1)
+  if (factor < 0.70710678f) {
+    factor *= 2.f;
+    --exponent;
+  }
+  constexpr float kLn2High = 0.693145751953125f, kLn2Low = 1.42860682e-6f;  // 15 bits: products are exact
+  const float power = static_cast<float>(exponent) * kLn2High;
+  const float product = max * scale, total = product + power, added = total - product;
+  const float lost = std::fma(max, scale, -product) + ((product - (total - added)) + (power - added));
+  return total + (lost + std::fma(static_cast<float>(exponent), kLn2Low, std::log(factor)));
+}
+
+// Factors for two partial results over disjoint keys.
+template <class Real>
+struct MergeFactors {
+  Real a;
+  Real b;
+};
+
+// Two accumulators: O = factors.a * O_a + factors.b * O_b, and `row` becomes the softmax of both.
+template <class Real>
+FLASH_DEVICE MergeFactors<Real> merge_into(OnlineSoftmax<Real>& row, const OnlineSoftmax<Real>& other) {
+  const Real factor = row.step(other.row_max);
+  const Real factor_other = std::exp(other.row_max - row.shift());
+  row.add(other.row_sum * factor_other);
+  return {factor, factor_other};
+}
+
+// A finished result (out, lse) is again one score of lse with the value out, so a combine over any number of splits
+// is the recurrence itself:  factor = row.step(lse_i), weight = e^(lse_i - shift), O = O * factor + weight * out_i.
+template <class Real>
+struct MergedPair {
+  MergeFactors<Real> weights;  // out = weights.a * out_a + weights.b * out_b; both 0 when neither has a key
+  Real lse;
+};
+
+// The weights are normalised by their own sum and not by e^-lse, so they add up to 1 however large lse is.
+template <class Real>
+FLASH_DEVICE MergedPair<Real> merge_finished(Real lse_a, Real lse_b) {
+  OnlineSoftmax<Real> row;
+  row.step(lse_a > lse_b ? lse_a : lse_b);
+  const Real weight_a = std::exp(lse_a - row.shift());
+  const Real weight_b = std::exp(lse_b - row.shift());
+  row.add(weight_a + weight_b);
+  const typename OnlineSoftmax<Real>::Result result = row.finish();
+  return {{weight_a * result.inverse_sum, weight_b * result.inverse_sum}, result.lse};
+}
+
+// Backward: the probability of a score, from the lse that forward wrote (with a sink, its share is already in lse).
+template <class Real>
+FLASH_DEVICE Real probability(Real score, Real lse) {
+  return lse == OnlineSoftmax<Real>::kEmpty ? Real(0) : std::exp(score - lse);
+}
+
+// m + log(l) rounds log(l) away when |m| is large: a whole row of finfo.min has lse = m, and e^(s - lse) is 1 where it
+// should be 1 / n. For such a row backward sums e^(s - lse) over all keys (and the sink) and divides by that; the
+// exponent stays near or below 0. Below 2^15 the rounding of lse (2^-9) is that of the scores themselves.
+template <class Real>
+FLASH_DEVICE bool needs_renormalisation(Real lse) {
+  constexpr Real kLimit = 32768;
+  return lse > kLimit || (lse < -kLimit && lse != OnlineSoftmax<Real>::kEmpty);
+}
+
+}  // namespace flash_ext

@@ -1,0 +1,73 @@
+// What a number, or the two of a register, take where PTX has a form that C++ has not. Thin wrappers, each of which
+// names its instruction.
+//
+// Called by the kernels of sm80/ and sm90/; tests/cpp/emulated/gpu/arithmetic.cuh has the same names for the host.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+namespace flash_ext::cuda {
+
+// ex2.approx.ftz.f32: 2^x, relative error 2^-22; 2^-inf = 0, NaN stays NaN.
+__device__ __forceinline__ float exp2_fast(float x) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+// rcp.approx.ftz.f32: relative error 2^-23; of infinity 0.
+__device__ __forceinline__ float reciprocal_fast(float x) {
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+// tanh.approx.f32: relative error 2^-11 by its manual, 1e-5 as measured on 9.0; 1 from 8 on.
+__device__ __forceinline__ float tanh_fast(float x) {
+  float result;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+// max.NaN.f32, min.NaN.f32: NaN where one of them is, which fmaxf and fminf lose.
+__device__ __forceinline__ float maximum(float x, float y) {
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(x), "f"(y));
+  return result;
+}
+__device__ __forceinline__ float minimum(float x, float y) {
+  float result;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(x), "f"(y));
+  return result;
+}
+
+// max.NaN.f16x2, max.NaN.bf16x2: of each half of x and 0. The last parameter: their type.
+__device__ __forceinline__ uint32_t at_least_zero(uint32_t x, __half) {
+  uint32_t result;
+  asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(result) : "r"(x), "r"(0));
+  return result;
+}
+__device__ __forceinline__ uint32_t at_least_zero(uint32_t x, __nv_bfloat16) {
+  uint32_t result;
+  asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(x), "r"(0));
+  return result;
+}
+
+// Two products of bf16, each rounded.
+__device__ __forceinline__ uint32_t multiply_bf16(uint32_t x, uint32_t y) {
+  const __nv_bfloat162 product =
+      __hmul2_rn(reinterpret_cast<const __nv_bfloat162&>(x), reinterpret_cast<const __nv_bfloat162&>(y));
+  return reinterpret_cast<const uint32_t&>(product);
+}
+
+// prmt.b32: bits 15 and 31, each repeated over its half.
+__device__ __forceinline__ uint32_t spread_high_bits(uint32_t x) {
+  uint32_t result;
+  asm("prmt.b32 %0, %1, 0, 0xBB99;" : "=r"(result) : "r"(x));
+  return result;
+}
+
+}  // namespace flash_ext::cuda

@@ -1,0 +1,80 @@
+// C[m, n] = A[m, k] B[k, n] (+ C): the one place where matrices are multiplied.
+//
+// kBrgemm is torch's oneDNN kernel (fp32 from AVX2 on; bf16 by vdpbf16ps or AMX); kLoops is VectorKernels::product, for
+// fp64, for machines without the former and for torch.backends.mkldnn.enabled = False. Called by every tile step.
+// Invariant: a thread that called a Products object calls release() before it ends its work (AMX state).
+#pragma once
+
+#include <ATen/native/CPUBlas.h>
+#include <c10/util/BFloat16.h>
+
+#include <algorithm>
+#include <type_traits>
+
+#include "kernels/cpu/config.h"
+
+namespace flash_ext::cpu {
+
+enum class Engine : uint8_t { kBrgemm, kLoops };
+
+// Whether the kernel works here and gives the right numbers: tried once, on a small product.
+bool brgemm_works_f32();
+bool brgemm_works_bf16();
+
+template <class Compute>
+class Products {
+ public:
+  using Operand = typename Compute::Operand;
+  using Acc = typename Compute::Acc;
+
+  Products(Engine engine, const VectorKernels<Compute>& kernels) : engine_(engine), kernels_(kernels) {}
+
+  // ld_a is int64: A may lie in the caller's tensor.
+  void operator()(int m, int n, int k, const Operand* a, int64_t ld_a, const Operand* b, int64_t ld_b, Acc* c,
+                  int64_t ld_c, bool add) const {
+    if constexpr (std::is_same_v<Compute, ComputeBf16>) {
+      at::native::cpublas::brgemm(m, n, k, ld_a, ld_b, ld_c, add, reinterpret_cast<const at::BFloat16*>(a),
+                                  reinterpret_cast<const at::BFloat16*>(b), c, /*is_vnni=*/true);
+    } else {
+      if constexpr (std::is_same_v<Compute, ComputeF32>) {
+        if (engine_ == Engine::kBrgemm) {
+          at::native::cpublas::brgemm(m, n, k, ld_a, ld_b, ld_c, add, a, b, c, /*is_vnni=*/false);
+          return;
+        }
+      }
+      kernels_.product(m, n, k, a, static_cast<int>(ld_a), b, static_cast<int>(ld_b), c, static_cast<int>(ld_c), add);
+    }
+  }
+
+  // C = A B by parts of kLongestSum of the inner dimension, whose sums are added up. For scores and dP: k is d or d_v.
+  void by_parts(int m, int n, int k, const Operand* a, int64_t ld_a, const Operand* b, int64_t ld_b, Acc* c,
+                int64_t ld_c) const {
+    for (int first = 0; first < k; first += kLongestSum) {
+      (*this)(m, n, std::min(kLongestSum, k - first), a + first, ld_a, b + first * ld_b, ld_b, c, ld_c,
+              /*add=*/first > 0);
+    }
+  }
+
+  // C = A B, small (kTreeTile) and in fp32: halves of the inner dimension are multiplied apart and then added, which
+  // loses less of sums whose terms have one sign.
+  void by_tree(int m, int n, int k, const Operand* a, int64_t ld_a, const Operand* b, int64_t ld_b, Acc* c,
+               int64_t ld_c) const {
+    if (Compute::kPairs || k <= kTreeLeaf) return (*this)(m, n, k, a, ld_a, b, ld_b, c, ld_c, /*add=*/false);
+    const int half = static_cast<int>(round_up(k / 2, kTreeLeaf));
+    Acc other[kTreeTile];
+    by_tree(m, n, half, a, ld_a, b, ld_b, c, ld_c);
+    by_tree(m, n, k - half, a + half, ld_a, b + half * ld_b, ld_b, other, n);
+    if (ld_c == n) return kernels_.add(c, other, int64_t{m} * n);
+    for (int row = 0; row < m; ++row) kernels_.add(c + row * ld_c, other + int64_t{row} * n, n);
+  }
+
+  void release() const {
+    if (engine_ == Engine::kBrgemm) at::native::cpublas::brgemm_release(Compute::kPairs);
+  }
+
+ private:
+  Engine engine_;
+  const VectorKernels<Compute>& kernels_;
+};
+
+}  // namespace flash_ext::cpu

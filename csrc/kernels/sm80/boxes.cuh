@@ -1,0 +1,66 @@
+// Tiles that TMA copies, as panels of 128 bytes of each row, where the device has it (compute capability 9.0) and the
+// views permit it: a thread asks for a whole tile, rows and columns that do not exist included, which become zeros.
+//
+// Called by fwd.cuh for K and V; where boxes start also by bias_boxes.cuh. Invariant: a tile is asked for by one
+// thread, after a barrier of all that read what was there before.
+#pragma once
+
+#include "gpu/host/tensor_map.h"
+#include "kernels/sm80/fragments.cuh"
+
+namespace flash_ext::sm80 {
+
+// Two tensors of which tiles arrive together.
+struct BoxCopies {
+  cuda::TensorMap first, second;
+  bool by_tma;
+  int stages;  // of tiles in shared memory
+};
+
+// Where the boxes of (batch element, head) start.
+__device__ __forceinline__ cuda::BoxStart box_of(const Problem& problem, const cuda::BoxSteps& steps, int64_t b,
+                                                 int head) {
+  const int batches = problem.batch_rank > 0 ? static_cast<int>(problem.batch_size[problem.batch_rank - 1]) : 1;
+  const int outer = static_cast<int>(b) / batches, inner = static_cast<int>(b) % batches;
+  return {0, 0, head * steps.head, inner * steps.b0, outer * steps.b1};
+}
+
+// All columns of the tile's rows, from row `row` of the head on. `barrier` was told Tile::bytes(its rows).
+template <class Tile>
+__device__ __forceinline__ void load_box(Tile tile, const cuda::TensorMap& map, const cuda::BoxStart& head, int row,
+                                         uint32_t barrier) {
+  cuda::BoxStart at = head;
+  at.row = row;
+#pragma unroll
+  for (int panel = 0; panel < Tile::kPitch / cuda::kBoxBytes; ++panel) {
+    cuda::tma_load(tile.base + panel * Tile::kNextLine, &map.map, barrier, at);
+    at.col += cuda::kBoxCols;
+  }
+}
+
+// A view and what of it is copied.
+struct BoxedView {
+  const TensorView& view;
+  int64_t heads, rows, cols;
+};
+
+// NOTE: what TMA refuses (rows or columns that are not 16 bytes apart, a third batch dimension) is copied as on 8.0.
+inline BoxCopies box_copies(const Problem& problem, const BoxedView& first, const BoxedView& second, int box_rows,
+                            bool has_tma, int stages) {
+  BoxCopies copies{};
+  copies.stages = stages;
+  const auto fits = [&](const BoxedView& x) {
+    return static_cast<bool>(x.view) && cuda::tma_refuses(problem, x.view, x.heads, x.rows) == nullptr;
+  };
+  copies.by_tma = has_tma && fits(first) && fits(second);
+  if (copies.by_tma) {
+    const auto map = [&](const BoxedView& x) {
+      return cuda::make_tensor_map(problem, x.view, x.heads, x.rows, x.cols, box_rows, cuda::Promotion::k256);
+    };
+    copies.first = map(first);
+    copies.second = map(second);
+  }
+  return copies;
+}
+
+}  // namespace flash_ext::sm80

@@ -1,0 +1,160 @@
+// What a block of the main backward kernel reads once a tile of queries or less: where its rows lie, which tiles it
+// visits, the numbers of its head. It lies in shared memory, because it must not occupy registers during the products.
+//
+// Called by bwd.cuh, by one thread, which every other one waits for before it reads. Invariant: heads of a group follow
+// each other, so that all of them but the first are found by stepping on.
+#pragma once
+
+#include "core/tile_schedule.h"
+#include "kernels/sm80/boxes.cuh"
+#include "kernels/sm80/bwd_parts.cuh"
+#include "kernels/sm80/dq_sum.cuh"
+
+namespace flash_ext::sm80 {
+
+template <class Traits>
+struct BackwardBlock {
+  using T = typename Traits::T;
+  static constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN;
+
+  uint32_t tile;  // of the schedule
+  GlobalRows<T> q, d_out, k, v, dk, dv;
+  int head, heads_left, q_per_k, q_per_v;  // heads_left: after this one
+  bool is_regular;                         // load_whole loads its whole tiles
+  bool new_k, new_v;                       // this query head is the first of its key or value head
+  const float *lse, *delta, *beside_lse;
+  float *dq_accum, *dbias, *slope;  // dq_accum with direct_dq: dQ itself, whatever its type
+  int* turn;
+  TileBand band;
+  int first_key, n_block, first_query, last_query;
+  uint32_t bh;
+  cuda::BoxStart dbias_box;    // of bias_boxes.cuh, at the block's first key
+  uint32_t dq_stage;           // shared memory of all warps' stages of dQ
+  int dq_rows;                 // BackwardSmem::dq_rows; 0: fragments without a stage, -1: rows
+  float bound, delta_max;      // of dS, fp16
+  float ds_scale, ds_unscale;  // of dS in fp16, and of dK; powers of two
+
+  __device__ __forceinline__ void find(const BackwardArgs& args, const BackwardScratch& scratch,
+                                       const TileSchedule& schedule, int64_t b, int64_t first_head, int64_t key_tile,
+                                       int members) {
+    const Problem& problem = args.fwd.problem;
+    const int64_t first_bh = b * problem.heads_q + first_head;
+    head = static_cast<int>(first_head);
+    heads_left = members - 1;
+    q_per_k = static_cast<int>(problem.heads_q) / static_cast<int>(problem.heads_k);
+    q_per_v = static_cast<int>(problem.heads_q) / static_cast<int>(problem.heads_v);
+    const auto rows = [&](const TensorView& view, int64_t h, int64_t count, int64_t cols) {
+      return rows_of<T>(view, batch_offset(problem, view, b) + h * view.head_stride, count, cols);
+    };
+    // A gradient in float is addressed in its own elements: only data and strides of these are used.
+    const auto gradient = [&](const TensorView& view, bool in_accum, int64_t h, int64_t cols) {
+      GlobalRows<T> result = rows(view, h, problem.len_k, cols);
+      if (in_accum) {
+        result.data = reinterpret_cast<T*>(static_cast<float*>(view.data) + batch_offset(problem, view, b) +
+                                           h * view.head_stride);
+      }
+      return result;
+    };
+    q = rows(args.fwd.q, first_head, problem.len_q, problem.head_dim);
+    d_out = rows(args.d_out, first_head, args.d_out ? problem.len_q : 0, problem.head_dim_v);
+    k = rows(args.fwd.k, head / q_per_k, problem.len_k, problem.head_dim);
+    v = rows(args.fwd.v, head / q_per_v, problem.len_k, problem.head_dim_v);
+    if (args.dk) dk = gradient(args.dk, args.dk_in_accum, head / q_per_k, problem.head_dim);
+    if (args.dv) dv = gradient(args.dv, args.dv_in_accum, head / q_per_v, problem.head_dim_v);
+    new_k = new_v = true;
+    lse = static_cast<const float*>(args.fwd.lse) + first_bh * problem.len_q;
+    delta = scratch.delta + first_bh * problem.len_q;
+    beside_lse = scratch.beside_lse + first_bh * problem.len_q * scratch.beside_lse_size;
+    dq_accum = scratch.dq_accum + first_bh * problem.len_q * problem.head_dim;
+    if constexpr (Traits::kDirectDq) {
+      if (scratch.direct_dq) {
+        const int64_t at = batch_offset(problem, args.dq, b) + first_head * args.dq.head_stride;
+        dq_accum = reinterpret_cast<float*>(static_cast<char*>(args.dq.data) + at * dq_bytes(args));
+      }
+    }
+    turn = scratch.turns + first_bh * scratch.m_blocks * Traits::kWarps;
+    slope = problem.wants_dalibi ? scratch.slopes + first_bh * schedule.blocks + key_tile : nullptr;
+    dbias = nullptr;
+    if (scratch.direct_dbias) {
+      dbias = static_cast<float*>(args.dbias.data) + batch_offset(problem, args.dbias, b) +
+              first_head * args.dbias.head_stride;
+    }
+    if (Traits::kSendsDbias) {
+      dbias_box = box_of(problem, scratch.dbias_map.steps, b, head);
+      dbias_box.col = static_cast<int>(key_tile) * kBlockN;
+    }
+    band = TileBand::make(problem);
+    n_block = static_cast<int>(key_tile);
+    first_key = n_block * kBlockN;
+    const Range queries =
+        make_band(problem).queries({first_key, min(int64_t{first_key} + kBlockN, problem.len_k)}, problem.len_q);
+    first_query = static_cast<int>(queries.first) / kBlockM * kBlockM;
+    last_query = (static_cast<int>(queries.last) - 1) / kBlockM * kBlockM;
+    if (queries.empty()) last_query = first_query - kBlockM;
+    bh = static_cast<uint32_t>(first_bh);
+    if constexpr (std::is_same_v<typename Traits::Element, Fp16>) {
+      bound = delta_max = 0.f;
+      for (int64_t h = first_bh; h < first_bh + members; ++h) {
+        bound = fmaxf(bound, scratch.bounds[h * 2]);
+        delta_max = fmaxf(delta_max, scratch.bounds[h * 2 + 1]);
+      }
+      ds_scale = ds_unscale = 1.f;
+    }
+  }
+
+  __device__ __forceinline__ void find_regular(const Problem& problem, const typename Traits::Mods& mods) {
+    is_regular = q.is_regular && d_out.is_regular && d_out.rows > 0 && problem.head_dim == Traits::kHeadDim &&
+                 problem.head_dim_v == Traits::kHeadDim;
+    if constexpr (Traits::kGeneral) {
+      const bool has_columns = problem.has_bias || problem.has_mask;
+      is_regular = is_regular && mods.is_regular && (!has_columns || first_key + kBlockN <= problem.len_k);
+    }
+  }
+
+  // Of an element of dQ.
+  static __device__ __forceinline__ int dq_bytes(const BackwardArgs& args) {
+    return args.dq_in_accum ? 4 : static_cast<int>(sizeof(T));
+  }
+
+  template <int kM, int kN>
+  __device__ __forceinline__ void store_dq(const float (&c)[kM][kN][4], const BackwardArgs& args, int col, int row,
+                                           float factor) const {
+    const Problem& problem = args.fwd.problem;
+    const int rows = static_cast<int>(problem.len_q), cols = static_cast<int>(problem.head_dim);
+    if (sizeof(T) == 2 && args.dq_in_accum) {
+      sm80::store_dq<typename Traits::Frag>(c, dq_accum, args.dq.row_stride, rows, cols, col, row, factor);
+    } else {
+      T* const dq = reinterpret_cast<T*>(dq_accum);
+      sm80::store_dq<typename Traits::Frag>(c, dq, args.dq.row_stride, rows, cols, col, row, factor);
+    }
+  }
+
+  // NOTE: parameters are hidden, or ptxas keeps them in registers across the main loop.
+  __device__ __forceinline__ void next_head(const BackwardArgs& args, const BackwardScratch& scratch,
+                                            const TileSchedule& schedule) {
+    ++head;
+    --heads_left;
+    new_k = head % q_per_k == 0;
+    new_v = head % q_per_v == 0;
+    q.advance(args.fwd.q.head_stride);
+    d_out.advance(args.d_out.head_stride);
+    if (new_k) k.advance(args.fwd.k.head_stride);
+    if (new_v) v.advance(args.fwd.v.head_stride);
+    const int64_t len_q = opaque(args.fwd.problem.len_q);
+    lse += len_q;
+    delta += len_q;
+    beside_lse += len_q * opaque(scratch.beside_lse_size);
+    if (Traits::kDirectDq && scratch.direct_dq) {
+      dq_accum = reinterpret_cast<float*>(reinterpret_cast<char*>(dq_accum) + args.dq.head_stride * dq_bytes(args));
+    } else {
+      dq_accum += len_q * args.fwd.problem.head_dim;
+    }
+    turn += opaque(scratch.m_blocks) * Traits::kWarps;
+    if (slope != nullptr) slope += opaque(schedule.blocks);
+    if (dbias != nullptr) dbias += opaque(args.dbias.head_stride);
+    if (Traits::kSendsDbias) dbias_box.head += scratch.dbias_map.steps.head;
+    ++bh;
+  }
+};
+
+}  // namespace flash_ext::sm80

@@ -1,0 +1,39 @@
+// What the host side of this backend calls, without any CUDA syntax: one function a (pass, element, head dimension).
+//
+// Definitions lie in generated units (cmake/cuda_units.cmake writes one per instance from fwd.cu.in and bwd.cu.in), so
+// a missing instance is an undefined symbol, which the linker refuses. Called by backend.cpp only.
+#pragma once
+
+#include "core/args.h"
+#include "core/backend.h"
+
+namespace flash_ext::sm80 {
+
+// What the tensor cores multiply; accumulators are float.
+struct Fp16 {};
+struct Bf16 {};
+struct Fp32 {};  // three TF32 products a product: float accuracy
+struct Tf32 {};  // floats rounded to TF32, one product: where the problem allows it
+
+template <class Element, int kHeadDim>
+Plan plan_forward(const Problem& problem, const DeviceInfo& device);
+template <class Element, int kHeadDim>
+void run_forward(const ForwardArgs& args, const Plan& plan);
+template <class Element, int kHeadDim>
+void inspect_forward(const Problem& problem, Plan& plan);
+
+template <class Element, int kHeadDim>
+Plan plan_backward(const Problem& problem, const DeviceInfo& device);
+template <class Element, int kHeadDim>
+void run_backward(const BackwardArgs& args, const Plan& plan, void* workspace);
+template <class Element, int kHeadDim>
+void inspect_backward(const Problem& problem, Plan& plan);
+
+// float64: correct and simple, without tensor cores (fp64_forward.cu, fp64_backward.cu).
+Plan plan_fp64(const Problem& problem, Pass pass, const DeviceInfo& device);
+void forward_fp64(const ForwardArgs& args);
+void inspect_forward_fp64(Plan& plan);
+void backward_fp64(const BackwardArgs& args, void* workspace);
+void inspect_backward_fp64(Plan& plan);
+
+}  // namespace flash_ext::sm80

@@ -1,0 +1,239 @@
+// Before backward, for rows whose lse is not good enough: what their probabilities sum up to, and delta from the same
+// probabilities.
+//
+//   Z = sum_j e^(s_j - lse)     inverse = 1 / Z     delta = (sum_j e^(s_j - lse) dP_j) / Z - dlse (unless apart)
+//
+// lse is a float: beyond |lse| = 2^12 (a row of finfo.min) it has lost log of the number of keys, further on more than
+// e^x takes, so that in these rows the largest score takes its place, here and behind; and in float32, where
+// gradients are held to 1e-7, its rounding is felt from |lse| = 16 on, and where scores are exact (tile.cuh) always;
+// with few keys dP - delta cancels, which takes delta from the very numbers that it is subtracted from: a row that sees
+// one key then has dS = 0 but for dlse. The gradient of slopes multiplies dS by a distance and adds up whole rows,
+// where an error of delta, the same for all keys of a row, does not average out: all rows are measured for it. Blocks
+// of queries without such a row end at once. Called by run_backward between delta and the main kernel. Invariant: S^T
+// and dP^T come from the same products, in the same roles and order, as in the main kernel, so that both see the same
+// bits.
+#pragma once
+
+#include "gpu/host/launch.h"
+#include "kernels/sm80/bwd_parts.cuh"
+#include "kernels/sm80/dropout.cuh"
+#include "kernels/sm80/shared_memory.h"
+
+namespace flash_ext::sm80 {
+
+template <class Element_, int kHeadDim_>
+struct MeasureTraits {
+  using Element = Element_;
+  using Frag = Fragments<Element>;
+  using T = typename Frag::Storage;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr TileShape kTile = measure_tile(sizeof(T), kHeadDim);
+  static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;
+  static constexpr int kWarps = kTile.warps;
+  static_assert(kBlockN == 16 * kWarps, "a warp owns 16 keys");
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr bool kFloat = sizeof(T) == 4;
+  using Tile = SmemTile<T, kHeadDim>;
+  using Mods = ScoreMods<Element, kBlockM, kBlockN, kThreads>;
+};
+
+// NOTE: bf16 at a mean of 8, slopes: with delta from the rounded out the error was up to 2.3 of eager's, measured 0.04
+// (CPU simulation of this arithmetic).
+template <class Traits>
+__device__ __forceinline__ bool is_inexact(const Problem& problem, float lse, int64_t visible) {
+  if (lse == kMinusInf) return false;
+  if (problem.wants_dalibi || visible < few_keys(Traits::kFloat)) return true;
+  return Traits::kFloat ? fabsf(lse) > 16.f || has_exact_scores(problem) : is_far(lse);
+}
+
+// NOTE: the second bound is there for registers: without it ptxas stops at 128 and spills in half of the instances.
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kThreads, 1)
+    measure_kernel(const __grid_constant__ BackwardArgs args, const __grid_constant__ BackwardScratch scratch,
+                   int64_t m_blocks, unsigned features) {
+  using Frag = typename Traits::Frag;
+  using T = typename Traits::T;
+  using Tile = typename Traits::Tile;
+  constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kHeadDim = Traits::kHeadDim;
+  constexpr int kThreads = Traits::kThreads, kWarps = Traits::kWarps;
+  char* const smem = dynamic_shared();
+
+  const Problem& problem = args.fwd.problem;
+  const int64_t bh = blockIdx.x / m_blocks, b = bh / problem.heads_q, head = bh % problem.heads_q;
+  const int first_query = static_cast<int>(blockIdx.x % m_blocks) * kBlockM;
+  const Band band = make_band(problem);
+  const int64_t row = bh * problem.len_q + first_query;
+  bool inexact = false, far = false;
+  if (threadIdx.x < kBlockM && first_query + static_cast<int>(threadIdx.x) < problem.len_q) {
+    const int64_t query = first_query + static_cast<int>(threadIdx.x);
+    const float lse = static_cast<const float*>(args.fwd.lse)[row + threadIdx.x];
+    inexact = is_inexact<Traits>(problem, lse, band.keys({query, query + 1}, problem.len_k).size());
+    far = is_far(lse);
+    scratch.inverse[row + threadIdx.x] = 1.f;
+    scratch.shift[row + threadIdx.x] = lse;
+  }
+  if (!__syncthreads_or(inexact)) return;
+
+  constexpr int kRow = kHeadDim * static_cast<int>(sizeof(T));
+  const uint32_t base = shared_address(smem);
+  const Tile q_smem{base}, d_out_smem{base + kBlockM * kRow}, k_smem{base + 2 * kBlockM * kRow},
+      v_smem{base + (2 * kBlockM + kBlockN) * kRow};
+  const uint32_t bias_smem = base + 2 * (kBlockM + kBlockN) * kRow;
+  __shared__ typename Traits::Mods mods;
+  if (threadIdx.x == 0) {
+    mods = Traits::Mods::make(args.fwd, b, head, bias_smem, bias_smem + kBlockM * aux_pitch(kBlockN, 4));
+  }
+  __syncthreads();
+  const auto rows = [&](const TensorView& view, int64_t h, int64_t count, int64_t cols) {
+    return rows_of<T>(view, batch_offset(problem, view, b) + h * view.head_stride, count, cols);
+  };
+  const auto k = rows(args.fwd.k, head / (problem.heads_q / problem.heads_k), problem.len_k, problem.head_dim);
+  const auto v = rows(args.fwd.v, head / (problem.heads_q / problem.heads_v), problem.len_k, problem.head_dim_v);
+  load_tile<kBlockM, kThreads>(q_smem, rows(args.fwd.q, head, problem.len_q, problem.head_dim), first_query);
+  load_tile<kBlockM, kThreads>(d_out_smem, rows(args.d_out, head, args.d_out ? problem.len_q : 0, problem.head_dim_v),
+                               first_query);
+
+  const bool drops = problem.dropout_p > 0.0;
+  Dropout dropout;
+  if (drops) dropout = make_dropout(args.fwd.rng_state[0], args.fwd.rng_state[1], problem.dropout_p);
+  const float dropout_scale = static_cast<float>(dropout.scale);
+  const int diagonal = problem.bottom_right ? static_cast<int>(problem.len_k - problem.len_q) : 0;
+  const TileBand tile_band = TileBand::make(problem);
+  const int warp = threadIdx.x / 32, warp_key = warp * 16;
+  constexpr int kN = kBlockM / 8;  // blocks of 8 queries
+  __shared__ float lse_smem[kBlockM], sums[kWarps][3][kBlockM];
+  if (threadIdx.x < kBlockM) {
+    const bool inside = first_query + static_cast<int>(threadIdx.x) < problem.len_q;
+    const float lse = inside ? static_cast<const float*>(args.fwd.lse)[row + threadIdx.x] : kMinusInf;
+    lse_smem[threadIdx.x] = lse == kMinusInf ? -kMinusInf : lse;
+  }
+  // The largest scores of far rows, of a thread's own keys, become what is subtracted.
+  const auto find_shifts = [&](float(&most)[1][kN][4]) {
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float x = fmaxf(most[0][n][i], most[0][n][i + 2]);
+#pragma unroll
+        for (int step = 4; step < 32; step *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
+        if (threadIdx.x % 32 < 4) sums[warp][0][n * 8 + threadIdx.x % 4 * 2 + i] = x;
+      }
+    }
+    __syncthreads();
+    if (far) {
+      float x = kMinusInf;
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) x = fmaxf(x, sums[w][0][threadIdx.x]);
+      lse_smem[threadIdx.x] = scratch.shift[row + threadIdx.x] = x;
+    }
+    clear(most);
+  };
+  float sum[1][kN][4], product[1][kN][4], rest[1][kN][4];  // rest: what rounding took from the products
+  clear(sum);
+  clear(product);
+  clear(rest);
+
+  const Range keys = band.keys({first_query, min(int64_t{first_query} + kBlockM, problem.len_q)}, problem.len_k);
+  const int first_key = static_cast<int>(keys.first) / kBlockN * kBlockN;
+  // Where a row is far its largest score is found first; `sum` has the maxima then.
+  bool searches = __syncthreads_or(far) != 0;
+  if (searches) for_each_score<true>(sum, 0, 0, [](float& x, int, int) { x = kMinusInf; });
+  for (int key = first_key; key < keys.last; key += kBlockN) {
+    __syncthreads();  // nobody reads the last tiles any more
+    load_tile<kBlockN, kThreads>(k_smem, k, key);
+    load_tile<kBlockN, kThreads>(v_smem, v, key);
+    mods.load(features, first_query, key);
+    cp_async_commit();
+    cp_async_wait<0>();
+    __syncthreads();  // all tiles are there
+    make_products_exact<Frag, kHeadDim, kBlockM, kBlockN, kThreads>(problem, q_smem, k_smem, d_out_smem, v_smem);
+    float p_acc[1][kN][4], dp_acc[1][kN][4];
+    clear(p_acc);
+    clear(dp_acc);
+    gemm_nt<Frag, kHeadDim>(p_acc, k_smem, warp_key, q_smem, 0);
+    mods.template apply<true>(features, p_acc, warp_key, 0, first_query + diagonal - key);
+    if (tile_band.is_boundary(first_query, kBlockM, key, kBlockN)) {
+      mask_band<true>(p_acc, warp_key, 0, tile_band, first_query, key);
+    }
+    if (searches) {
+      for_each_pair(sum, p_acc, [](float& x, float y) { x = fmaxf(x, y); });
+      if (key + kBlockN < keys.last) continue;
+      searches = false;
+      find_shifts(sum);
+      key = first_key - kBlockN;
+      continue;
+    }
+    for_each_column(p_acc, lse_smem, [](float& x, float lse) { x = exp2_fast((x - lse) * kLog2e); });
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sum[0][n][i] += p_acc[0][n][i];
+    }
+    gemm_nt<Frag, kHeadDim>(dp_acc, v_smem, warp_key, d_out_smem, 0);
+    if (drops) {
+      visit_dropout<true>(dp_acc, dropout, static_cast<uint32_t>(bh), first_query / 16, (key + warp_key) / 16,
+                          // What is no number stays none, which the main kernel then has of delta.
+                          [&](float& x, bool kept) { x *= kept ? dropout_scale : 0.f; });
+    }
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float x = __fmul_rn(p_acc[0][n][i], dp_acc[0][n][i]);  // not to be fused with the sum
+        product[0][n][i] += x;
+        rest[0][n][i] += fmaf(p_acc[0][n][i], dp_acc[0][n][i], -x);
+      }
+    }
+  }
+
+  // Over the 16 keys of the warp, then over the warps.
+#pragma unroll
+  for (int n = 0; n < kN; ++n) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float x = sum[0][n][i] + sum[0][n][i + 2], y = product[0][n][i] + product[0][n][i + 2];
+      float z = rest[0][n][i] + rest[0][n][i + 2];
+#pragma unroll
+      for (int step = 4; step < 32; step *= 2) {
+        x += __shfl_xor_sync(~0u, x, step);
+        y += __shfl_xor_sync(~0u, y, step);
+        z += __shfl_xor_sync(~0u, z, step);
+      }
+      if (threadIdx.x % 32 < 4) {
+        const int query = n * 8 + threadIdx.x % 4 * 2 + i;
+        sums[warp][0][query] = x;
+        sums[warp][1][query] = y;
+        sums[warp][2][query] = z;
+      }
+    }
+  }
+  __syncthreads();
+  const int i = threadIdx.x;
+  if (i >= kBlockM || first_query + i >= problem.len_q || lse_smem[i] == -kMinusInf) return;
+  float x = 0.f, y = 0.f, z = 0.f;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) {
+    x += sums[w][0][i];
+    y += sums[w][1][i];
+    z += sums[w][2][i];
+  }
+  const bool joined = args.d_lse != nullptr && scratch.d_lse == nullptr;
+  const float d_lse = joined ? static_cast<const float*>(args.d_lse)[row + i] : 0.f;
+  scratch.inverse[row + i] = 1.f / x;
+  if (has_one_float_key(problem)) return;
+  // With the remainder of the division (y + z) / x is rounded once, and of one key it is its dP, bit for bit.
+  const float quotient = y / x;
+  scratch.delta[row + i] = quotient + (fmaf(-quotient, x, y) + z) / x - d_lse;
+}
+
+template <class Element, int kHeadDim>
+void run_measure(const BackwardArgs& args, const BackwardScratch& scratch) {
+  using Traits = MeasureTraits<Element, kHeadDim>;
+  const Problem& problem = args.fwd.problem;
+  const int64_t m_blocks = block_count(problem.len_q, Traits::kBlockM);
+  constexpr int64_t kShared = measure_shared_bytes(kHeadDim, sizeof(typename Traits::T));
+  cuda::launch(measure_kernel<Traits>, cuda::grid_of(problem.batch * problem.heads_q * m_blocks), Traits::kThreads,
+               kShared, args.fwd.stream, args, scratch, m_blocks, features_of(args.fwd));
+}
+
+}  // namespace flash_ext::sm80

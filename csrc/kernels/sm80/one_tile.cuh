@@ -1,0 +1,377 @@
+// Backward of problems whose queries and keys of a head fit one tile, as in windowed vision models: one kernel, which
+// writes dQ, dK and dV itself and adds up the gradient of a broadcast bias, without scratch for dQ, lse or delta.
+//
+//   item = one (batch, head)      unit = items that share a tile of the bias's gradient
+//   (core/bias_gradient_plan.h)
+//
+// A block of threads walks units; the loads of the next item run beside the products of this one. A warp owns 16
+// queries: S, P, dP, dS and dQ are its own, with the whole row at hand, so that the softmax is computed anew (what
+// measure.cuh is for otherwise) and delta is rowsum(P o dP) - dlse. P and dS pass through shared memory once, because
+// dV and dK sum over the queries of all warps; there a warp owns 16 keys.
+//
+// Called by run_bwd.cuh. Invariant: the order of every sum depends on nothing but the shapes and the card; queries past
+// len_q are zeros in shared memory, which make dS = 0 and add nothing to dV; keys past len_k are masked.
+#pragma once
+
+#include "core/bias_gradient_plan.h"
+#include "gpu/host/launch.h"
+#include "kernels/sm80/bwd_parts.cuh"
+#include "kernels/stages/rows.h"
+
+namespace flash_ext::sm80 {
+
+template <class Element_, int kHeadDim_>
+struct OneTileTraits {
+  using Element = Element_;
+  using Frag = Fragments<Element>;
+  using T = typename Frag::Storage;
+  static constexpr int kHeadDim = kHeadDim_, kBlock = kOneTile;
+  static constexpr int kWarps = kBlock / 16, kThreads = 32 * kWarps;
+  static constexpr int kBlocksPerSm = one_tile_blocks(kHeadDim);
+  static constexpr bool kScaled = std::is_same_v<Element, Fp16>;
+  using Tile = SmemTile<T, kHeadDim>;
+  using ScoreTile = SmemTile<T, kBlock>;  // [query][key]
+  using Mods = ScoreMods<Element, kBlock, kBlock, kThreads>;
+};
+
+enum OneTileOperand { kQ, kK, kV, kDOut, kDq, kDk, kDv, kOperands };
+
+// Where an item lies. Gradients in float are addressed in their own elements.
+template <class Traits>
+struct OneTileItem {
+  GlobalRows<typename Traits::T> rows[kOperands];
+  const float* d_lse;  // null: none
+  int64_t to;          // of the bias's gradient
+  bool last;           // of its unit
+  typename Traits::Mods mods;
+};
+
+// The items of a block of threads in their order.
+struct OneTileWalk {
+  uint32_t unit, index = 0, count = 0;
+
+  __device__ __forceinline__ OneTileWalk(const BiasGradientPlan& plan, uint32_t first) : unit(first) { enter(plan); }
+  __device__ __forceinline__ bool valid() const { return index < count; }
+  __device__ __forceinline__ void advance(const BiasGradientPlan& plan) {
+    if (++index < count) return;
+    unit += gridDim.x;
+    enter(plan);
+  }
+
+ private:
+  __device__ __forceinline__ void enter(const BiasGradientPlan& plan) {
+    index = 0;
+    count = unit < plan.units() ? plan.items_of(unit) : 0;
+  }
+};
+
+// A few threads find a member each. NOTE: those of one warp by the same instructions, which the whole block waits for.
+template <class Traits>
+__device__ __forceinline__ void find_item(const BackwardArgs& args, const BiasGradientPlan& plan,
+                                          const OneTileWalk& walk, OneTileItem<Traits>& item, uint32_t bias_smem,
+                                          uint32_t mask_smem) {
+  using T = typename Traits::T;
+  const int which = static_cast<int>(threadIdx.x);
+  if (which >= kOperands && which % 32 != 0) return;
+  const Problem& problem = args.fwd.problem;
+  const BiasGradientItem at = plan.at(problem, walk.unit, walk.index);
+  if (which < kOperands) {
+    const TensorView& view = which == kQ      ? args.fwd.q
+                             : which == kK    ? args.fwd.k
+                             : which == kV    ? args.fwd.v
+                             : which == kDOut ? args.d_out
+                             : which == kDq   ? args.dq
+                             : which == kDk   ? args.dk
+                                              : args.dv;
+    const bool of_queries = which == kQ || which == kDOut || which == kDq;
+    const bool of_values = which == kV || which == kDOut || which == kDv;
+    const bool in_accum =
+        which == kDq ? args.dq_in_accum : (which == kDk ? args.dk_in_accum : which == kDv && args.dv_in_accum);
+    const int64_t offset = batch_offset(problem, view, at.b) + at.head * view.head_stride;
+    GlobalRows<T> rows = rows_of<T>(view, offset, view ? (of_queries ? problem.len_q : problem.len_k) : 0,
+                                    of_values ? problem.head_dim_v : problem.head_dim);
+    if (in_accum) rows.data = reinterpret_cast<T*>(static_cast<float*>(view.data) + offset);
+    item.rows[which] = rows;
+  } else if (which == 32) {
+    item.mods = Traits::Mods::make(args.fwd, at.b, at.head, bias_smem, mask_smem);
+  } else if (which == 64) {
+    item.last = at.last;
+    item.to = at.part * plan.part_elements + (plan.own_head ? at.head * args.dbias.head_stride : 0);
+#pragma unroll
+    for (int i = 0; i < kMaxBatchDims; ++i) {
+      if (plan.own_batch[i]) item.to += at.batch[i] * args.dbias.batch_stride[i];
+    }
+  } else {
+    const int64_t bh = at.b * problem.heads_q + at.head;
+    item.d_lse = args.d_lse == nullptr ? nullptr : static_cast<const float*>(args.d_lse) + bh * problem.len_q;
+  }
+}
+
+// fn(value, number of its row), numbers[i] of rows g + 8 i.
+template <int kN, class Fn>
+__device__ __forceinline__ void for_each_row(float (&c)[1][kN][4], const Fn& fn) {
+#pragma unroll
+  for (int n = 0; n < kN; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) fn(c[0][n][i], i / 2);
+  }
+}
+
+// Over the four lanes of a row.
+template <class Fn>
+__device__ __forceinline__ float row_reduce(float x, const Fn& fn) {
+  x = fn(x, __shfl_xor_sync(~0u, x, 1));
+  return fn(x, __shfl_xor_sync(~0u, x, 2));
+}
+
+// A bias that is one row, one column or one number: what the tile adds up to, in one order.
+__device__ __forceinline__ void sum_rows_or_columns(const float* sums, const BiasGradientPlan& plan, float* to,
+                                                    const TensorView& view, int len_q, int len_k) {
+  const int i = static_cast<int>(threadIdx.x);
+  if (i >= (plan.own_rows || plan.own_cols ? kOneTile : 1)) return;
+  const int64_t stride = plan.own_rows ? view.row_stride : view.col_stride;
+  const int size = plan.own_rows ? len_q : (plan.own_cols ? len_k : 1);
+  float total = 0.f;
+  for (int row = plan.own_rows ? i : 0; row < (plan.own_rows ? i + 1 : kOneTile); ++row) {
+    for (int col = plan.own_cols ? i : 0; col < (plan.own_cols ? i + 1 : kOneTile); ++col) {
+      total += sums[row * kOneTile + col];
+    }
+  }
+  if (i < size) to[i * stride] = total;
+}
+
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
+    one_tile_backward_kernel(const __grid_constant__ BackwardArgs args, const __grid_constant__ BiasGradientPlan plan,
+                             bool sums_bias, unsigned features) {
+  using Frag = typename Traits::Frag;
+  using T = typename Traits::T;
+  using Tile = typename Traits::Tile;
+  using ScoreTile = typename Traits::ScoreTile;
+  using Item = OneTileItem<Traits>;
+  constexpr int kBlock = Traits::kBlock, kHeadDim = Traits::kHeadDim, kThreads = Traits::kThreads;
+  constexpr float kPScale = Traits::kScaled ? 1024.f : 1.f;  // normal fp16 numbers end at 2^-14
+  static_assert(sizeof(Item) <= kOneTileItemBytes);
+  char* const smem = dynamic_shared();
+  __shared__ float largest[Traits::kWarps];
+
+  const Problem& problem = args.fwd.problem;
+  constexpr int kBytes = Tile::bytes(kBlock);
+  const uint32_t base = shared_address(smem);
+  const OneTileSmem layout = one_tile_smem(kHeadDim, bias_bytes_of(problem), problem.has_mask);
+  Item* const ring = reinterpret_cast<Item*>(smem + layout.items);
+  const auto item_at = [&](uint32_t n) -> Item& { return ring[n % 3]; };
+  const ScoreTile p_tile{base + layout.p}, ds_tile{base + layout.ds};
+  const TileBand band = TileBand::make(problem);
+  const int diagonal = problem.bottom_right ? static_cast<int>(problem.len_k - problem.len_q) : 0;
+  const int len_q = static_cast<int>(problem.len_q), len_k = static_cast<int>(problem.len_k);
+  const int warp = threadIdx.x / 32, warp_row = 16 * warp;
+  const int row = warp_row + lane_row();
+
+  const auto find = [&](const OneTileWalk& walk, uint32_t n) {
+    find_item<Traits>(args, plan, walk, item_at(n), base + layout.bias, base + layout.mask);
+  };
+  const auto tile = [&](int which, uint32_t n) { return Tile{base + (static_cast<int>(n % 2) * 4 + which) * kBytes}; };
+  const auto load = [&](uint32_t n) {
+    const Item& item = item_at(n);
+    load_tile<kBlock, kThreads>(tile(kQ, n), item.rows[kQ], 0);
+    load_tile<kBlock, kThreads>(tile(kK, n), item.rows[kK], 0);
+    load_tile<kBlock, kThreads>(tile(kV, n), item.rows[kV], 0);
+    load_tile<kBlock, kThreads>(tile(kDOut, n), item.rows[kDOut], 0);
+  };
+
+  OneTileWalk walk(plan, blockIdx.x), next = walk;
+  if (!walk.valid()) return;
+  find(walk, 0);
+  next.advance(plan);
+  if (next.valid()) find(next, 1);
+  __syncthreads();
+  load(0);
+  cp_async_commit();
+
+  float bias_sum[1][kBlock / 8][4];
+  clear(bias_sum);
+  const void *bias_there = nullptr, *mask_there = nullptr;
+  for (uint32_t n = 0; walk.valid(); ++n) {
+    const Item& item = item_at(n);
+    cp_async_wait<0>();
+    __syncthreads();  // this item's loads and the next item are there; nobody reads what the last one left
+    const bool new_scores = (problem.has_bias && item.mods.bias.data != bias_there) ||
+                            (problem.has_mask && item.mods.mask.data != mask_there);
+    if (new_scores) item.mods.load(features, 0, 0);
+    bias_there = item.mods.bias.data;
+    mask_there = item.mods.mask.data;
+    cp_async_commit();
+    if (next.valid()) load(n + 1);
+    cp_async_commit();
+    float d_lse[2] = {0.f, 0.f};
+    if (item.d_lse != nullptr) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) d_lse[i] = row + 8 * i < len_q ? item.d_lse[row + 8 * i] : 0.f;
+    }
+
+    float p[1][kBlock / 8][4], ds[1][kBlock / 8][4];
+    clear(p);
+    clear(ds);
+    gemm_nt<Frag, kHeadDim>(p, tile(kQ, n), warp_row, tile(kK, n), 0);
+    gemm_nt<Frag, kHeadDim>(ds, tile(kDOut, n), warp_row, tile(kV, n), 0);
+    if (new_scores) {
+      cp_async_wait<1>();
+      __syncthreads();  // bias and mask are there
+    }
+    item.mods.template apply<false>(features, p, warp_row, 0, diagonal);
+    if (band.is_boundary(0, kBlock, 0, kBlock)) mask_band<false>(p, warp_row, 0, band, 0, 0);
+    if (warp_row + 16 > len_q) {  // 0 times NaN of a key that no query sees would be NaN
+      for_each_row(p, [&](float& x, int i) { x = row + 8 * i < len_q ? x : kMinusInf; });
+      for_each_row(ds, [&](float& x, int i) { x = row + 8 * i < len_q ? x : 0.f; });
+    }
+
+    // P = softmax of the row, dS = P o (dP - rowsum(P o dP) + dlse). A row without keys has P = 0.
+    const auto most = [](float x, float y) { return fmaxf(x, y); };
+    const auto plus = [](float x, float y) { return x + y; };
+    float top[2] = {kMinusInf, kMinusInf}, sum[2] = {0.f, 0.f}, delta[2] = {0.f, 0.f};
+    for_each_row(p, [&](float x, int i) { top[i] = fmaxf(top[i], x); });
+#pragma unroll
+    for (float& x : top) x = row_reduce(x, most);
+    for_each_row(p, [&](float& x, int i) {
+      x = exp2_fast((x - (top[i] == kMinusInf ? 0.f : top[i])) * kLog2e);
+      sum[i] += x;
+    });
+#pragma unroll
+    for (float& x : sum) {
+      x = row_reduce(x, plus);
+      x = x == 0.f ? 0.f : 1.f / x;
+    }
+    for_each_row(p, [&](float& x, int i) { x *= sum[i]; });
+#pragma unroll
+    for (int b = 0; b < kBlock / 8; ++b) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) delta[i / 2] = fmaf(p[0][b][i], ds[0][b][i], delta[i / 2]);
+    }
+#pragma unroll
+    for (float& x : delta) x = row_reduce(x, plus);
+    for_each_row(ds, [&](float& x, int i) { x -= delta[i]; });
+    for_each_row(ds, [&](float& x, int i) { x += d_lse[i]; });
+    for_each_pair(ds, p, [](float& x, float y) { x *= y; });
+    if (sums_bias) for_each_pair(bias_sum, ds, [](float& x, float y) { x += y; });
+
+    float scale = 1.f, unscale = 1.f;
+    if constexpr (Traits::kScaled) {
+      float bound = 0.f;
+      for_each_row(ds, [&](float x, int) { bound = fmaxf(bound, fabsf(x)); });
+#pragma unroll
+      for (int step = 16; step > 0; step /= 2) bound = fmaxf(bound, __shfl_xor_sync(~0u, bound, step));
+      if (threadIdx.x % 32 == 0) largest[warp] = bound;
+      __syncthreads();
+#pragma unroll
+      for (const float of_warp : largest) bound = fmaxf(bound, of_warp);
+      scale = fp16_scale(bound);
+      unscale = 1.f / scale;
+      for_each_row(ds, [&](float& x, int) { x *= scale; });
+      for_each_row(p, [&](float& x, int) { x *= kPScale; });
+    }
+    const auto ds_frag = operands<Frag>(ds);
+    store_scores(p_tile, operands<Frag>(p), warp_row);
+    store_scores(ds_tile, ds_frag, warp_row);
+    __syncthreads();  // P and dS are there; nobody reads V any more, which becomes the stage of the gradients
+
+    const auto store = [&](float(&c)[1][kHeadDim / 8][4], const GlobalRows<T>& to, bool in_accum, float factor) {
+      for_each_row(c, [&](float& x, int) { x *= factor; });
+      if (in_accum) {
+        const GlobalRows<float> wide{
+            reinterpret_cast<float*>(to.data), to.row_stride, to.col_stride, to.rows, to.cols, 0, false, false};
+        store_float(c, 0, wide, warp_row);
+      } else {
+        store_accumulators<Frag>(c, tile(kV, n), warp_row, 0, to, warp_row);
+      }
+    };
+    const float factor = static_cast<float>(problem.scale) * unscale;
+    if (args.dq) {
+      float c[1][kHeadDim / 8][4];
+      clear(c);
+      gemm_from_registers<Frag>(c, ds_frag, tile(kK, n), 0, 0);
+      store(c, item.rows[kDq], args.dq_in_accum, factor);
+    }
+    if (args.dk) {
+      float c[1][kHeadDim / 8][4];
+      clear(c);
+      gemm_tn<Frag, kBlock>(c, ds_tile, warp_row, tile(kQ, n), 0);
+      store(c, item.rows[kDk], args.dk_in_accum, factor);
+    }
+    if (args.dv) {
+      float c[1][kHeadDim / 8][4];
+      clear(c);
+      gemm_tn<Frag, kBlock>(c, p_tile, warp_row, tile(kDOut, n), 0);
+      store(c, item.rows[kDv], args.dv_in_accum, 1.f / kPScale);
+    }
+    if (sums_bias && item.last) {
+      float* const to = (plan.partial != nullptr ? plan.partial : static_cast<float*>(args.dbias.data)) + item.to;
+      const bool whole = plan.own_rows && plan.own_cols;
+      float* const sums = reinterpret_cast<float*>(smem + layout.p);  // [query][key], where P and dS were
+      if (!whole) __syncthreads();
+      for_each_score<false>(bias_sum, warp_row, 0, [&](float& x, int query, int key) {
+        const bool inside = query < len_q && key < len_k;
+        if (!whole) {
+          sums[query * kBlock + key] = inside ? x : 0.f;
+        } else if (inside) {
+          to[query * args.dbias.row_stride + key * args.dbias.col_stride] = x;
+        }
+        x = 0.f;
+      });
+      if (!whole) {
+        __syncthreads();
+        sum_rows_or_columns(sums, plan, to, args.dbias, len_q, len_k);
+      }
+    }
+    walk = next;
+    if (next.valid()) next.advance(plan);
+    if (next.valid()) find(next, n + 2);
+  }
+}
+
+// ---- host -----------------------------------------------------------------------------------------------------------
+
+template <class Traits>
+Plan plan_one_tile(Traits, const Problem& problem, const DeviceInfo& device) {
+  constexpr int kOperand = 2 * Traits::Tile::bytes(kOneTile);
+  const OneTileSmem smem = one_tile_smem(Traits::kHeadDim, bias_bytes_of(problem), problem.has_mask);
+  Plan plan;
+  plan.kernel = "sm80.backward.one_tile";
+  plan.block_m = plan.block_n = kOneTile;
+  plan.stages = 2;
+  int next = 0;
+  const auto use = [&](const char* name, int bytes) {
+    if (bytes > 0) plan.on_chip[next++] = {name, bytes};
+  };
+  for (const char* operand : {"q", "k", "v", "d_out"}) use(operand, kOperand);
+  use("p and ds", smem.items - smem.p);
+  use("pointers", smem.bias - smem.items);
+  use("bias", smem.mask - smem.bias);
+  use("mask", smem.total - smem.mask);
+  plan.on_chip_limit = device.shared_memory_per_block;
+  plan.scratch_bytes = problem.wants_dbias ? bias_partial_elements(problem) * 4 : 0;
+  plan.grid = problem.batch * problem.heads_q;
+  if (device.multiprocessors > 0) {
+    plan.grid = std::min(plan.grid, int64_t{device.multiprocessors} * Traits::kBlocksPerSm);
+    plan.waves = static_cast<double>(plan.grid) / device.multiprocessors;
+  }
+  return plan;
+}
+
+template <class Traits>
+void run_one_tile(Traits, const BackwardArgs& args, const Plan& plan, void* workspace) {
+  const Problem& problem = args.fwd.problem;
+  // Items whose bias is the same follow each other.
+  BiasGradientPlan order =
+      make_bias_gradient_plan(problem, problem.wants_dbias ? args.dbias : args.fwd.bias, kOneTile, kOneTile, plan.grid);
+  const bool in_parts = problem.wants_dbias && order.parts > 1;
+  if (in_parts) order.partial = static_cast<float*>(workspace);
+  cuda::launch(one_tile_backward_kernel<Traits>, cuda::grid_of(plan.grid), Traits::kThreads,
+               one_tile_smem(Traits::kHeadDim, bias_bytes_of(problem), problem.has_mask).total, args.fwd.stream, args,
+               order, problem.wants_dbias, features_of(args.fwd));
+  if (in_parts) {
+    cuda::sum_parts(args.dbias.data, DType::kFloat32, order.partial, order.part_elements, order.parts, args.fwd.stream);
+  }
+}
+
+}  // namespace flash_ext::sm80

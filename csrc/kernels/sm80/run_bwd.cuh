@@ -1,0 +1,284 @@
+// The host side of backward: which instance, how much scratch, which launches in which order.
+//
+//   memset -> delta -> (sums of rows with a large lse) -> (gradient of a broadcast bias) -> main kernel, or one for
+//   each batch element -> dQ to its own dtype, sums of slopes
+//
+// Called by backend.cpp through kernels.h. Invariant: plan_backward and run_backward read the same functions, so
+// scratch and shared memory are what explain prints.
+#pragma once
+
+#include "gpu/host/inspect.h"
+#include "gpu/host/launch.h"
+#include "kernels/sm80/bias_gradient.cuh"
+#include "kernels/sm80/bwd.cuh"
+#include "kernels/sm80/measure.cuh"
+#include "kernels/sm80/one_tile.cuh"
+#include "kernels/sm80/shared_memory.h"
+#include "kernels/stages/rows.h"
+
+namespace flash_ext::sm80 {
+
+// fn(Traits) of the instance that serves the problem.
+template <class Element, int kHeadDim, class Fn>
+auto with_backward_traits(const Problem& problem, bool small, const Fn& fn) {
+  const bool plain = is_plain_backward(problem);
+  if (small) {
+    return plain ? fn(BackwardTraits<Element, kHeadDim, true, Between::kNothing>())
+                 : fn(BackwardTraits<Element, kHeadDim, true, Between::kAny>());
+  }
+  if (plain) return fn(BackwardTraits<Element, kHeadDim, false, Between::kNothing>());
+  if constexpr (sizeof(StorageOf<Element>) == 2) {
+    if (has_dropout_alone(problem)) return fn(BackwardTraits<Element, kHeadDim, false, Between::kDropout>());
+  }
+  return fn(BackwardTraits<Element, kHeadDim, false, Between::kAny>());
+}
+
+template <class Traits>
+BackwardSmem backward_smem_of(const Problem& problem, const DeviceInfo& device) {
+  constexpr BackwardShape kShape = Traits::kShape;
+  return backward_smem(kShape, Traits::kHeadDim, sizeof(typename Traits::T),
+                       backward_needs(problem, Traits::kHeadDim, has_bulk_additions(device)));
+}
+
+// batch: of how many elements.
+template <class Traits>
+TileSchedule backward_schedule(const Problem& problem, int64_t batch, int64_t groups, int64_t processors) {
+  constexpr int64_t kL2Budget = 24 << 20;
+  TileSchedule schedule;
+  schedule.blocks = block_count(problem.len_k, Traits::kBlockN);
+  schedule.heads_k = groups;
+  schedule.kv_heads = batch * schedule.heads_k;
+  schedule.batch = batch;
+  const int64_t bytes = problem.len_q * (problem.head_dim * (sizeof(typename Traits::T) + 4) +
+                                         problem.head_dim_v * sizeof(typename Traits::T));
+  const int64_t l2_heads = heads_per_section(bytes * problem.heads_q / groups, kL2Budget);
+  const Band band = make_band(problem);
+  set_sections(schedule, l2_heads, processors, [&](int64_t block) {
+    const int64_t first = block * Traits::kBlockN;
+    return band.queries({first, std::min(first + Traits::kBlockN, problem.len_k)}, problem.len_q).size();
+  });
+  return schedule;
+}
+
+// The same call with a V that is 0 in every row, which dV does not need.
+inline BackwardArgs without_values(BackwardArgs args, float* zeros) {
+  TensorView row;
+  row.data = zeros;
+  row.col_stride = 1;
+  args.fwd.v = row;
+  return args;
+}
+
+// How many launches the main kernel takes for the gradient of the bias, or 0 where it does not make it.
+template <class Traits>
+int dbias_launches(const BackwardArgs& args, const Plan& plan) {
+  const Problem& problem = args.fwd.problem;
+  const TensorView& view = args.dbias;
+  if (!plan.narrow_dbias || args.d_lse != nullptr) return 0;
+  if (!cuda::is_made_for(backward_kernel<Traits>, 90)) return 0;  // a later card's, made of PTX of 8.0, has no boxes
+  if (!problem.wants_dq && !problem.wants_dk && !problem.wants_dv) return 0;  // then that pass is less work
+  if (problem.heads_k != problem.heads_v && problem.wants_dv) return 0;       // which is two launches as it is
+  if (cuda::tma_refuses(problem, view, problem.heads_q, problem.len_q) != nullptr) return 0;
+  if (is_whole(problem, view)) return 1;
+  Problem one = problem;
+  one.batch_rank = 0;
+  if (!is_whole(one, view) || problem.batch > kMostSums) return 0;
+  for (int i = 0; i < problem.batch_rank; ++i) {
+    if (view.batch_stride[i] != 0 && problem.batch_size[i] > 1) return 0;
+  }
+  // Launches that do not fill the card are what it must not cost.
+  const int64_t blocks = block_count(problem.len_k, Traits::kBlockN) * problem.heads_k;
+  const int64_t apart = problem.batch * block_count(blocks, plan.processors);
+  return 10 * apart <= 12 * block_count(blocks * problem.batch, plan.processors) ? static_cast<int>(problem.batch) : 0;
+}
+
+template <class Traits>
+BackwardScratch backward_scratch(const Problem& problem, void* workspace) {
+  BackwardScratch scratch;
+  const int64_t heads = problem.batch * problem.heads_q;
+  const auto take = [&](auto*& pointer, int64_t count) {
+    using T = std::remove_reference_t<decltype(*pointer)>;
+    pointer = reinterpret_cast<T*>(static_cast<char*>(workspace) + scratch.bytes);
+    scratch.bytes += (count * static_cast<int64_t>(sizeof(T)) + 127) / 128 * 128;
+  };
+  scratch.m_blocks = block_count(problem.len_q, Traits::kBlockM);
+  scratch.direct_dq = Traits::kDirectDq && problem.wants_dq && problem.len_k <= Traits::kBlockN;
+  const bool sums_dq = problem.wants_dq && !scratch.direct_dq;
+  take(scratch.delta, heads * problem.len_q);
+  if (may_be_inexact(problem)) {
+    take(scratch.inverse, heads * problem.len_q);
+    take(scratch.shift, heads * problem.len_q);
+  }
+  if (finds_far_rows(problem)) take(scratch.far, heads * problem.len_q);
+  scratch.beside_lse = scratch.far != nullptr ? reinterpret_cast<const float*>(scratch.far) : scratch.inverse;
+  scratch.beside_lse_size = scratch.far != nullptr ? 2 : 1;
+  if (problem.wants_dalibi) take(scratch.slopes, heads * block_count(problem.len_k, Traits::kBlockN));
+  if (problem.wants_dbias) take(scratch.bias_partial, bias_partial_elements(problem));
+  const int64_t before = scratch.bytes;
+  if (problem.deterministic && sums_dq) take(scratch.turns, heads * scratch.m_blocks * Traits::kWarps + 1);
+  if (problem.dtype == DType::kFloat16) take(scratch.bounds, heads * 2);
+  if (sums_dq) take(scratch.dq_accum, heads * problem.len_q * problem.head_dim);
+  if (has_one_float_key(problem)) take(scratch.zeros, problem.head_dim_v);
+  // Few keys: it takes a hundredth or so of what dQ does.
+  if (problem.dtype == DType::kFloat16 && problem.len_q > 2 * kSumTiles * Traits::kBlockM &&
+      problem.len_q >= 256 * problem.len_k) {
+    const int64_t tiles = block_count(problem.len_k, Traits::kBlockN) * std::max(problem.heads_k, problem.heads_v);
+    take(scratch.sums, problem.batch * tiles * Traits::kThreads * Traits::kAccumulators);
+  }
+  scratch.zeroed_bytes = scratch.bytes - before;
+  return scratch;
+}
+
+// fn(Traits) and true where one_tile.cuh serves the problem.
+template <class Element, int kHeadDim, class Fn>
+bool with_one_tile(const Problem& problem, int64_t shared_limit, const Fn& fn) {
+  if constexpr (sizeof(StorageOf<Element>) == 2 && kHeadDim <= 64) {
+    if (is_one_tile(problem, kHeadDim, shared_limit)) {
+      fn(OneTileTraits<Element, kHeadDim>());
+      return true;
+    }
+  }
+  return false;
+}
+
+template <class Element, int kHeadDim>
+Plan plan_backward(const Problem& problem, const DeviceInfo& device) {
+  Plan one_tile;
+  if (with_one_tile<Element, kHeadDim>(problem, device.shared_memory_per_block,
+                                       [&](auto traits) { one_tile = plan_one_tile(traits, problem, device); })) {
+    return one_tile;
+  }
+  const auto make = [&]<class Traits>(Traits) {
+    const BackwardSmem smem = backward_smem_of<Traits>(problem, device);
+    Plan plan;
+    constexpr bool kTf32 = std::is_same_v<Element, Tf32>;
+    plan.kernel = kTf32              ? (Traits::kPlain ? "sm80.backward.plain.tf32" : "sm80.backward.general.tf32")
+                  : Traits::kPlain   ? "sm80.backward.plain"
+                  : Traits::kGeneral ? "sm80.backward.general"
+                                     : "sm80.backward.dropout";
+    plan.block_m = Traits::kBlockM;
+    plan.block_n = Traits::kBlockN;
+    plan.stages = Traits::kStages;
+    int next = 0;
+    const auto use = [&](const char* name, int bytes) {
+      if (bytes > 0) plan.on_chip[next++] = {name, bytes};
+    };
+    use("k", smem.v);
+    use("v", smem.q - smem.v);
+    use("q", smem.d_out - smem.q);
+    use("d_out", smem.p - smem.d_out);
+    use("p and ds", smem.rows - smem.p);
+    use("lse and delta", smem.bias - smem.rows);
+    use("bias", smem.mask - smem.bias);
+    use("mask", smem.dq - smem.mask);
+    use("dq", smem.total - smem.dq);
+    plan.on_chip_limit = device.shared_memory_per_block;
+    plan.scratch_bytes = backward_scratch<Traits>(problem, nullptr).bytes;
+    plan.narrow_dbias = has_narrow_dbias<Traits>(problem, device);
+    plan.grid = block_count(problem.len_k, Traits::kBlockN) * problem.batch * problem.heads_k;
+    plan.processors = device.multiprocessors;  // mostly one block each
+    if (device.multiprocessors > 0) plan.waves = static_cast<double>(plan.grid) / device.multiprocessors;
+    return plan;
+  };
+  const bool small = takes_small_tiles(problem, Pass::kBackward, kHeadDim, device);
+  Plan plan = with_backward_traits<Element, kHeadDim>(problem, small, make);
+  plan.small_tiles = small;
+  return plan;
+}
+
+template <class Element, int kHeadDim>
+void run_backward(const BackwardArgs& given, const Plan& plan, void* workspace) {
+  const Problem& problem = given.fwd.problem;
+  if (with_one_tile<Element, kHeadDim>(problem, plan.on_chip_limit,
+                                       [&](auto traits) { run_one_tile(traits, given, plan, workspace); })) {
+    return;
+  }
+  with_backward_traits<Element, kHeadDim>(problem, plan.small_tiles, [&]<class Traits>(Traits) {
+    BackwardScratch scratch = backward_scratch<Traits>(problem, workspace);
+    BackwardArgs args = has_one_float_key(problem) ? without_values(given, scratch.zeros) : given;
+    if (scratch.zeroed_bytes > 0) {
+      void* const first = static_cast<char*>(workspace) + scratch.bytes - scratch.zeroed_bytes;
+      cuda::check(cudaMemsetAsync(first, 0, scratch.zeroed_bytes, static_cast<cudaStream_t>(args.fwd.stream)),
+                  "memset");
+    }
+    if (is_dlse_apart(problem)) scratch.d_lse = static_cast<const float*>(args.d_lse);
+    cuda::delta(args, scratch.delta, scratch.bounds, scratch.d_lse != nullptr,
+                finds_far_rows(problem) ? scratch.far : nullptr);
+    if (may_be_inexact(problem)) {
+      run_measure<Element, kHeadDim>(args, scratch);
+      if (!finds_far_rows(problem)) args.fwd.lse = scratch.shift;
+    }
+    const int by_boxes = problem.wants_dbias ? dbias_launches<Traits>(args, plan) : 0;
+    scratch.direct_dbias = problem.wants_dbias && !plan.narrow_dbias && is_whole(problem, args.dbias);
+    if (by_boxes > 0) {
+      scratch.dbias_map = cuda::make_tensor_map(problem, args.dbias, problem.heads_q, problem.len_q, problem.len_k,
+                                                Traits::kBlockM, cuda::Promotion::k128, 1, kDbiasCols);
+    } else if (problem.wants_dbias && !scratch.direct_dbias) {
+      run_bias_gradient<Element, kHeadDim>(args, scratch, plan.on_chip_limit, plan.narrow_dbias);
+    }
+    if (scratch.direct_dbias || (by_boxes > 0 && !make_band(problem).unbounded())) {  // some tiles are not visited
+      const int64_t bytes = bias_elements(problem, args.dbias) * (plan.narrow_dbias ? 2 : 4);
+      cuda::check(cudaMemsetAsync(args.dbias.data, 0, bytes, static_cast<cudaStream_t>(args.fwd.stream)), "memset");
+    }
+    if (scratch.direct_dq && !make_band(problem).unbounded()) {  // some tiles of queries see no key
+      const int64_t element = args.dq_in_accum || problem.dtype == DType::kFloat32 ? 4 : 2;
+      const int64_t bytes = problem.batch * problem.heads_q * problem.len_q * problem.head_dim * element;
+      cuda::check(cudaMemsetAsync(args.dq.data, 0, bytes, static_cast<cudaStream_t>(args.fwd.stream)), "memset");
+    }
+    const bool has_tiles = problem.wants_dq || problem.wants_dk || problem.wants_dv || problem.wants_dalibi;
+    if (!has_tiles && !scratch.direct_dbias) return;
+    const auto launch = [&](const BackwardArgs& part, const BackwardScratch& part_scratch, int64_t groups) {
+      const Problem& p = part.fwd.problem;
+      constexpr bool kMayBeRaw = sizeof(typename Traits::T) == 2;
+      ScoreOptions options = ScoreOptions::of(part.fwd, kMayBeRaw && (Traits::kPlain || !may_be_inexact(problem)));
+      options.features |= (may_be_inexact(problem) ? kMeasured : 0u) |
+                          (part_scratch.d_lse != nullptr ? kDlseApart : 0u) | (p.wants_dalibi ? kSlopeGradient : 0u) |
+                          (part_scratch.direct_dbias ? kBiasGradient : 0u) | (by_boxes > 0 ? kBiasBoxes : 0u) |
+                          (backward_needs(problem, kHeadDim, false).p_apart ? kPApart : 0u);
+      const int64_t batch = by_boxes > 1 ? 1 : problem.batch;
+      TileSchedule schedule = backward_schedule<Traits>(problem, batch, groups, plan.processors);
+      schedule.batch_inner = batch > 1 && batch_shares_scores(problem, part.fwd);
+      BackwardScratch now = part_scratch;
+      for (; now.first_batch < problem.batch; now.first_batch += static_cast<int>(batch)) {
+        now.adds_dbias = now.first_batch > 0;
+        cuda::launch(backward_kernel<Traits>, cuda::grid_of(schedule.size()), Traits::kThreads, plan.on_chip_bytes(),
+                     args.fwd.stream, part, now, schedule, options);
+      }
+    };
+    if (problem.heads_k == problem.heads_v || !args.dv) {
+      launch(args, scratch, problem.heads_k);
+    } else {
+      BackwardArgs keys = args, values = args;
+      keys.dv = TensorView();
+      values.dk = TensorView();
+      Problem& of_values = values.fwd.problem;
+      of_values.wants_dq = of_values.wants_dk = of_values.wants_dbias = of_values.wants_dalibi = false;
+      BackwardScratch values_scratch = scratch;
+      values_scratch.turns = nullptr;
+      values_scratch.direct_dbias = values_scratch.direct_dq = false;
+      launch(keys, scratch, problem.heads_k);
+      launch(values, values_scratch, problem.heads_v);
+    }
+    if (problem.wants_dq && !scratch.direct_dq) cuda::convert_dq(args, scratch.dq_accum, problem.head_dim == kHeadDim);
+    if (problem.wants_dalibi) cuda::sum_slopes(args, scratch.slopes, block_count(problem.len_k, Traits::kBlockN));
+  });
+}
+
+template <class Element, int kHeadDim>
+void inspect_backward(const Problem& problem, Plan& plan) {
+  const bool one_tile = with_one_tile<Element, kHeadDim>(problem, plan.on_chip_limit, [&]<class Traits>(Traits) {
+    const int bytes = one_tile_smem(kHeadDim, bias_bytes_of(problem), problem.has_mask).total;
+    cuda::inspect(one_tile_backward_kernel<Traits>, Traits::kThreads, bytes, plan);
+  });
+  if (one_tile) return;
+  with_backward_traits<Element, kHeadDim>(problem, plan.small_tiles, [&]<class Traits>(Traits) {
+    cuda::inspect(backward_kernel<Traits>, Traits::kThreads, plan.on_chip_bytes(), plan);
+    if (may_be_inexact(problem)) cuda::inspect_beside(measure_kernel<MeasureTraits<Element, kHeadDim>>, plan);
+    if (problem.wants_dbias) {
+      cuda::inspect_beside(bias_gradient_kernel<BiasGradientTraits<Element, kHeadDim, false>>, plan);
+      cuda::inspect_beside(bias_gradient_kernel<BiasGradientTraits<Element, kHeadDim, true>>, plan);
+    }
+  });
+}
+
+}  // namespace flash_ext::sm80

@@ -1,0 +1,177 @@
+// Which of its tiles a problem gets on a card: what the kernels of a pass keep in shared memory, against what a block
+// may have there. Host code without CUDA syntax.
+//
+// Called by plan_forward and plan_backward, which choose the tiles, and by refuses() in backend.cpp, where none fit.
+// Invariant: both ask shared_bytes, so what refuses() lets pass can be started with the tiles of its plan.
+#pragma once
+
+#include <algorithm>
+#include <string>
+
+#include "core/band.h"
+#include "core/tile_schedule.h"
+#include "kernels/sm80/config.h"
+
+namespace flash_ext::sm80 {
+
+// What a kernel declares statically, from above: only the compiler knows; measure.cuh has as much.
+constexpr int64_t kStaticSharedBytes = 1024;
+
+// Positions are 32-bit in the kernels, and sums of two of them must be.
+constexpr int64_t kMaxLength = int64_t{1} << 30;
+
+// Of measure.cuh, which has one tile for all cards, and room for any bias and mask. Floats above head dimension 128
+// have half of the queries, for cards with 99 KiB.
+constexpr TileShape measure_tile(int element_bytes, int head_dim) {
+  return {element_bytes == 4 && head_dim > 128 ? 16 : 32, 32, 2};
+}
+
+constexpr int64_t measure_shared_bytes(int head_dim, int element_bytes) {
+  const TileShape tile = measure_tile(element_bytes, head_dim);
+  return 2 * (tile.block_m + tile.block_n) * head_dim * element_bytes +
+         tile.block_m * (aux_pitch(tile.block_n, 4) + aux_pitch(tile.block_n, 1));
+}
+
+// Keys below which a row is measured. In 16-bit types the roundings of P and dS hide the rest, but with one key eager
+// attention has dS = 0 exactly; a few more cost nothing.
+constexpr int64_t few_keys(bool is_float) { return is_float ? 64 : 16; }
+
+// Whether measure.cuh runs. In 16-bit types only a bias or an unusual scale leads to an lse beyond 2^12, and a few rows
+// with few keys among many others do not matter: all rows must be of that kind.
+inline bool may_be_inexact(const Problem& problem) {
+  const Band band = make_band(problem);
+  const bool one_key = band.upper <= band.lower;
+  // NOTE: a causal call of one query, say, whose only row sees one key: dQ of 0.95 where eager has 0, at a mean of 8.
+  return problem.dtype == DType::kFloat32 || problem.has_bias || problem.wants_dalibi || one_key ||
+         band.keys({0, problem.len_q}, problem.len_k).size() < few_keys(false);
+}
+
+// Whether dS is P o ((dP - delta) + dlse), with delta from measure.cuh, and not P o (dP - (delta - dlse)). With one key
+// dP - delta is 0 and dS is dlse, bit for bit; the gradients of a bias and of slopes add that up. The others are
+// products, which round as much themselves.
+inline bool is_dlse_apart(const Problem& problem) { return problem.wants_dalibi || problem.wants_dbias; }
+
+inline bool is_plain_backward(const Problem& problem) {
+  return is_plain(problem) && !problem.wants_dbias && !problem.wants_dalibi;
+}
+
+// Between::kDropout. Its scores stay raw.
+inline bool has_dropout_alone(const Problem& problem) {
+  Problem rest = problem;
+  rest.dropout_p = 0.0;
+  return problem.dropout_p > 0.0 && is_plain_backward(rest) && !may_be_inexact(problem);
+}
+
+// Whether the main kernel has no other way to rows whose lse is far from 0 than what far_rows.cuh finds.
+inline bool finds_far_rows(const Problem& problem) {
+  return problem.dtype != DType::kFloat32 && (is_plain_backward(problem) || !may_be_inexact(problem));
+}
+
+// Whether backward is one_tile.cuh. `head_dim` is that of the instance.
+inline bool is_one_tile(const Problem& problem, int head_dim, int64_t shared_limit) {
+  return problem.dtype != DType::kFloat32 && head_dim <= 64 && problem.len_q <= kOneTile && problem.len_k <= kOneTile &&
+         problem.heads_q == problem.heads_k && problem.heads_q == problem.heads_v && problem.softcap == 0.0 &&
+         problem.dropout_p == 0.0 && !problem.wants_dalibi &&
+         kStaticSharedBytes + one_tile_smem(head_dim, bias_bytes_of(problem), problem.has_mask).total <= shared_limit;
+}
+
+// What kHasBulkAdditions is in the kernels' machine code for the device, and may be where they are compiled from PTX.
+inline bool has_bulk_additions(const DeviceInfo& device) { return device.compute_capability >= 90; }
+
+// Of a block of the pass's hungriest kernel, static and dynamic. `head_dim` is that of the instance.
+inline int64_t shared_bytes(const Problem& problem, Pass pass, int head_dim, bool small, const DeviceInfo& device) {
+  const int element_bytes = problem.dtype == DType::kFloat32 ? 4 : 2;
+  const int bias_bytes = bias_bytes_of(problem);
+  if (pass == Pass::kForward) {
+    const TileShape tile = forward_tile(element_bytes, head_dim, small, is_plain(problem));
+    return kStaticSharedBytes + forward_smem(tile, head_dim, element_bytes, bias_bytes, problem.has_mask, 1).total;
+  }
+  const BackwardShape shape = backward_shape(element_bytes, head_dim, small, is_plain_backward(problem));
+  const BackwardNeeds needs = backward_needs(problem, head_dim, has_bulk_additions(device));
+  int64_t bytes = backward_smem(shape, head_dim, element_bytes, needs).total;
+  if (may_be_inexact(problem)) bytes = std::max(bytes, measure_shared_bytes(head_dim, element_bytes));
+  if (problem.wants_dbias) {
+    const TileShape tile = bias_gradient_shape(element_bytes, head_dim, true).tile;  // its larger one is its own choice
+    const int gradient = bias_gradient_smem(tile, head_dim, element_bytes, bias_bytes, problem.has_mask).total;
+    bytes = std::max<int64_t>(bytes, gradient);
+  }
+  return kStaticSharedBytes + bytes;
+}
+
+// Whether tiles are copied by TMA, where the views permit it.
+inline bool has_tensor_maps(const DeviceInfo& device, int element_bytes, int head_dim) {
+  return has_boxes(element_bytes, head_dim) && device.compute_capability >= 90;
+}
+
+// Of blocks with so much shared memory, static and dynamic, how many a multiprocessor has room for.
+inline int64_t resident_blocks(int64_t bytes, const DeviceInfo& device) {
+  constexpr int64_t kReserved = 1024;  // of each block, by the system
+  return bytes > device.shared_memory_per_block ? 0 : device.shared_memory_per_multiprocessor / (bytes + kReserved);
+}
+
+// Of K and V forward: two where TMA copies them, nothing else is loaded for each tile and a multiprocessor can have
+// `blocks` blocks, or as many as with one. NOTE: H200, head dimension 128 (64): two stages are 1.11 (1.05) times as
+// fast with dropout and 1.06 (1.03) with slopes; with a bias or a mask, whose copies need a second barrier, 0.98
+// to 1.00; in the plain kernel 0.98, where it does not spill.
+inline int forward_stages(const Problem& problem, TileShape tile, int head_dim, int element_bytes, int blocks,
+                          const DeviceInfo& device) {
+  if (!has_tensor_maps(device, element_bytes, head_dim) || is_plain(problem)) return 1;
+  if (problem.has_bias || problem.has_mask) return 1;
+  const auto resident = [&](int stages) {
+    const int64_t bytes = kStaticSharedBytes + forward_smem(tile, head_dim, element_bytes, 0, false, stages).total;
+    return std::min<int64_t>(blocks, resident_blocks(bytes, device));
+  };
+  return resident(2) >= std::max<int64_t>(1, resident(1)) ? 2 : 1;
+}
+
+// Small tiles for cards where the large ones do not fit and, forward, for few queries or so few tiles that each of the
+// small ones, of half the queries, has a multiprocessor to itself.
+// NOTE: and from 9.0 on where a large one is alone on a multiprocessor and two small ones are not. Alone it waits for
+// its first keys and for its out; two wait while the other multiplies, and end more evenly. H200, head dimension 256,
+// 16k tokens: 0.87 of the time at S = 512 causal, 0.98 full, 0.96 and 0.99 at 4k. They load each key twice as often,
+// from L2, which is not measured on 8.0.
+inline bool takes_small_tiles(const Problem& problem, Pass pass, int head_dim, const DeviceInfo& device) {
+  if (pass == Pass::kForward) {
+    const int element_bytes = problem.dtype == DType::kFloat32 ? 4 : 2;
+    const TileShape large = forward_tile(element_bytes, head_dim, false, is_plain(problem));
+    const int64_t tiles = block_count(problem.len_q, large.block_m) * problem.batch * problem.heads_q;
+    if (problem.len_q <= 64 || 2 * tiles <= device.multiprocessors) return true;
+    const bool may_pair = large.warps == 8 && element_bytes == 2 && is_plain(problem);
+    if (may_pair && device.compute_capability >= 90 &&
+        resident_blocks(shared_bytes(problem, pass, head_dim, true, device), device) >= 2) {
+      return true;
+    }
+  }
+  return shared_bytes(problem, pass, head_dim, false, device) > device.shared_memory_per_block;
+}
+
+// A clause where not even the small tiles fit, else empty.
+inline std::string refuses_shared_memory(const Problem& problem, Pass pass, int head_dim, const DeviceInfo& device) {
+  const int64_t needed = shared_bytes(problem, pass, head_dim, true, device);
+  if (needed <= device.shared_memory_per_block) return "";
+  const auto grouped = [](int64_t number) {
+    std::string text = std::to_string(number);
+    for (size_t i = text.size(); i > 3; i -= 3) text.insert(i - 3, ",");
+    return text;
+  };
+  std::string what = problem.head_dim >= problem.head_dim_v ? "head_dim " + std::to_string(problem.head_dim)
+                                                            : "head_dim_v " + std::to_string(problem.head_dim_v);
+  what += problem.dtype == DType::kFloat32 ? " in float32" : " in 16 bits";
+  if (problem.has_bias || problem.has_mask) {
+    what += problem.has_bias ? (problem.has_mask ? " with a bias and a mask" : " with a bias") : " with a mask";
+  }
+  return what + " needs " + grouped(needed) + " bytes of shared memory a block, the device has " +
+         grouped(device.shared_memory_per_block);
+}
+
+// A clause where a sequence is longer than positions reach, else empty.
+inline std::string refuses_length(const Problem& problem) {
+  const auto too_long = [](const char* what, int64_t length) {
+    return std::string(what) + " " + std::to_string(length) + " is more than 2^30";
+  };
+  if (problem.len_q > kMaxLength) return too_long("len_q", problem.len_q);
+  if (problem.len_k > kMaxLength) return too_long("len_k", problem.len_k);
+  return "";
+}
+
+}  // namespace flash_ext::sm80

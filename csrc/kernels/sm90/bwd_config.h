@@ -1,0 +1,272 @@
+// The tiles of backward, what each keeps in shared memory, and the order in which tiles run. Host and device read the
+// same functions, so that plan(), the launch and the kernel cannot disagree.
+//
+// Called by backend.cpp, bwd.cuh, bwd_order.cuh, bwd_rows.cuh and run_bwd.cuh. Invariant: as of config.h.
+#pragma once
+
+#include <cstdint>
+
+#include "core/band.h"
+#include "core/portable.h"
+#include "core/tile_schedule.h"
+#include "kernels/sm90/config.h"
+#include "kernels/sm90/descriptor.h"
+
+namespace flash_ext::sm90 {
+
+// Two consumer warpgroups own 64 keys each; dQ of a tile is split among them by queries or by columns.
+struct BackwardShape {
+  int block_m;    // queries
+  int stages;     // of Q and of dO
+  int ds_stages;  // of dS
+  int k_steps;    // of 16 columns of K that S^T takes from registers, because the products saturate shared memory
+  bool defers;    // dQ of a tile of queries is computed during the next, so that no warpgroup waits for the other's dS
+  bool scored;    // with a bias, a mask or dropout, which the producer's other three warps bring (bwd_scores.cuh)
+
+  static constexpr int consumers = 2, block_n = 128, threads = 384;
+  // A launch gives every thread 168 of the 65,536: 128 * (24 + 2 * 240) and 128 * (56 + 2 * 224).
+  constexpr int producer_registers() const { return scored ? 56 : 24; }
+  constexpr int consumer_registers() const { return scored ? 224 : 240; }
+  // Of what dropout drops in a tile of queries and keys, a bit a pair.
+  constexpr int drop_bytes() const { return block_m * block_n / 8; }
+  // Columns of dQ that a warpgroup computes, of head_dim; the queries are split where that is all of them.
+  constexpr int dq_cols(int head_dim) const { return block_m == 128 ? head_dim : head_dim / 2; }
+};
+
+// What comes between q k^T and the softmax, besides the band.
+enum class Added : uint8_t {
+  kNothing,
+  kCap,     // a softcap, alone
+  kScores,  // a bias, slopes or a mask
+  kDrops,   // dropout, with these or without
+};
+inline Added added_of(const Problem& problem) {
+  if (problem.dropout_p > 0.0) return Added::kDrops;
+  if (problem.softcap != 0.0) return Added::kCap;
+  return is_scored(problem) ? Added::kScores : Added::kNothing;
+}
+constexpr bool is_scored(Added added) { return added == Added::kScores || added == Added::kDrops; }
+
+constexpr BackwardShape backward_shape(int head_dim, Added added = Added::kNothing) {
+  // NOTE: with 224 registers one step spills 4 to 16 bytes.
+  if (is_scored(added)) return {head_dim <= 64 ? 128 : 64, 2, 1, 0, false, true};
+  if (added == Added::kCap) return {head_dim <= 64 ? 128 : 64, 2, 2, 0, false, false};
+  if (head_dim <= 64) return {128, 2, 2, 4, true, false};
+  return {64, 2, 2, 4, false, false};
+}
+
+// Numbers that a query has beside Q and dO (bwd_rows.cuh), by tile of queries: of all its queries the first, and so on.
+enum QueryStat { kLseStat, kFarStat, kDeltaStat, kQueryStats };
+
+// How blocks find their tiles of keys.
+enum class Walk : uint8_t {
+  kOne,      // a block each
+  kEvery,    // every gridDim.x-th
+  kOrdered,  // the next of a counter; and dQ is added up in one order (bwd_order.cuh)
+};
+
+// Which tiles of queries and of keys meet: some pair of theirs may be in the band. lower < upper, because backend.cpp
+// refuses a band of one key, and both are far from the ends of int.
+template <int kBlockM, int kBlockN>
+struct Meetings {
+  int lower, upper, len_q, len_k;
+
+  struct Tiles {
+    int first, last;  // equal where there is none
+  };
+
+  // The tiles of queries that these keys meet.
+  FLASH_DEVICE Tiles of_keys(int first_key) const {
+    const int end_key = first_key + kBlockN < len_k ? first_key + kBlockN : len_k;
+    const int first_query = first_key > upper ? first_key - upper : 0;
+    const int end_query = end_key - lower < len_q ? end_key - lower : len_q;
+    const int first = first_query / kBlockM;
+    return {first, end_query > first_query ? (end_query + kBlockM - 1) / kBlockM : first};
+  }
+
+  // The tiles of queries of which each sees all of these keys.
+  struct Inside {
+    int first;
+    uint32_t count;
+    FLASH_DEVICE bool has(int m_block) const { return static_cast<uint32_t>(m_block - first) < count; }
+  };
+  FLASH_DEVICE Inside inside(int first_key) const {
+    const auto floor_div = [](int x) { return (x & -kBlockM) / kBlockM; };  // a power of two
+    const int first = floor_div(first_key + kBlockN - 1 - upper + kBlockM - 1);
+    const int end = floor_div(first_key - lower - kBlockM + 1) + 1;
+    return {first, first_key + kBlockN <= len_k && end > first ? static_cast<uint32_t>(end - first) : 0};
+  }
+
+  // The first and the last tile of keys that a tile of queries meets, if it meets any; then it meets all between, too.
+  FLASH_DEVICE int first_keys_of(int m_block) const {
+    const int first_key = m_block * kBlockM + lower;
+    return first_key > 0 ? first_key / kBlockN : 0;
+  }
+  FLASH_DEVICE int last_keys_of(int m_block) const {
+    const int end_query = (m_block + 1) * kBlockM < len_q ? (m_block + 1) * kBlockM : len_q;
+    const int end_key = end_query + upper < len_k ? end_query + upper : len_k;
+    return (end_key - 1) / kBlockN;
+  }
+
+  FLASH_DEVICE bool meets_keys(int m_block) const {
+    const int first_key = first_keys_of(m_block) * kBlockN;
+    const Tiles tiles = of_keys(first_key);
+    return first_key < len_k && tiles.first <= m_block && m_block < tiles.last;
+  }
+};
+
+constexpr int kKeyWorkBytes = 32;  // of a tile of keys that one thread tells the others of, see bwd_parts.cuh
+
+struct BackwardSmem {
+  int k = 0, v = 0, q = 0, d_out = 0, ds = 0, dq = 0, scores = 0, drops = 0, drop_keys = 0, stats = 0;  // offsets
+  int maxima = 0, barriers = 0, walk = 0;
+  int total = 0;  // and what it takes to align the first tile
+};
+
+// Bias and mask lie in a ring of slots, for 64 queries and all keys of a tile each.
+constexpr int kScoreRows = 64;
+constexpr int kMaskBytes = kScoreRows * BackwardShape::block_n / 8;  // of a slot, a bit a pair
+
+constexpr int kDropKeyBytes = 3 * 64;  // of the warps that draw
+
+constexpr BackwardSmem backward_smem(BackwardShape shape, int head_dim) {
+  BackwardSmem smem;
+  smem.v = smem.k + tile_bytes(shape.block_n, head_dim);
+  smem.q = smem.v + tile_bytes(shape.block_n, head_dim);
+  smem.d_out = smem.q + shape.stages * tile_bytes(shape.block_m, head_dim);
+  smem.ds = smem.d_out + shape.stages * tile_bytes(shape.block_m, head_dim);
+  smem.dq = smem.ds + shape.ds_stages * tile_bytes(shape.block_n, shape.block_m);
+  smem.scores = smem.dq + shape.block_m * head_dim * 4;
+  const int stats = kQueryStats * shape.stages * shape.block_m * 4, maxima = shape.consumers * 4 * 4;
+  const int barriers = 16 * (2 + 2 * shape.stages + shape.ds_stages + (shape.scored ? kScoreStages + shape.stages : 0));
+  const int walk = 8 * 8 + 2 * kKeyWorkBytes;
+  const int left = kSharedMemoryLimit - kTileAlign - smem.scores - stats - maxima - barriers - walk;
+  const int drops = shape.stages * shape.drop_bytes();
+  smem.drops = smem.scores + (shape.scored ? (left - drops - kDropKeyBytes) / 16 * 16 : 0);
+  smem.drop_keys = smem.drops + (shape.scored ? drops : 0);
+  smem.stats = smem.drop_keys + (shape.scored ? kDropKeyBytes : 0);
+  smem.maxima = smem.stats + stats;
+  smem.barriers = smem.maxima + maxima;
+  smem.walk = smem.barriers + barriers;
+  smem.total = smem.walk + walk + kTileAlign;
+  return smem;
+}
+
+// Tiles of keys, those with the most queries first, inside sections of heads whose Q, dO and dQ stay in L2.
+// processors: as set_sections says.
+inline TileSchedule backward_schedule(const Problem& problem, int block_n, int64_t processors) {
+  constexpr int64_t kL2Budget = 24 << 20;
+  TileSchedule schedule;
+  schedule.blocks = block_count(problem.len_k, block_n);
+  schedule.heads_k = problem.heads_k;
+  schedule.kv_heads = problem.batch * problem.heads_k;
+  schedule.batch = problem.batch;
+  const int64_t head_bytes = problem.len_q * (problem.head_dim * (2 + 4) + problem.head_dim_v * 2);
+  const int64_t l2_heads = heads_per_section(head_bytes * problem.heads_q / problem.heads_k, kL2Budget);
+  const Band band = make_band(problem);
+  set_sections(schedule, l2_heads, processors, [&](int64_t block) {
+    const int64_t end = (block + 1) * block_n;
+    return band.queries({block * block_n, end < problem.len_k ? end : problem.len_k}, problem.len_q).size();
+  });
+  return schedule;
+}
+
+// Queries that see a key.
+inline int64_t queries_of(const Problem& problem, int64_t key) {
+  return make_band(problem).queries({key, key + 1}, problem.len_q).size();
+}
+
+// For Walk::kOrdered: those with the fewest queries first; bwd_order.cuh says why.
+inline TileSchedule ordered_schedule(const Problem& problem, int block_n) {
+  TileSchedule schedule = backward_schedule(problem, block_n, 0);
+  schedule.last_first = queries_of(problem, 0) > queries_of(problem, problem.len_k - 1);
+  return schedule;
+}
+
+// By the mean of what sees a key.
+inline bool has_few_queries(const Problem& problem) {
+  return (queries_of(problem, problem.len_k / 4) + queries_of(problem, problem.len_k * 3 / 4)) / 2 <= 1024;
+}
+
+// Whether blocks walk over tiles, so that Q and dO of the next one arrive under the end of this one. It pays where
+// tiles are short and differ (an H200, causal, 16k tokens, TFLOP/s at S = 512 / 1k / 2k / 4k: head dim 64
+// 202/300/386/462 against 173/265/373/461, head dim 128 223/337/435/494 against 211/311/413/495; later, beside the
+// present order of the others, head dim 64 still 10 %, 128 0 to 2 %); elsewhere it cost up to 10 %, and a third at
+// S = 16k, causal, head dim 128. What a block takes is fixed, so each needs many: with 8 tiles a block both took the
+// same time, with 6 the other way took 12 % less, with 2 up to 28 %.
+inline bool is_even(const Problem& problem) { return queries_of(problem, 0) == queries_of(problem, problem.len_k - 1); }
+inline bool is_backward_persistent(const Problem& problem, int64_t processors) {
+  const int64_t tiles = problem.batch * problem.heads_k * block_count(problem.len_k, BackwardShape::block_n);
+  return has_few_queries(problem) && !is_even(problem) && tiles >= 8 * processors;
+}
+
+// Whether dQ is added up in one order: where that is asked for, and where it is faster, because dQ is not filled with
+// zeros first, and what is added up becomes dQ while the last tiles run (finish_kernel). Blocks then always walk: one
+// tile of keys a block took up to 15 % more, 3 % less at best. An H200, bf16, 16k tokens, time in order over that in
+// any: full, head dim 128, 1k 0.94, 2k 0.995; 64: 1k 1.01. Causal, 2k 0.97; 64: 1k 1.03. Before dQ was finished early:
+// S = 512 0.97, causal 0.94, and with 32 to 256 tiles of keys 0.98 to 1.10, because there are few to wait for.
+inline bool is_ordered(const Problem& problem) {
+  if (problem.deterministic) return true;
+  if (is_scored(problem)) return false;
+  const int64_t length = problem.len_q > problem.len_k ? problem.len_q : problem.len_k;
+  if (is_even(problem) && length <= 512) return true;
+  const int64_t tiles = problem.batch * problem.heads_k * block_count(problem.len_k, BackwardShape::block_n);
+  return tiles >= 512 && length <= (problem.head_dim > 64 || problem.head_dim_v > 64 ? 2048 : 512);
+}
+
+// Of the main kernel, up to head dim 128. Where what a block takes is fixed, heads are counted by L2 alone: with
+// set_sections causal calls of 16k tokens took 2 % longer.
+inline TileSchedule narrow_schedule(const Problem& problem, int block_n, int64_t processors) {
+  if (is_ordered(problem)) return ordered_schedule(problem, block_n);
+  return backward_schedule(problem, block_n, is_backward_persistent(problem, processors) ? 0 : processors);
+}
+
+// Whether the gradient of a bias is computed here (bias_gradient.cuh), and not by sm80's pass.
+inline bool has_bias_gradient(const Problem& problem) {
+  return problem.wants_dbias && !problem.has_mask && problem.bias_dtype == problem.dtype && problem.dropout_p == 0.0;
+}
+
+// Head dims above kNarrow: two kernels (bwd_wide_parts.cuh), both of tiles of 64 keys, the keys' of 64 queries, the
+// queries' of 128.
+constexpr int kNarrow = 128;
+
+struct WideShape {
+  static constexpr int block = 64, stages = 2, threads = 384;
+  static constexpr int producer_registers = 24, consumer_registers = 240;
+};
+
+struct WideKeysSmem {
+  int k = 0, v = 0, q = 0, d_out = 0, p = 0, stats = 0, barriers = 0, total = 0;
+};
+
+constexpr WideKeysSmem wide_keys_smem(int head_dim) {
+  constexpr int kBlock = WideShape::block, kStages = WideShape::stages;
+  const int tile = tile_bytes(kBlock, head_dim);
+  WideKeysSmem smem;
+  smem.v = smem.k + tile;
+  smem.q = smem.v + tile;
+  smem.d_out = smem.q + kStages * tile;
+  smem.p = smem.d_out + kStages * tile;
+  smem.stats = smem.p + kStages * kBlock * kBlock * 2;
+  smem.barriers = smem.stats + kQueryStats * kStages * kBlock * 4;
+  smem.total = smem.barriers + 16 * (1 + 3 * kStages) + kTileAlign;
+  return smem;
+}
+
+// K has two stages, because a tile's dQ is still in flight when the next S starts; V one.
+struct WideQueriesSmem {
+  int q = 0, d_out = 0, k = 0, v = 0, barriers = 0, total = 0;
+};
+
+constexpr WideQueriesSmem wide_queries_smem(int head_dim) {
+  const int tile = tile_bytes(WideShape::block, head_dim);
+  WideQueriesSmem smem;
+  smem.d_out = smem.q + 2 * tile;
+  smem.k = smem.d_out + 2 * tile;
+  smem.v = smem.k + 2 * tile;
+  smem.barriers = smem.v + tile;
+  smem.total = smem.barriers + 8 * 2 + 16 * 3 + kTileAlign;
+  return smem;
+}
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,172 @@
+// Tiles of queries, and of rows whose lse is far from 0 the shift and the sum that take its place:
+//
+//   shift = max_j s_j - what two orders of summation may differ by     Z = sum_j e^min(s_j - shift, 0)
+//
+// lse is a float: in a row of finfo.min it has lost the log of the number of keys, and beyond 4e8 its last place is
+// more than an exponential holds. The main kernels find a score by other instructions than this; so scores that are as
+// good as the largest count as equal to it. Called by prepare_kernel (bwd_rows.cuh), which has 82 to 100 registers with
+// it and 48 to 84 without. Invariant: as of bwd_rows.cuh.
+#pragma once
+
+#include "core/args.h"
+#include "kernels/sm90/bwd_parts.cuh"
+
+namespace flash_ext::sm90 {
+
+constexpr int kRowThreads = 256;
+
+// Which tile of queries a block works on.
+template <class Traits>
+struct QueryTile {
+  int64_t bh, b, head;
+  int first_query;
+  __device__ __forceinline__ QueryTile(const Problem& problem, int m_blocks, unsigned index) {
+    const unsigned m_block = index % m_blocks, flat = index / m_blocks;
+    const unsigned heads = static_cast<unsigned>(problem.heads_q);
+    bh = flat;
+    b = flat / heads;
+    head = flat % heads;
+    first_query = static_cast<int>(m_block) * Traits::kBlockM;
+  }
+  template <class T>
+  __device__ __forceinline__ T* rows(const Problem& problem, const TensorView& view) const {
+    return static_cast<T*>(view.data) + batch_offset(problem, view, b) + head * view.head_stride +
+           first_query * view.row_stride;
+  }
+};
+
+// Where the product of lse and log2(e) is rounded by half of what P is in fp16. Neither infinite nor a number: not far.
+__device__ __forceinline__ bool is_far(float lse) { return fabsf(lse) > 4096.f && lse != kMinusInf; }
+
+// scale * product + bias - slope |i + offset - j|, -inf where the band or a mask hides it. added: the magnitude of what
+// is not the product.
+template <class Traits>
+__device__ __forceinline__ float score_of(const ForwardArgs& args, const QueryTile<Traits>& tile, float product,
+                                          float slope, int query, int key, float& added) {
+  using T = typename Traits::T;
+  const Problem& problem = args.problem;
+  if (!make_band(problem).keep(query, key)) return kMinusInf;
+  float more = 0.f;
+  if constexpr (Traits::kScored) {
+    const auto at = [&](const TensorView& view) {
+      return batch_offset(problem, view, tile.b) + tile.head * view.head_stride + query * view.row_stride +
+             key * view.col_stride;
+    };
+    if (problem.has_mask && static_cast<const char*>(args.mask.data)[at(args.mask)] == 0) return kMinusInf;
+    if (problem.has_bias) {
+      const int64_t i = at(args.bias);
+      more = problem.bias_dtype == DType::kFloat32 ? static_cast<const float*>(args.bias.data)[i]
+                                                   : static_cast<float>(static_cast<const T*>(args.bias.data)[i]);
+    }
+    if (problem.has_alibi) {
+      const int offset = problem.bottom_right ? static_cast<int>(problem.len_k - problem.len_q) : 0;
+      more = fmaf(-slope, fabsf(static_cast<float>(query + offset - key)), more);
+    }
+    added = fabsf(more);
+  }
+  return fmaf(product, static_cast<float>(problem.scale), more);
+}
+
+// Of the rows of a tile that are far: -log2 Z and -shift to `stats`. 16 queries at a time, 8 keys a warp.
+template <class Traits>
+__device__ __forceinline__ void measure_rows(const BackwardArgs& args, const QueryTile<Traits>& tile, float* stats) {
+  using T = typename Traits::T;
+  constexpr int kWarps = kRowThreads / 32;
+  __shared__ float largest[kWarps][16], widest[kWarps][16], sums[kWarps][16], slope;  // of 16 queries
+  const Problem& problem = args.fwd.problem;
+  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  const int len_q = static_cast<int>(problem.len_q), len_k = static_cast<int>(problem.len_k);
+  const int head_dim = static_cast<int>(problem.head_dim);
+  const float* const lse = static_cast<const float*>(args.fwd.lse) + tile.bh * len_q;
+  const T* const q_rows = tile.template rows<const T>(problem, args.fwd.q);
+  const T* const k_rows = static_cast<const T*>(args.fwd.k.data) + batch_offset(problem, args.fwd.k, tile.b) +
+                          tile.head / (problem.heads_q / problem.heads_k) * args.fwd.k.head_stride;
+  if (threadIdx.x == 0 && problem.has_alibi) {
+    const int64_t at = batch_offset(problem, args.fwd.alibi, tile.b) + tile.head * args.fwd.alibi.head_stride;
+    slope = static_cast<const float*>(args.fwd.alibi.data)[at];
+  }
+  // q k^T of two of 16 queries and two of 8 keys, and the same of the magnitudes. NOTE: Q is read again for each 8
+  // keys; kept, it took prepare 45 registers more.
+  const auto multiply = [&](float(&products)[4], float(&sizes)[4], int query, int key) {
+#pragma unroll 1
+    for (int col = 8 * t; col < head_dim; col += 32) {  // a lane's of each 32: a sum may have any order
+      const auto words_of = [&](const T* rows, int64_t stride, int row, bool exists) {
+        return exists ? *reinterpret_cast<const uint4*>(rows + row * stride + col) : uint4{};
+      };
+      const uint4 x = words_of(q_rows, args.fwd.q.row_stride, query - tile.first_query, query < len_q);
+      const uint4 y = words_of(q_rows, args.fwd.q.row_stride, query + 8 - tile.first_query, query + 8 < len_q);
+      const uint4 b = words_of(k_rows, args.fwd.k.row_stride, key, key < len_k);
+      const auto add = [&](float(&to)[4], uint32_t bits) {
+        const uint32_t low[4] = {x.x & bits, y.x & bits, x.y & bits, y.y & bits};
+        const uint32_t high[4] = {x.z & bits, y.z & bits, x.w & bits, y.w & bits};
+        mma_16_8_16(to, low, b.x & bits, b.y & bits, T());
+        mma_16_8_16(to, high, b.z & bits, b.w & bits, T());
+      };
+      add(products, ~0u);
+      add(sizes, 0x7FFF7FFF);
+    }
+  };
+#pragma unroll 1
+  for (int first = 0; first < Traits::kBlockM && tile.first_query + first < len_q; first += 16) {
+    const auto is_far_row = [&](int of) {
+      const int query = tile.first_query + first + of;
+      return query < len_q && is_far(lse[query]);
+    };
+    if (!__any_sync(~0u, is_far_row(g) || is_far_row(g + 8))) continue;  // the same in all warps
+    float shift[2] = {};
+#pragma unroll 1
+    for (int pass = 0; pass < 2; ++pass) {  // shift, then Z
+      float most[2] = {kMinusInf, kMinusInf}, size[2] = {}, sum[2] = {};
+#pragma unroll 1
+      for (int key = warp * 8; key < len_k; key += kWarps * 8) {
+        float products[4] = {}, sizes[4] = {};
+        multiply(products, sizes, tile.first_query + first + g, key + g);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int query = tile.first_query + first + g + i / 2 * 8, column = key + 2 * t + i % 2, half = i / 2;
+          if (query >= len_q || column >= len_k) continue;
+          float added = 0.f;
+          const float score = score_of<Traits>(args.fwd, tile, products[i], slope, query, column, added);
+          if (score == kMinusInf) continue;
+          // The sum of a product is cut off, not rounded, once for each 16 columns. What is added rounds twice; below
+          // 2^20 that is less than what rounds in the score of a 16-bit type.
+          const float rounding = added > 0x1p20f ? added * 0x1p-22f : 0.f;
+          size[half] = fmaxf(size[half], fmaf(sizes[i] * static_cast<float>(problem.scale), 0x1p-19f, rounding));
+          most[half] = fmaxf(most[half], score);
+          if (pass == 1) sum[half] += exp2f(fminf(score - shift[half], 0.f) * static_cast<float>(kLog2e));
+        }
+      }
+      __syncthreads();  // nobody reads what was told before
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int step = 1; step < 4; step *= 2) {  // over the lanes of a row
+          most[half] = fmaxf(most[half], __shfl_xor_sync(~0u, most[half], step));
+          size[half] = fmaxf(size[half], __shfl_xor_sync(~0u, size[half], step));
+          sum[half] += __shfl_xor_sync(~0u, sum[half], step);
+        }
+        largest[warp][g + 8 * half] = most[half];
+        widest[warp][g + 8 * half] = size[half];
+        sums[warp][g + 8 * half] = sum[half];
+      }
+      __syncthreads();
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int of = g + 8 * half;
+        float x = kMinusInf, wide = 0.f, z = 0.f;
+#pragma unroll 1
+        for (int w = 0; w < kWarps; ++w) {
+          x = fmaxf(x, largest[w][of]);
+          wide = fmaxf(wide, widest[w][of]);
+          z += sums[w][of];
+        }
+        shift[half] = fmaxf(x - wide, -0x1.FFFFFEp127f);  // of finfo.min it would be -inf
+        if (pass == 0 || warp > 0 || t > 0 || !is_far_row(of)) continue;
+        stats[kLseStat * Traits::kBlockM + first + of] -= log2f(z);
+        stats[kFarStat * Traits::kBlockM + first + of] = -shift[half];
+      }
+    }
+  }
+}
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,59 @@
+// From the types of kernels.h to those of the backward's kernels, as run_fwd.cuh does for the forward.
+// Called by backend.cpp through kernels.h; instantiated by generated units (bwd.cu.in). Invariant: the scratch that is
+// asked for is the one that launch_backward uses.
+#pragma once
+
+#include <type_traits>
+
+#include "kernels/sm90/config.h"
+#include "kernels/sm90/kernels.h"
+#include "kernels/sm90/run_bwd.cuh"
+#include "kernels/sm90/run_bwd_wide.cuh"
+
+namespace flash_ext::sm90 {
+
+template <DType kDType>
+using BackwardElement = std::conditional_t<kDType == DType::kFloat16, __half, __nv_bfloat16>;
+
+template <DType kDType, int kHeadDim>
+int64_t backward_scratch_bytes(const Problem& problem) {
+  if constexpr (kHeadDim > kNarrow) {
+    return wide_scratch_bytes(problem);
+  } else {
+    using T = BackwardElement<kDType>;
+    if (is_scored(added_of(problem))) {
+      return backward_scratch<BackwardTraits<T, kHeadDim, Walk::kEvery, Added::kScores>>(problem, nullptr).bytes;
+    }
+    return backward_scratch<BackwardTraits<T, kHeadDim>>(problem, nullptr).bytes;
+  }
+}
+
+template <DType kDType, int kHeadDim>
+void run_backward(const BackwardArgs& args, const BackwardLaunch& how, void* workspace) {
+  using T = BackwardElement<kDType>;
+  if constexpr (kHeadDim > kNarrow) {
+    static_assert(wide_keys_smem(kHeadDim).total <= kSharedMemoryLimit);
+    static_assert(wide_queries_smem(kHeadDim).total <= kSharedMemoryLimit);
+    if (args.fwd.problem.softcap != 0.0)
+      return launch_wide<WideTraits<T, kHeadDim, true>>(args, how.processors, workspace);
+    launch_wide<WideTraits<T, kHeadDim, false>>(args, how.processors, workspace);
+  } else {
+    static_assert(backward_smem(backward_shape(kHeadDim), kHeadDim).total <= kSharedMemoryLimit);
+    const Added added = added_of(args.fwd.problem);
+    if (added == Added::kDrops) {
+      launch_backward<BackwardTraits<T, kHeadDim, Walk::kEvery, Added::kDrops>>(args, how, workspace);
+    } else if (added == Added::kScores) {
+      launch_backward<BackwardTraits<T, kHeadDim, Walk::kEvery, Added::kScores>>(args, how, workspace);
+    } else if (added == Added::kCap) {
+      launch_backward<BackwardTraits<T, kHeadDim, Walk::kEvery, Added::kCap>>(args, how, workspace);
+    } else if (is_ordered(args.fwd.problem)) {
+      launch_backward<BackwardTraits<T, kHeadDim, Walk::kOrdered>>(args, how, workspace);
+    } else if (is_backward_persistent(args.fwd.problem, how.processors)) {
+      launch_backward<BackwardTraits<T, kHeadDim, Walk::kEvery>>(args, how, workspace);
+    } else {
+      launch_backward<BackwardTraits<T, kHeadDim>>(args, how, workspace);
+    }
+  }
+}
+
+}  // namespace flash_ext::sm90

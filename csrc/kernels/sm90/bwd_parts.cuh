@@ -1,0 +1,415 @@
+// What the backward kernel is made of beside its two roles: parameters, shared memory, the tiles of the grid, products,
+// masks, stores, and the scale of dS in fp16.
+//
+// Called by bwd.cuh, bwd_order.cuh and bwd_rows.cuh. Invariant: fragments are [keys, queries], as wgmma.cuh says for 64
+// rows.
+#pragma once
+
+#include "core/args.h"
+#include "gpu/host/launch.h"
+#include "kernels/sm90/bwd_config.h"
+#include "kernels/sm90/pipeline.cuh"
+#include "kernels/sm90/scores.cuh"
+#include "kernels/sm90/softmax.cuh"
+#include "kernels/sm90/wgmma.cuh"
+
+namespace flash_ext::sm90 {
+
+struct BackwardParams {
+  TensorMap q, k, v, d_out, dk, dv;
+  const float* stats;   // [b, h_q, m_blocks, kQueryStats, block_m], see bwd_rows.cuh
+  const float* bounds;  // [b, h_q, 2], fp16: largest |dO row| and |delta|
+  float* dq;            // [b, h_q, m_blocks, block_m * head dim], in the order of the fragments
+  TileSchedule schedule;
+  TileBand band;
+  int tiles;
+  int len_q, m_blocks;
+  int heads_q, members;  // query heads; of a key head
+  int inner_batch;
+  int head_dim_v;
+  float scale, to_log2;
+  float inverse_scale;  // of a score, in units of q k^T
+  // Walk::kOrdered
+  uint32_t* turns;  // [b, h_q, m_blocks]: tiles of keys that dq has; and one more: those that are handed out
+  int turn_count;   // without that one
+  bool walks;       // a block takes another when it is through
+
+  template <int kBlockM, int kBlockN>
+  __device__ __forceinline__ Meetings<kBlockM, kBlockN> meetings() const {
+    return {band.lower, band.upper, len_q, band.len_k};
+  }
+};
+
+// Of dq and dk, made of the dS that the main kernel computes: with dropout it is (1 - p) dS (dropout.cuh).
+__host__ __device__ __forceinline__ float gradient_scale(const Problem& problem) {
+  return static_cast<float>(problem.dropout_p > 0.0 ? problem.scale / (1.0 - problem.dropout_p) : problem.scale);
+}
+
+struct ScoredBackwardParams : BackwardParams {
+  ScoreParams scores;
+};
+
+__device__ __forceinline__ const DropoutParams& dropout_of(const ScoredBackwardParams& params) {
+  return params.scores.dropout;
+}
+__device__ __forceinline__ DropoutParams dropout_of(const BackwardParams&) { return {nullptr, 0, 1.f}; }
+
+struct CappedBackwardParams : BackwardParams {
+  SoftcapParams softcap;  // in units of q k^T
+};
+
+template <class T_, int kHeadDim_, Walk kWalk_ = Walk::kOne, Added kAdded = Added::kNothing>
+struct BackwardTraits {
+  using T = T_;
+  static constexpr bool kScored = is_scored(kAdded), kDrops = kAdded == Added::kDrops, kCaps = kAdded == Added::kCap;
+  static_assert(kDropKeyBytes == 3 * DropoutDraws::kKeyBytes);
+  // dP is issued behind the softmax. NOTE: beside P and P (1 - tanh^2) of 128 queries there are no registers for it:
+  // bf16 spilled 16 to 90 bytes in all of twelve forms.
+  static constexpr bool kLateDp = kCaps && kHeadDim_ <= 64;
+  using Params = std::conditional_t<kScored, ScoredBackwardParams,
+                                    std::conditional_t<kCaps, CappedBackwardParams, BackwardParams>>;
+  static constexpr bool kMayBeFar = !kScored && !kCaps;  // which scores see to themselves, and a softcap is not
+  static constexpr Walk kWalk = kWalk_;
+  static constexpr bool kOrdered = kWalk == Walk::kOrdered;
+  static constexpr BackwardShape kShape = backward_shape(kHeadDim_, kAdded);
+  static constexpr int kHeadDim = kHeadDim_, kBlockM = kShape.block_m, kBlockN = kShape.block_n;
+  static constexpr int kPanels = panels(kHeadDim);
+  static constexpr BackwardSmem kSmem = backward_smem(kShape, kHeadDim);
+  static constexpr int kQBytes = tile_bytes(kBlockM, kHeadDim), kKvBytes = tile_bytes(kBlockN, kHeadDim);
+  static constexpr int kDsBytes = tile_bytes(kBlockN, kBlockM), kStatsBytes = kQueryStats * kBlockM * 4;
+  static constexpr int kWarps = kShape.consumers * 4;
+  // dQ of a warpgroup: 64 queries and all columns, or all queries and half of the columns.
+  static constexpr int kDqCols = kShape.dq_cols(kHeadDim);
+  static constexpr bool kSplitsQueries = kDqCols == kHeadDim;
+  // P is at most 1: in fp16, where 2^-14 is the least normal number, it is kept as 2^10 P.
+  static constexpr bool kScaled = std::is_same_v<T, __half>;
+  static constexpr bool kAccumulates = true;  // dq_accum, which prepare_kernel fills with zeros
+  static constexpr float kPShift = kScaled ? 10.f : 0.f;
+  static constexpr int kStagingBytes = 16 * kDqCols * 4;
+  static_assert(kStagingBytes >= 16 * kPanels * kPanelBytes, "a warp's rows of dK fit where its dQ was");
+  static constexpr int kKSteps = kShape.k_steps;
+  using Place = RingPlace<kShape.stages>;
+  using DsPlace = RingPlace<kShape.ds_stages>;
+  // Whoever has read dS says so; else the order of the products does (bwd.cuh).
+  static constexpr bool kReturnsDs = kShape.defers || kShape.ds_stages == 1;
+
+  // Barriers: K, V, then those of the rings, of dS, and with scores of theirs.
+  struct Tiles {
+    uint32_t base;
+    // Of a stage of Q, in the order of QueryStat.
+    __device__ __forceinline__ uint32_t stats(int stage) const { return base + kSmem.stats + stage * kStatsBytes; }
+    __device__ __forceinline__ uint32_t stats_lse(int stage) const { return stats(stage) + kLseStat * kBlockM * 4; }
+    __device__ __forceinline__ uint32_t stats_far(int stage) const { return stats(stage) + kFarStat * kBlockM * 4; }
+    __device__ __forceinline__ uint32_t stats_delta(int stage) const { return stats(stage) + kDeltaStat * kBlockM * 4; }
+    // Of a warp: its part of dQ in float, or 16 rows of dK or dV.
+    __device__ __forceinline__ uint32_t staging(int warp) const { return base + kSmem.dq + warp * kStagingBytes; }
+    // fp16: a float of each warp.
+    __device__ __forceinline__ uint32_t maxima() const { return base + kSmem.maxima; }
+    __device__ __forceinline__ Ring<kKvBytes> k() const { return {base + kSmem.k, base + kSmem.barriers}; }
+    __device__ __forceinline__ Ring<kKvBytes> v() const { return {base + kSmem.v, base + kSmem.barriers + 16}; }
+    __device__ __forceinline__ Ring<kQBytes> q() const { return {base + kSmem.q, base + kSmem.barriers + 32}; }
+    __device__ __forceinline__ Ring<kQBytes> d_out() const {
+      return {base + kSmem.d_out, base + kSmem.barriers + 32 + kShape.stages * 16};
+    }
+    __device__ __forceinline__ Ring<kDsBytes> ds() const {
+      return {base + kSmem.ds, base + kSmem.barriers + 32 + kShape.stages * 32};
+    }
+    // kScored: slots of bias and mask, whose size is a parameter.
+    __device__ __forceinline__ Ring<0> scores() const {
+      return {base + kSmem.scores, base + kSmem.barriers + 32 + kShape.stages * 32 + kShape.ds_stages * 16};
+    }
+    // kDrops: Philox' keys, a copy of each warp that draws; what is dropped, with stages of Q.
+    __device__ __forceinline__ uint32_t drop_keys(int warp) const {
+      return base + kSmem.drop_keys + warp * DropoutDraws::kKeyBytes;
+    }
+    __device__ __forceinline__ Ring<kShape.drop_bytes()> drops() const {
+      return {base + kSmem.drops,
+              base + kSmem.barriers + 32 + kShape.stages * 32 + kShape.ds_stages * 16 + kScoreStages * 16};
+    }
+    // kOrdered: the staging of all warps as one, by parity of the tile of queries; which that is, of a stage of Q;
+    // tiles of keys that all are told of.
+    __device__ __forceinline__ uint32_t dq_full(int parity) const { return base + kSmem.walk + parity * 8; }
+    __device__ __forceinline__ uint32_t dq_empty() const { return base + kSmem.walk + 16; }
+    __device__ __forceinline__ uint32_t m_block(int stage) const { return base + kSmem.walk + 24 + stage * 4; }
+    __device__ __forceinline__ Ring<kKeyWorkBytes> works() const {
+      return {base + kSmem.walk + 64, base + kSmem.walk + 32};
+    }
+  };
+};
+
+// One tile of the grid: block_n keys of one key head, and the tiles of queries that see them, of each query head.
+struct alignas(16) KeyWork {
+  int head_k, b0, b1;
+  int first_key;
+  int first_m, last_m;  // of queries; equal where there is none
+  int row;              // flat (batch, first query head)
+  int step = 0;         // Walk::kOrdered: from a tile of queries to the next, 1 or -1; 0: there is no tile of keys
+
+  template <int kBlockM, int kBlockN>
+  static __device__ __forceinline__ KeyWork at(const BackwardParams& params, uint32_t linear) {
+    const Tile tile = params.schedule.at<uint32_t>(linear);
+    const int b = static_cast<int>(tile.b);
+    KeyWork work;
+    work.head_k = static_cast<int>(tile.head);
+    work.b1 = b / params.inner_batch;
+    work.b0 = b - work.b1 * params.inner_batch;
+    work.first_key = static_cast<int>(tile.block) * kBlockN;
+    work.step = params.schedule.last_first ? 1 : -1;
+    work.row = b * params.heads_q + work.head_k * params.members;
+    const auto met = params.template meetings<kBlockM, kBlockN>().of_keys(work.first_key);
+    work.first_m = met.first;
+    work.last_m = met.last;
+    return work;
+  }
+
+  // The first of the tiles of queries in the order of Walk::kOrdered.
+  __device__ __forceinline__ int begin_m() const { return step > 0 ? first_m : last_m - 1; }
+
+  __device__ __forceinline__ BoxStart box(const BoxSteps& steps, int head, int row_) const {
+    return {0, row_, head * steps.head, b0 * steps.b0, b1 * steps.b1};
+  }
+};
+
+static_assert(sizeof(KeyWork) == kKeyWorkBytes);
+
+template <int kRows, int kPanels>
+__device__ __forceinline__ void load_panels(uint32_t tile, uint32_t barrier, const TensorMap& map, BoxStart at) {
+#pragma unroll
+  for (int panel = 0; panel < kPanels; ++panel) {
+    tma_load(tile + panel * panel_size(kRows), &map.map, barrier, at);
+    at.col += kPanelCols;
+  }
+}
+
+// Columns [0, 16 kSteps) of 16 rows of a warp, as wgmma takes them from registers.
+template <int kRows, int kSteps>
+__device__ __forceinline__ void load_fragments(uint32_t* fragments, uint32_t tile, int warp_row) {
+  const int row = warp_row + threadIdx.x % 16, col = threadIdx.x % 32 / 16 * 8;
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k) {
+    uint32_t step[4];
+    ldmatrix_x4(step, tile + tile_offset(kRows, row, 16 * k + col));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) fragments[4 * k + i] = step[i];
+  }
+}
+
+// c = A B^T of 64 rows of a tile of kRowsA rows and a tile of kRowsB, both K-major: S^T or dP^T, not waited for.
+template <class T, int kRowsA, int kRowsB, int kHeadDim>
+__device__ __forceinline__ void issue_scores(float (&c)[kRowsB / 2], uint64_t a, uint32_t b_tile) {
+  const uint64_t b = k_major(b_tile);
+#pragma unroll
+  for (int k = 0; k < kHeadDim / 16; ++k) {
+    Wgmma<T, kRowsB>::ss(c, a + k_major_step(kRowsA, k), b + k_major_step(kRowsB, k), k > 0);
+  }
+  wgmma_commit();
+}
+
+// The same, the first kSteps steps of 16 columns of A from registers.
+template <class T, int kRowsA, int kRowsB, int kHeadDim, int kSteps>
+__device__ __forceinline__ void issue_scores(float (&c)[kRowsB / 2], const uint32_t* fragments, uint64_t a,
+                                             uint32_t b_tile) {
+  const uint64_t b = k_major(b_tile);
+#pragma unroll
+  for (int k = 0; k < kHeadDim / 16; ++k) {
+    if (k < kSteps) {
+      Wgmma<T, kRowsB>::template rs<0>(c, fragments + 4 * k, b + k_major_step(kRowsB, k), k > 0);
+    } else {
+      Wgmma<T, kRowsB>::ss(c, a + k_major_step(kRowsA, k), b + k_major_step(kRowsB, k), k > 0);
+    }
+  }
+  wgmma_commit();
+}
+
+// c += A B, A from registers, B a tile of kRows rows: dV or dK, not waited for.
+template <class T, int kRows, int kHeadDim>
+__device__ __forceinline__ void issue_keys(float (&c)[kHeadDim / 2], const uint32_t (&a)[kRows / 4], uint32_t b_tile) {
+  const uint64_t b = mn_major(b_tile, kRows);
+#pragma unroll
+  for (int k = 0; k < kRows / 16; ++k) Wgmma<T, kHeadDim>::rs(c, a + 4 * k, b + mn_major_step(k), 1);
+  wgmma_commit();
+}
+
+// fn(two scores of a row, two numbers of their queries) over a fragment of S^T; `numbers` is where they lie.
+template <int kCount, class Fn>
+__device__ __forceinline__ void with_queries(float (&c)[kCount], uint32_t numbers, const Fn& fn) {
+  numbers += threadIdx.x % 4 * 8;
+#pragma unroll
+  for (int n = 0; n < kCount / 4; ++n) {
+    const float2 pair = load_shared2(numbers + n * 32);
+    fn(c[4 * n], c[4 * n + 1], pair, 4 * n);
+    fn(c[4 * n + 2], c[4 * n + 3], pair, 4 * n + 2);
+  }
+}
+
+constexpr float kNotFar = -kMinusInf;  // as kFarStat
+
+// Whether a tile of queries has one whose lse is far from 0. numbers: its kFarStat.
+__device__ __forceinline__ bool is_far_tile(uint32_t numbers) { return load_shared_float(numbers) != kNotFar; }
+
+// Whether one of the tiles [first, last) of queries of `members` heads is; asked by a whole warp. stats: the first
+// head's.
+template <int kBlock>
+__device__ __forceinline__ bool any_far(const float* stats, int members, int m_blocks, int first, int last) {
+  bool far = false;
+  for (int member = 0; member < members; ++member) {
+#pragma unroll 4
+    for (int m = first + static_cast<int>(threadIdx.x) % 32; m < last; m += 32) {
+      far |= stats[(int64_t{member} * m_blocks + m) * (kQueryStats * kBlock) + kFarStat * kBlock] != kNotFar;
+    }
+  }
+  return __any_sync(~0u, far);
+}
+
+// The same of a tile of keys. NOTE: asked of each tile of queries, also ahead, it was 2 to 7 % at head dim 128.
+template <int kBlock>
+__device__ __forceinline__ bool any_far(const BackwardParams& params, const KeyWork& work) {
+  return any_far<kBlock>(params.stats + int64_t{work.row} * params.m_blocks * (kQueryStats * kBlock), params.members,
+                         params.m_blocks, work.first_m, work.last_m);
+}
+
+// Its scores, `factor` times which are natural ones, become their distance from the largest, in units of q k^T.
+template <int kCount>
+__device__ __forceinline__ void subtract_far(float (&s)[kCount], uint32_t numbers, float factor, float inverse_scale) {
+  with_queries(s, numbers, [&](float& x, float& y, float2 far, int) {
+    x = fminf(fmaf(x, factor, far.x), 0.f) * inverse_scale;
+    y = fminf(fmaf(y, factor, far.y), 0.f) * inverse_scale;
+  });
+}
+
+// P of S^T, packed; kCaps: and P (1 - tanh^2). lse: where the queries' numbers lie.
+template <class Traits, int kPairs>
+__device__ __forceinline__ void probabilities(uint32_t (&p)[Traits::kBlockM / 4], uint32_t (&sloped)[kPairs],
+                                              float (&s)[Traits::kBlockM / 2], const typename Traits::Params& params,
+                                              uint32_t lse) {
+  using T = typename Traits::T;
+  with_queries(s, lse, [&](float s_x, float s_y, float2 minus_lse, int i) {
+    const float x = exp2_fast(fmaf(s_x, params.to_log2, minus_lse.x));
+    const float y = exp2_fast(fmaf(s_y, params.to_log2, minus_lse.y));
+    p[i / 2] = pack(x, y, T());
+    if constexpr (Traits::kCaps) {
+      sloped[i / 2] = pack(x * slope_of(s_x, params.softcap), y * slope_of(s_y, params.softcap), T());
+    }
+  });
+}
+
+// dS = P o (dP - delta) of two queries. P is taken as it was rounded for dV, as eager attention does: in float, beside
+// dP, it leaves no registers for K. bf16: dP - delta is rounded, too, and so multiplied two at a time, which is 40
+// instructions fewer a tile of queries at head dim 128. NOTE: with scores that spills 52 bytes at head dim 64,
+// with a softcap 44.
+template <class Traits>
+__device__ __forceinline__ uint32_t ds_of(uint32_t p, float dp_x, float dp_y, float2 delta, float ds_scale) {
+  using T = typename Traits::T;
+  if constexpr (!Traits::kScaled && !Traits::kScored && !Traits::kCaps) {
+    return multiply_bf16(p, pack(dp_x - delta.x, dp_y - delta.y, T()));
+  } else {
+    float p_x, p_y;
+    unpack(p, p_x, p_y, T());
+    const float x = Traits::kScaled ? fmaf(dp_x, ds_scale, -delta.x * ds_scale) : dp_x - delta.x;
+    const float y = Traits::kScaled ? fmaf(dp_y, ds_scale, -delta.y * ds_scale) : dp_y - delta.y;
+    return pack(p_x * x, p_y * y, T());
+  }
+}
+
+// Rows are keys, columns queries. row: this thread's first key.
+template <int kCount>
+__device__ __forceinline__ void mask_band_transposed(float (&s)[kCount], const TileBand& band, int row,
+                                                     int first_query) {
+  const int column = 2 * (threadIdx.x % 4);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int key = row + 8 * half;
+    const int low = key < band.len_k ? key - band.upper - first_query - column : 1 << 30;
+    const int high = key - band.lower - first_query - column;
+#pragma unroll
+    for (int n = 0; n < kCount / 4; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (8 * n + i < low || 8 * n + i > high) s[4 * n + 2 * half + i] = kMinusInf;
+      }
+    }
+  }
+}
+
+// 16 rows of a warp to a tile of kRows rows in shared memory.
+template <int kRows, int kCount>
+__device__ __forceinline__ void store_packed(const uint32_t (&packed)[kCount], uint32_t tile, int warp_row) {
+  const int lane = threadIdx.x % 32;
+  const int row = warp_row + lane % 16;
+#pragma unroll
+  for (int k = 0; k < kCount / 4; ++k) {
+    const uint32_t* r = packed + 4 * k;
+    stmatrix_x4(tile + tile_offset(kRows, row, 16 * k + lane / 16 * 8), r[0], r[1], r[2], r[3]);
+  }
+}
+
+// dK or dV of one warp: 16 rows, through the warp's staging, then by TMA.
+template <class Traits>
+__device__ __forceinline__ void store_gradient(const float (&c)[Traits::kHeadDim / 2], float factor, uint32_t staging,
+                                               const TensorMap& map, BoxStart at) {
+  uint32_t packed[Traits::kHeadDim / 4];
+#pragma unroll
+  for (int i = 0; i < Traits::kHeadDim / 4; ++i) {
+    packed[i] = pack(c[2 * i] * factor, c[2 * i + 1] * factor, typename Traits::T());
+  }
+  if (elect_one()) tma_store_wait_read();
+  __syncwarp();
+  store_packed<16>(packed, staging, 0);
+  fence_async_proxy();
+  __syncwarp();
+  if (elect_one()) {
+#pragma unroll
+    for (int panel = 0; panel < Traits::kPanels; ++panel) {
+      tma_store(&map.map, staging + panel * panel_size(16), at);
+      at.col += kPanelCols;
+    }
+    tma_store_commit();
+  }
+}
+
+constexpr int kConsumersBarrier = 1;  // named
+
+// The power of two that takes what is at most `bound` below 2^15.
+__device__ __forceinline__ float power_below(float bound) {
+  if (!(bound > 0.f) || bound > 3e38f) return 1.f;
+  int exponent;
+  frexpf(bound, &exponent);  // bound < 2^exponent
+  return exp2f(static_cast<float>(min(max(15 - exponent, -100), 100)));
+}
+
+// The power of two by which dS is multiplied before it becomes fp16, and what it is made of: |dS| <= |dO| |V| + |delta|
+// stays below 2^15.
+template <class Traits>
+__device__ __forceinline__ float scale_of_ds(const BackwardParams& params, const KeyWork& work,
+                                             const typename Traits::Tiles& tiles) {
+  const int warp = threadIdx.x / 32 - 4, lane = threadIdx.x % 32;
+  __half2 most = __float2half2_rn(0.f);
+  for (int panel = 0; panel < Traits::kPanels; ++panel) {
+    const uint32_t rows = tiles.v().tile(0) + panel * panel_size(Traits::kBlockN) + warp * 16 * kPanelBytes;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint4 words = load_shared4(rows + (i * 32 + lane) * 16);
+      for (const uint32_t word : {words.x, words.y, words.z, words.w}) {
+        most = __hmax2(most, __habs2(reinterpret_cast<const __half2&>(word)));
+      }
+    }
+  }
+  float v_max = fmaxf(__low2float(most), __high2float(most));
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) v_max = fmaxf(v_max, __shfl_xor_sync(~0u, v_max, step));
+  if (lane == 0) store_shared1(tiles.maxima() + warp * 4, v_max);
+  named_barrier_sync(kConsumersBarrier, Traits::kWarps * 32);
+#pragma unroll
+  for (int i = 0; i < Traits::kWarps; i += 2) {
+    const float2 pair = load_shared2(tiles.maxima() + i * 4);
+    v_max = fmaxf(v_max, fmaxf(pair.x, pair.y));
+  }
+  float d_out = 0.f, delta = 0.f;
+  for (int row = work.row; row < work.row + params.members; ++row) {
+    d_out = fmaxf(d_out, params.bounds[2 * row]);
+    delta = fmaxf(delta, params.bounds[2 * row + 1]);
+  }
+  return power_below(v_max * sqrtf(static_cast<float>(params.head_dim_v)) * d_out + delta);
+}
+
+}  // namespace flash_ext::sm90

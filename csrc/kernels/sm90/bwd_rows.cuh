@@ -1,0 +1,162 @@
+// What backward does to rows of queries before and after its main kernel.
+//
+//   prepare: stats = (-lse log2(e), kNotFar, delta = rowsum(dO o out) - dlse), and dq_accum = 0 where there is one
+//            of all queries of a tile with one that is_far (0, -lse, delta) or, of those that are,
+//            (-log2 Z, -shift, delta), so that P = 2^(min(s - shift, 0) log2(e) - log2 Z), see bwd_far.cuh
+//            with dropout (1 - p) delta, see dropout.cuh
+//            where scores are added, a tile with a row whose lse is NaN is taken for far, too: (NaN, NaN, delta)
+//   finish:  dq = gradient_scale() * dq_accum, from the order of the fragments to rows
+//
+// Queries are padded to whole tiles: those beyond the sequence, and rows without keys, get -inf for -lse, so that their
+// P is 0. Called by run_bwd.cuh and, prepare alone, run_bwd_wide.cuh. Invariant: out and dq are dense with rows of a
+// multiple of 8 elements, as torch/ allocates them, and d_out is a view that TMA accepts, so that 16 bytes at a time
+// are read and written.
+#pragma once
+
+#include "core/args.h"
+#include "kernels/sm90/bwd_far.cuh"
+#include "kernels/sm90/bwd_parts.cuh"
+
+namespace flash_ext::sm90 {
+
+// head_dim / 8 lanes a row. dq_accum: of the same shape as rows of the padded queries; kAccumulates.
+template <class Traits>
+__global__ void __launch_bounds__(kRowThreads, 2)
+    prepare_kernel(const __grid_constant__ BackwardArgs args, float* stats, float* bounds, float* dq_accum,
+                   int m_blocks) {
+  cudaTriggerProgrammaticLaunchCompletion();
+  using T = typename Traits::T;
+  constexpr int kLanes = Traits::kHeadDim / 8, kRows = kRowThreads / kLanes, kSteps = Traits::kBlockM / kRows;
+  const Problem& problem = args.fwd.problem;
+  const QueryTile<Traits> tile(problem, m_blocks, blockIdx.x);
+  const int first_row = threadIdx.x / kLanes, lane = threadIdx.x % kLanes, col = lane * 8;
+  const int rows = static_cast<int>(problem.len_q) - tile.first_query;  // may be more than the tile's
+  const T* const out_rows = tile.template rows<const T>(problem, args.fwd.out) + col;
+  const T* const d_out_rows = tile.template rows<const T>(problem, args.d_out) + col;
+  uint4 out[kSteps], d_out[kSteps];
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i) {
+    const int row = first_row + i * kRows;
+    out[i] = d_out[i] = uint4{};
+    if (row < rows && col < problem.head_dim_v) {
+      out[i] = *reinterpret_cast<const uint4*>(out_rows + row * args.fwd.out.row_stride);
+      d_out[i] = *reinterpret_cast<const uint4*>(d_out_rows + row * args.d_out.row_stride);
+    }
+  }
+  if (Traits::kAccumulates && dq_accum != nullptr) {
+    float4* const zeros =
+        reinterpret_cast<float4*>(dq_accum + int64_t{blockIdx.x} * (Traits::kBlockM * Traits::kHeadDim));
+#pragma unroll
+    for (int i = 0; i < 2 * kSteps; ++i) zeros[i * kRowThreads + threadIdx.x] = float4{};
+  }
+  // A thread a row from here on, so that a warp's rows are one access; asked for before the sums.
+  const int own_row = threadIdx.x;
+  const bool is_inside = own_row < min(Traits::kBlockM, rows);
+  const int64_t index = tile.bh * problem.len_q + tile.first_query + own_row;
+  const float lse = is_inside ? static_cast<const float*>(args.fwd.lse)[index] : kMinusInf;
+  const float d_lse = is_inside && args.d_lse != nullptr ? static_cast<const float*>(args.d_lse)[index] : 0.f;
+  __shared__ float sums[Traits::kBlockM], all_squares[Traits::kScaled ? Traits::kBlockM : 1];
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i) {
+    float sum = 0.f, squares = 0.f;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      float o[2], d[2];
+      unpack(reinterpret_cast<const uint32_t*>(&out[i])[j], o[0], o[1], T());
+      unpack(reinterpret_cast<const uint32_t*>(&d_out[i])[j], d[0], d[1], T());
+      sum = fmaf(o[1], d[1], fmaf(o[0], d[0], sum));
+      if (Traits::kScaled) squares = fmaf(d[1], d[1], fmaf(d[0], d[0], squares));
+    }
+#pragma unroll
+    for (int step = kLanes / 2; step > 0; step /= 2) {
+      sum += __shfl_xor_sync(~0u, sum, step);
+      if (Traits::kScaled) squares += __shfl_xor_sync(~0u, squares, step);
+    }
+    if (lane != 0) continue;
+    sums[first_row + i * kRows] = sum;
+    if (Traits::kScaled) all_squares[first_row + i * kRows] = squares;
+  }
+  // One of the tile's queries is; with dropout NaN counts, which the consumers must not drop.
+  const bool far = __syncthreads_or(is_inside && (is_far(lse) || (Traits::kScored && lse != lse))) != 0;
+  float* const tile_stats =
+      stats + (tile.bh * m_blocks + tile.first_query / Traits::kBlockM) * (kQueryStats * Traits::kBlockM);
+  if (own_row < Traits::kBlockM) {
+    float delta = lse == kMinusInf ? 0.f : sums[own_row] - d_lse;
+    if constexpr (Traits::kScored) delta *= static_cast<float>(1.0 - problem.dropout_p);
+    // Of infinity and NaN NaN.
+    const float minus_lse = far ? lse - lse + Traits::kPShift : fmaf(lse, static_cast<float>(-kLog2e), Traits::kPShift);
+    float* const to = tile_stats + own_row;
+    to[kLseStat * Traits::kBlockM] = lse == kMinusInf ? kMinusInf : minus_lse;
+    to[kFarStat * Traits::kBlockM] = !far ? kNotFar : lse == kMinusInf ? 0.f : -lse;
+    to[kDeltaStat * Traits::kBlockM] = delta;
+    if constexpr (Traits::kScaled) {  // non-negative floats order like their bits; what is no number does not count
+      static_assert(Traits::kBlockM % 32 == 0);
+      const int most_d_out = __reduce_max_sync(~0u, __float_as_int(fmaxf(0.f, sqrtf(all_squares[own_row]))));
+      const int most_delta = __reduce_max_sync(~0u, __float_as_int(fmaxf(0.f, fabsf(delta))));
+      if (threadIdx.x % 32 == 0) {
+        atomicMax(reinterpret_cast<int*>(bounds) + 2 * tile.bh, most_d_out);
+        atomicMax(reinterpret_cast<int*>(bounds) + 2 * tile.bh + 1, most_delta);
+      }
+    }
+  }
+  if (far) measure_rows(args, tile, tile_stats);
+}
+
+constexpr int kFinishBlocks = 4;  // of finish_kernel that a multiprocessor has room for
+
+// A warp: 16 queries by 64 columns, as one warp of the main kernel added them up. From the last head to the first: what
+// was added to last is still in L2. NOTE: 0.3 and 0.6 % of a whole call of S = 512, full and causal; the same in
+// prepare is nothing.
+// turns: of Walk::kOrdered where all tiles of queries meet keys, else null. With them blocks, of which all have room,
+// begin with the heads that are added up while the main kernel, of which all blocks run or have run, is still at the
+// others.
+template <class Traits>
+__global__ void __launch_bounds__(kRowThreads, kFinishBlocks)
+    finish_kernel(const __grid_constant__ BackwardArgs args, const float* dq_accum, const uint32_t* turns,
+                  Meetings<Traits::kBlockM, Traits::kBlockN> meetings, unsigned tiles) {
+  if (turns == nullptr) cudaGridDependencySynchronize();
+  using T = typename Traits::T;
+  constexpr int kWarps = kRowThreads / 32, kChunk = 16 * kPanelCols;  // numbers
+  static_assert(Traits::kDqCols == kPanelCols && Traits::kBlockM * Traits::kHeadDim == kWarps * kChunk);
+  __shared__ __align__(128) char buffer[kWarps][16 * kPanelBytes];
+  const Problem& problem = args.fwd.problem;
+  const int m_blocks = (meetings.len_q + Traits::kBlockM - 1) / Traits::kBlockM;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int first_row = (Traits::kSplitsQueries ? warp : warp % 4) * 16;
+  const int first_col = Traits::kSplitsQueries ? 0 : warp / 4 * kPanelCols;
+  const int col = lane % 8 * 8;
+  const float scale = gradient_scale(problem);
+  const uint32_t rows = shared_address(buffer[warp]);
+  for (unsigned number = blockIdx.x; number < tiles; number += gridDim.x) {
+    const unsigned index = turns == nullptr ? tiles - 1 - number : number;
+    if (turns != nullptr) {
+      const int m = static_cast<int>(index % m_blocks);
+      wait_count(turns + index, meetings.last_keys_of(m) - meetings.first_keys_of(m) + 1);
+    }
+    const QueryTile<Traits> tile(problem, m_blocks, index);
+    const float4* const from =
+        reinterpret_cast<const float4*>(dq_accum + (int64_t{index} * kWarps + warp) * kChunk) + lane;
+    float4 c[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) c[i] = from[i * 32];
+    __syncwarp();  // all lanes have read what was there before
+#pragma unroll
+    for (int i = 0; i < 8; i += 2) {
+      const auto packed = [&](float x, float y) { return pack(x * scale, y * scale, T()); };
+      stmatrix_x4(rows + tile_offset(16, lane % 16, 8 * i + lane / 16 * 8), packed(c[i].x, c[i].y),
+                  packed(c[i].z, c[i].w), packed(c[i + 1].x, c[i + 1].y), packed(c[i + 1].z, c[i + 1].w));
+    }
+    __syncwarp();
+    T* const dq = tile.template rows<T>(problem, args.dq) + first_col + col;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = first_row + lane / 8 + 4 * i;
+      if (tile.first_query + row >= problem.len_q || first_col + col >= problem.head_dim) continue;
+      *reinterpret_cast<uint4*>(dq + row * args.dq.row_stride) =
+          *reinterpret_cast<const uint4*>(buffer[warp] + tile_offset(16, lane / 8 + 4 * i, col));
+    }
+  }
+  if (turns != nullptr) cudaGridDependencySynchronize();  // who waits for this kernel waits for the main one
+}
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,172 @@
+// The tiles of this backend, what each keeps in shared memory, how the warpgroups take turns and in which order tiles
+// run. Host and device read the same functions, so that plan(), the launch and the kernel cannot disagree.
+//
+// Called by backend.cpp, fwd.cuh and run_fwd.cuh. Invariant: every tile starts at a multiple of 1024 bytes
+// (descriptor.h); registers of all warpgroups together fit the 65,536 of a multiprocessor.
+#pragma once
+
+#include <cstdint>
+#include <initializer_list>
+
+#include "core/band.h"
+#include "core/portable.h"
+#include "core/tile_schedule.h"
+#include "kernels/sm90/descriptor.h"
+
+namespace flash_ext::sm90 {
+
+// In both, S of the next tile of keys and O of this one are issued together and softmax of the next runs under O.
+enum class Schedule : uint8_t {
+  kOverlap,   // warpgroups are on their own
+  kPingPong,  // one warpgroup after the other issues its products
+};
+
+struct ForwardShape {
+  int consumers;  // warpgroups of 64 queries
+  int block_n;    // keys
+  int stages;     // of K and of V
+  int q_stages;   // 2: the next tile's Q arrives during this one, and out leaves through Q's stage
+  Schedule schedule;
+  int split;  // columns of S whose maximum is taken before the first exponential; the others' is taken meanwhile
+  bool shares_keys = false;  // the keys of a tile of queries may be several blocks', see splits.h
+  bool scored = false;       // with a bias or mask, which the producer's other three warps bring, slopes or dropout
+
+  constexpr int block_m() const { return consumers * 64; }
+  constexpr int threads() const { return (consumers + 1) * 128; }
+  // What setmaxnreg gives. A launch gives every thread the same number, a multiple of 8: 168, 128 and 96 of 65,536, and
+  // 128 * (24 + 2 * 240), 128 * (32 + 3 * 160) and 128 * (32 + 4 * 112) are what that makes; with loaders of scores
+  // 128 * (72 + 2 * 216) and 128 * (56 + 3 * 152).
+  constexpr int producer_registers() const { return scored ? (consumers == 2 ? 72 : 56) : (consumers == 2 ? 24 : 32); }
+  constexpr int consumer_registers() const {
+    if (scored) return consumers == 2 ? 216 : 152;
+    return consumers == 2 ? 240 : consumers == 3 ? 160 : 112;
+  }
+
+  constexpr bool operator==(const ForwardShape&) const = default;
+};
+
+// Which tiles a call gets.
+enum class Tiles : uint8_t {
+  kMany,    // keys: tiles of 192 queries read K and V least often
+  kFew,     // keys: smaller tiles waste less on the diagonal, at the ends of rows and on the last round of the grid
+  kSplit,   // few queries: small tiles and deep rings, because loads of K and V take the time, and one more axis: keys
+  kScored,  // with a bias, mask, slopes or dropout (scores.cuh): what hides the longer softmax best is a third
+            // consumer, where registers allow it
+};
+
+// See docs/hopper-forward.md for what else was measured.
+constexpr ForwardShape forward_shape(int head_dim, Tiles tiles) {
+  if (tiles == Tiles::kSplit) {
+    if (head_dim <= 64) return {3, 128, 6, 1, Schedule::kPingPong, 128, true};
+    if (head_dim <= 128) return {2, 128, 3, 1, Schedule::kOverlap, 32, true};
+    if (head_dim <= 192) return {2, 64, 3, 1, Schedule::kPingPong, 32, true};
+    return {2, 64, 2, 1, Schedule::kPingPong, 32, true};
+  }
+  if (tiles == Tiles::kScored) {
+    if (head_dim <= 64) return {3, 96, 2, 2, Schedule::kOverlap, 96, false, true};
+    if (head_dim <= 128) return {3, 80, 2, 1, Schedule::kOverlap, 80, false, true};
+    if (head_dim <= 192) return {2, 80, 2, 1, Schedule::kOverlap, 80, false, true};
+    return {2, 48, 2, 1, Schedule::kOverlap, 48, false, true};
+  }
+  const bool few = tiles == Tiles::kFew;
+  if (head_dim <= 64 && few) return {4, 64, 4, 2, Schedule::kOverlap, 64};
+  if (head_dim <= 64) return {3, 128, 3, 2, Schedule::kPingPong, 128};
+  if (head_dim <= 128 && few) return {2, 128, 2, 2, Schedule::kOverlap, 32};
+  if (head_dim <= 96) return {3, 96, 2, 2, Schedule::kPingPong, 96};
+  if (head_dim <= 128) return {3, 80, 2, 2, Schedule::kOverlap, 80};
+  if (head_dim <= 192) return {2, 96, 2, 1, Schedule::kPingPong, 48};
+  return {2, 64, 2, 1, Schedule::kPingPong, 32};
+}
+
+inline bool is_scored(const Problem& problem) {
+  return problem.has_mask || problem.has_bias || problem.has_alibi || problem.softcap != 0.0 || problem.dropout_p > 0.0;
+}
+
+// Whether a bias or mask can be read in chunks of 16 bytes. element: bytes. A dimension of one index has no stride.
+inline bool reads_chunks(const Problem& problem, const TensorView& view, int element) {
+  const auto is_aligned = [&](int64_t size, int64_t stride) { return size <= 1 || stride * element % 16 == 0; };
+  bool aligned = view.col_stride == 1 && reinterpret_cast<uint64_t>(view.data) % 16 == 0 &&
+                 is_aligned(problem.len_q, view.row_stride) && is_aligned(problem.heads_q, view.head_stride);
+  for (int i = 0; i < problem.batch_rank; ++i) {
+    aligned = aligned && is_aligned(problem.batch_size[i], view.batch_stride[i]);
+  }
+  return aligned;
+}
+
+// Keys that a query sees.
+inline int64_t keys_of(const Problem& problem, int64_t query) {
+  return make_band(problem).keys({query, query + 1}, problem.len_k).size();
+}
+
+// By the mean of what queries see. Measured at powers of two: at head dim 64 it is 512 that is few and 1024 that is
+// many, beyond that 1024 and 2048.
+inline bool has_few_keys(const Problem& problem, int head_dim) {
+  const int64_t sum = keys_of(problem, problem.len_q / 4) + keys_of(problem, problem.len_q * 3 / 4);
+  return sum / 2 <= (head_dim <= 64 ? 768 : 1536);
+}
+
+// A block for each multiprocessor walks the tiles. Where all take the same time it takes every grid-th, and heads
+// follow each other, so that the first round does not wait for all of K and V at once. Else it asks a counter for the
+// next, longest first inside sections of key heads whose K and V stay in L2; that costs a memset before the launch.
+struct ForwardOrder {
+  TileSchedule schedule;
+  bool counted;
+  int64_t grid;
+};
+
+constexpr int kCounterBytes = 64;  // scratch of a counted order
+
+// multiprocessors: 0 where unknown.
+inline ForwardOrder forward_order(const Problem& problem, int block_m, int multiprocessors) {
+  constexpr int64_t kL2Budget = 16 << 20;  // of the 50 to 60 MB of H100 and H200
+  const bool alike = (problem.len_q % block_m == 0 || problem.len_q < block_m) &&
+                     keys_of(problem, 0) == keys_of(problem, problem.len_q - 1);
+  const int64_t kv_head_bytes = problem.len_k * (problem.head_dim + problem.head_dim_v) * 2;
+  ForwardOrder order{
+      make_tile_schedule(problem, block_m, kv_head_bytes, alike ? 0 : kL2Budget, alike ? 0 : multiprocessors), false,
+      0};
+  const int64_t tiles = order.schedule.size();
+  order.grid = multiprocessors > 0 && multiprocessors < tiles ? multiprocessors : tiles;
+  order.counted = !alike && order.grid < tiles;
+  return order;
+}
+
+struct ForwardSmem {
+  int q = 0, k = 0, v = 0, scores = 0, works = 0, barriers = 0;  // offsets
+  int total = 0;                                                 // and what it takes to align the first tile
+};
+
+constexpr int kSharedMemoryLimit = 227 * 1024;  // of one block on 9.0
+constexpr int kWorks = 2;                       // of the tiles that the producer has told the consumers of
+constexpr int kWorkBytes = 32;                  // of each, see work.cuh
+constexpr int kScoreStages = 4;                 // of bias and mask, at most; how many fit depends on what there is
+
+constexpr ForwardSmem forward_smem(ForwardShape shape, int head_dim) {
+  const int rings = kWorks + shape.q_stages * shape.consumers + 2 * shape.stages + (shape.scored ? kScoreStages : 0);
+  const int small = kWorks * kWorkBytes + 16 * rings;
+  ForwardSmem smem;
+  smem.k = shape.q_stages * tile_bytes(shape.block_m(), head_dim);
+  smem.v = smem.k + shape.stages * tile_bytes(shape.block_n, head_dim);
+  smem.scores = smem.v + shape.stages * tile_bytes(shape.block_n, head_dim);
+  const int left = kSharedMemoryLimit - kTileAlign - smem.scores - small;
+  smem.works = smem.scores + (shape.scored ? left / 16 * 16 : 0);
+  smem.barriers = smem.works + kWorks * kWorkBytes;
+  smem.total = smem.works + small + kTileAlign;
+  return smem;
+}
+
+// A row of a tile of bias or mask: an odd number of 16-byte chunks, so that eight rows lie in different banks.
+constexpr int score_pitch(int block_n, int element_bytes) { return (block_n * element_bytes / 16 | 1) * 16; }
+
+constexpr bool fits(int head_dim) {
+  const ForwardShape scored = forward_shape(head_dim, Tiles::kScored);
+  const ForwardSmem smem = forward_smem(scored, head_dim);
+  const int largest = scored.block_m() * (score_pitch(scored.block_n, 4) + score_pitch(scored.block_n, 1));
+  for (const Tiles tiles : {Tiles::kMany, Tiles::kFew, Tiles::kSplit}) {
+    if (forward_smem(forward_shape(head_dim, tiles), head_dim).total > kSharedMemoryLimit) return false;
+  }
+  return smem.works - smem.scores >= largest;
+}
+static_assert(fits(64) && fits(96) && fits(128) && fits(192) && fits(256));
+
+}  // namespace flash_ext::sm90

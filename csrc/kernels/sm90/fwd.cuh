@@ -1,0 +1,408 @@
+// Forward on Hopper: one producer warp brings tiles of Q, K and V by TMA, two to four consumer warpgroups of 64 queries
+// each multiply them by wgmma.
+//
+//   S = Q K^T     P = e^(S - m)     l += rowsum(P)     O += P V          out = O / l     lse = m + log l
+//
+// FlashAttention-3 (arXiv:2407.08608), algorithms 1 and 2: K and V go through rings of their own, P stays in registers,
+// softmax of the next tile of keys runs under O += P V of this one, and so it does from one tile of queries to the
+// next: the first S of the next is issued together with the last P V of this one. Keys are walked from the last tile to
+// the first, so that the diagonal and the tail, which are masked, come first. The producer finds a block's next tile
+// and tells the consumers (work.cuh). With a bias or mask three more warps load those (scores.cuh). Called by
+// run_fwd.cuh. Invariant: a ring's full barrier is completed by TMA (that of the works by the producer), its empty
+// barrier by one arrival of each warp that reads it, after the wait that proves its wgmma finished. Where Q has two
+// stages out goes through the rows of Q that its warp alone owns, and Q's stage is handed back when that store has read
+// it; where it has one, out goes from registers and Q's stage is handed back after the tile's last S.
+#pragma once
+
+#include "kernels/sm90/fwd_parts.cuh"
+
+namespace flash_ext::sm90 {
+
+// ---- producer -------------------------------------------------------------------------------------------------------
+
+// Order: K of the last tile, Q, then K of the next tile before V of this one, as the consumers ask for them, and on in
+// the same way from one tile of queries to the next.
+template <class Traits>
+__device__ __forceinline__ void produce(const ForwardParams& params, const typename Traits::Rings& rings) {
+  constexpr int kBlockN = Traits::kBlockN, kConsumers = Traits::kConsumers;
+  typename Traits::QPlace q;
+  typename Traits::KvPlace k, v;
+  typename Traits::WorkPlace w;
+  const auto load_k = [&](const Work& work, int n) {
+    barrier_wait(rings.k.empty(k.stage), k.phase ^ 1);
+    load_tile<kBlockN, Traits::kPanels>(rings.k, k.stage, params.k,
+                                        work.box(params.k.steps, work.head / params.group_k, n * kBlockN));
+    k.advance();
+  };
+  const auto load_v = [&](const Work& work, int n) {
+    barrier_wait(rings.v.empty(v.stage), v.phase ^ 1);
+    load_tile<kBlockN, Traits::kPanels>(rings.v, v.stage, params.v,
+                                        work.box(params.v.steps, work.head / params.group_v, n * kBlockN));
+    v.advance();
+  };
+  const auto q_box = [&](const Work& work, int consumer) {
+    const auto at = work.template place<Traits>(params, work.first_query + consumer * 64);
+    return work.box(params.q.steps, at.head, at.query);
+  };
+  const auto load_q = [&](const Work& work) {
+#pragma unroll 1
+    for (int consumer = 0; consumer < kConsumers; ++consumer) {
+      const int i = q.stage * kConsumers + consumer;
+      barrier_wait(rings.q.empty(i), q.phase ^ 1);
+      load_tile<64, Traits::kPanels>(rings.q, i, params.q, q_box(work, consumer));
+    }
+    q.advance();
+  };
+  const auto prefetch_q = [&](const Work& work) {
+#pragma unroll 1
+    for (int consumer = 0; consumer < kConsumers; ++consumer) {
+      BoxStart at = q_box(work, consumer);
+#pragma unroll
+      for (int panel = 0; panel < Traits::kPanels; ++panel) {
+        tma_prefetch(&params.q.map, at);
+        at.col += kPanelCols;
+      }
+    }
+  };
+  // A tile, told to the consumers.
+  const auto tell = [&](uint32_t linear) {
+    Work work = {};
+    if (linear < params.tiles) work = Work::at<Traits>(params, linear);
+    barrier_wait(rings.works.empty(w.stage), w.phase ^ 1);
+    store_shared(rings.works.tile(w.stage), work);
+    barrier_arrive(rings.works.full(w.stage));
+    w.advance();
+    return work;
+  };
+  uint32_t linear = blockIdx.x;
+  Work work = tell(linear), next = {};
+  load_k(work, work.last_n - 1);
+  load_q(work);
+  if (params.counter != nullptr) cudaGridDependencySynchronize();  // it is zero from here on
+  while (work.any()) {
+    // Late, so that a counter finds who is free, and early enough for Q to be in L2 when its stage is empty.
+    const int ask_n = min(work.first_n + 2, work.last_n - 1);
+    for (int n = work.last_n - 1; n >= work.first_n; --n) {
+      if (n == ask_n) {
+        linear = next_tile(params, linear);
+        next = tell(linear);
+        if (next.any()) prefetch_q(next);
+      }
+      if (n > work.first_n) {
+        load_k(work, n - 1);
+      } else if (next.any()) {
+        load_k(next, next.last_n - 1);
+      }
+      load_v(work, n);
+    }
+    if (next.any()) load_q(next);
+    work = next;
+  }
+}
+
+// ---- consumers ------------------------------------------------------------------------------------------------------
+
+template <class Traits>
+__device__ __forceinline__ void consume(const typename Traits::Params& params, const typename Traits::Rings& rings,
+                                        int consumer) {
+  using T = typename Traits::T;
+  constexpr ForwardShape kShape = Traits::kShape;
+  constexpr int kBlockN = Traits::kBlockN, kHeadDim = Traits::kHeadDim, kConsumers = Traits::kConsumers;
+  const int lane = threadIdx.x % 32;
+  const int warp_row = threadIdx.x / 32 % 4 * 16;
+  typename Traits::QPlace q;
+  typename Traits::KvPlace k, v;
+  typename Traits::WorkPlace w;
+  [[maybe_unused]] ScorePlace c(params);
+  float o_acc[kHeadDim / 2], s_acc[kBlockN / 2];
+  uint32_t p_frag[kBlockN / 4];
+  RowSoftmax softmax(params.to_log2);
+  Work work;
+  [[maybe_unused]] float slope = 0.f;  // of the work's head
+  int top_n = 0;                       // this warpgroup sees no key of tiles from here on
+  const bool drops = dropout_of(params).rng_state != nullptr;
+  // NOTE: read for each tile of keys at head dim 256, where keeping them costs registers that there are not.
+  const std::conditional_t<(kHeadDim > 192), DropoutParams, DropoutDraws> draws(dropout_of(params));
+
+  const auto q_index = [&] { return q.stage * kConsumers + consumer; };
+  const auto release = [&](auto& ring, auto& place) {
+    if (lane == 0) barrier_arrive(ring.empty(place.stage));
+    place.advance();
+  };
+  const auto fence = [&] {
+    hold(s_acc);
+    hold(p_frag);
+    hold(o_acc);
+    wgmma_fence();
+  };
+  // NOTE: the loops below hang on numbers that ptxas sees to be the same in all lanes, loads from uniform addresses
+  // included. When it lost sight of that (by a second exit of the outer loop) the rings' places lay in ordinary
+  // registers and each wgmma waited for moves of its descriptor to uniform ones: 10 to 15 % less at 16k keys.
+  const auto next_work = [&] {
+    barrier_wait(rings.works.full(w.stage), w.phase);
+    load_shared(work, rings.works.tile(w.stage));
+    w.advance();
+    if constexpr (Traits::kScored) {
+      if (work.any()) slope = params.scores.alibi.of(work.head, work.b0, work.b1);
+    }
+  };
+  // S of the tile n is there.
+  const auto after_s = [&](int n) {
+    release(rings.k, k);
+    if constexpr (Traits::kScored) {
+      const int row = consumer * 64 + warp_row, first = work.first_query + row + lane / 4 - lane % 4 * 2;
+      take_scores<T, kBlockN, (kHeadDim <= 128)>(s_acc, params.scores, rings.scores, c, row, slope,
+                                                 first + params.scores.alibi.offset - n * kBlockN);
+    }
+    if (!Traits::kStaged && n == work.first_n && lane == 0) barrier_arrive(rings.q.empty(q_index()));
+    const int first_row = work.first_query + consumer * 64;
+    const int row_mask = kShape.shares_keys ? params.shared.row_mask : -1;
+    const int queries = kShape.shares_keys ? params.shared.queries : 64;
+    if (params.band.is_boundary(first_row & row_mask, queries, n * kBlockN, kBlockN)) {
+      mask_band(s_acc, params.band, first_row + warp_row + lane / 4, n * kBlockN, row_mask);
+    }
+  };
+  constexpr int kSplit = kShape.split;
+  const auto pack_p = [&](int first, int last) {
+#pragma unroll
+    for (int i = 0; i < kBlockN / 4; ++i) {
+      if (i >= first / 4 && i < last / 4) p_frag[i] = pack(s_acc[2 * i], s_acc[2 * i + 1], T());
+    }
+  };
+  // P of the tile n is packed.
+  const auto drop_p = [&](int n) {
+    if (!drops) return;
+    const int bh = (work.b1 * params.inner_batch + work.b0) * params.heads_q + work.head;
+    DropoutDraws(draws).apply<kBlockN>(p_frag, bh, (work.first_query + consumer * 64 + warp_row) / 16,
+                                       n * (kBlockN / 16));
+  };
+  // index: of its Q, whose stage out goes through. Its Work is the one before next_work()'s, in the other of two
+  // places.
+  const auto finish = [&](int index) {
+    hold(o_acc);
+    hold(p_frag);
+    release(rings.v, v);
+    Work done;
+    load_shared(done, rings.works.tile(w.stage));
+    __syncwarp();
+    if (lane == 0) barrier_arrive(rings.works.empty(w.stage));
+    const int row = done.first_query + consumer * 64 + warp_row;
+    const auto place = [&](int half) { return done.template place<Traits>(params, row + lane / 4 + 8 * half); };
+    const bool is_part = kShape.shares_keys && params.parts.splits.count > 1;
+    float inverse[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float sum = softmax.total(half);
+      const auto at = place(half);
+      inverse[half] = sum == 0.f ? 0.f : dropout_of(params).scale / sum;
+      if ((is_part || params.lse != nullptr) && lane % 4 == 0 && at.exists) {
+        const float max = sum == 0.f ? kMinusInf : softmax.row_max[half] * params.scale;
+        if (is_part) {
+          params.parts.sums[done.part * params.parts.rows + done.row(params, at)] = {max, sum};
+        } else {
+          params.lse[done.row(params, at)] = max + logf(sum);
+        }
+      }
+    }
+    scale_rows<kHeadDim>(o_acc, inverse);
+    if constexpr (Traits::kStaged) {
+      // All four warps have finished with Q; its stage belongs to out now.
+      named_barrier_sync(kTurnBarrier + kConsumers + consumer, 128);
+      stage_out<T, kHeadDim>(o_acc, rings.q.tile(index), warp_row, params.out.map,
+                             done.box(params.out.steps, done.head, row));
+    } else if (is_part) {
+      const Parts& parts = params.parts;
+      float* rows[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const auto at = place(half);
+        rows[half] = at.exists ? parts.out + (done.part * parts.rows + done.row(params, at)) * parts.cols : nullptr;
+      }
+      write_part<kHeadDim>(o_acc, rows, parts.cols);
+    } else {
+      const OutView& out = params.out_view;
+      char* const base = out.data + done.b0 * out.b0 + done.b1 * out.b1;
+      char* rows[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const auto at = place(half);
+        rows[half] = at.exists ? base + at.head * out.head + at.query * out.row : nullptr;
+      }
+      write_out<T, kHeadDim>(o_acc, rows, out.cols);
+    }
+  };
+  // After the store of finish() has read Q's stage.
+  const auto hand_back = [&](int index) {
+    if (Traits::kStaged && lane == 0) {
+      tma_store_wait_read();
+      barrier_arrive(rings.q.empty(index));
+    }
+  };
+  // The first S of a tile on its own. Tiles of keys that this warpgroup does not see are waited for and handed back,
+  // each with its turn, because the others count. A warp hands a tile back when all its lanes have seen that it came.
+  const auto begin = [&] {
+    const int skipped = work.last_n - top_n;
+    for (int i = 0; i < skipped; ++i) {
+      barrier_wait(rings.k.full(k.stage), k.phase);
+      __syncwarp();
+      release(rings.k, k);
+      if constexpr (Traits::kScored) skip_scores(params.scores, rings.scores, c);
+      take_turn<Traits>(consumer);
+      pass_turn<Traits>(consumer);
+      barrier_wait(rings.v.full(v.stage), v.phase);
+      __syncwarp();
+      release(rings.v, v);
+    }
+    barrier_wait(rings.k.full(k.stage), k.phase);
+    hold(s_acc);
+    wgmma_fence();
+    issue_s<Traits>(s_acc, rings.q.tile(q_index()), rings.k.tile(k.stage));
+    wgmma_wait<0>();
+    hold(s_acc);
+  };
+
+  if (consumer == kConsumers - 1) pass_turn<Traits>(consumer);
+  next_work();
+  top_n = work.top_of<Traits>(params, consumer);
+  barrier_wait(rings.q.full(q_index()), q.phase);
+  begin();
+  int done_index = -1;
+  while (true) {
+    after_s(top_n - 1);
+    softmax.reset();
+    float tile_max[2], factor[2], minus[2];
+    softmax.template tile_max<0, kBlockN>(tile_max, s_acc);
+    softmax.template raise<0, kBlockN>(tile_max, factor, s_acc, minus);
+    softmax.template exponentiate<0, kBlockN>(s_acc, minus);
+    pack_p(0, kBlockN);
+    drop_p(top_n - 1);
+#pragma unroll
+    for (float& x : o_acc) x = 0.f;
+    if (done_index >= 0) hand_back(done_index);
+    for (int n = top_n - 2; n >= work.first_n; --n) {
+      barrier_wait(rings.k.full(k.stage), k.phase);
+      take_turn<Traits>(consumer);
+      fence();
+      issue_s<Traits>(s_acc, rings.q.tile(q_index()), rings.k.tile(k.stage));
+      barrier_wait(rings.v.full(v.stage), v.phase);
+      wgmma_fence();  // NOTE: after a loop ptxas injects one if there is none (C7519)
+      issue_o<Traits>(o_acc, p_frag, rings.v.tile(v.stage));
+      pass_turn<Traits>(consumer);
+      wgmma_wait<1>();
+      hold(s_acc);
+      after_s(n);
+      softmax.template tile_max<0, kSplit>(tile_max, s_acc);
+      bool rescale = softmax.exceeds(tile_max);
+      factor[0] = factor[1] = 1.f;
+      minus[0] = softmax.minus[0], minus[1] = softmax.minus[1];
+      if (rescale) softmax.template raise<0, kSplit>(tile_max, factor, s_acc, minus);
+      softmax.template exponentiate<0, kSplit>(s_acc, minus);
+      if constexpr (kSplit < kBlockN) {
+        softmax.template tile_max<kSplit, kBlockN>(tile_max, s_acc);
+        rescale = rescale || softmax.exceeds(tile_max);
+      }
+      if constexpr (kSplit < kBlockN) {
+        if (rescale) {
+          float more[2];
+          softmax.template raise<kSplit, kBlockN>(tile_max, more, s_acc, minus);
+          scale_rows<kSplit>(s_acc, more);
+          factor[0] *= more[0];
+          factor[1] *= more[1];
+        }
+      }
+      hold(s_acc);
+      // NOTE: a loop that runs once, because ptxas moves a wait to before the exponentials, which have to run under O's
+      // product; it does not move it out of a loop. Not in the branches of `rescale`: warps of a warpgroup differ in
+      // that, and all have to wait by the same instruction (.aligned; compute-sanitizer's synccheck).
+      do {
+        wgmma_wait<0>();
+      } while (params.tiles == 0);
+      hold(o_acc);
+      if (rescale) scale_rows<kHeadDim>(o_acc, factor);
+      hold(p_frag);
+      release(rings.v, v);
+      pack_p(0, kSplit);
+      if constexpr (kSplit < kBlockN) {
+        softmax.template exponentiate<kSplit, kBlockN>(s_acc, minus);
+        pack_p(kSplit, kBlockN);
+      }
+      drop_p(n);
+    }
+    // The last O of this tile and the first S of the next; out leaves under that S.
+    done_index = q_index();
+    next_work();
+    top_n = work.top_of<Traits>(params, consumer);
+    if (work.any() && top_n == work.last_n) {
+      barrier_wait(rings.v.full(v.stage), v.phase);
+      take_turn<Traits>(consumer);
+      fence();
+      issue_o<Traits>(o_acc, p_frag, rings.v.tile(v.stage));
+      q.advance();
+      barrier_wait(rings.q.full(q_index()), q.phase);
+      barrier_wait(rings.k.full(k.stage), k.phase);
+      wgmma_fence();
+      issue_s<Traits>(s_acc, rings.q.tile(q_index()), rings.k.tile(k.stage));
+      pass_turn<Traits>(consumer);
+      wgmma_wait<1>();
+      finish(done_index);
+      wgmma_wait<0>();
+      hold(s_acc);
+    } else {
+      barrier_wait(rings.v.full(v.stage), v.phase);
+      if (work.any()) take_turn<Traits>(consumer);
+      fence();
+      issue_o<Traits>(o_acc, p_frag, rings.v.tile(v.stage));
+      if (work.any()) pass_turn<Traits>(consumer);
+      wgmma_wait<0>();
+      finish(done_index);
+      if (!work.any()) break;
+      q.advance();
+      barrier_wait(rings.q.full(q_index()), q.phase);
+      begin();
+    }
+  }
+  hand_back(done_index);
+}
+
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kShape.threads(), 1)
+    forward_kernel(const __grid_constant__ typename Traits::Params params) {
+  constexpr ForwardShape kShape = Traits::kShape;
+  if constexpr (kShape.shares_keys) {
+    cudaTriggerProgrammaticLaunchCompletion();  // combine may take its place; it waits for the end of this grid
+    if (skip_part<Traits>(params)) return;
+  }
+  char* const smem = dynamic_shared();
+  const uint32_t base = (shared_address(smem) + kTileAlign - 1) & ~(kTileAlign - 1);
+  const typename Traits::Rings rings = Traits::rings(base);
+  if (threadIdx.x == 0) {
+    for (const TensorMap* map : {&params.q, &params.k, &params.v, &params.out}) prefetch_map(&map->map);
+    const auto init = [](const auto& ring, int tiles, int readers, int writers = 1) {
+      for (int i = 0; i < tiles; ++i) {
+        barrier_init(ring.full(i), writers);
+        barrier_init(ring.empty(i), readers);
+      }
+    };
+    init(rings.works, kWorks, 4 * Traits::kConsumers + (Traits::kScored ? kScoreLoaders / 32 : 0));
+    init(rings.q, Traits::kQTiles, 4);
+    init(rings.k, kShape.stages, 4 * Traits::kConsumers);
+    init(rings.v, kShape.stages, 4 * Traits::kConsumers);
+    if constexpr (Traits::kScored) init(rings.scores, kScoreStages, 4 * Traits::kConsumers, 2 * kScoreLoaders);
+    fence_barrier_init();
+  }
+  __syncthreads();
+  // The same in all lanes, and the compiler knows.
+  const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);
+  if (warpgroup == 0) {
+    fewer_registers<kShape.producer_registers()>();
+    if (threadIdx.x < 32 && elect_one()) produce<Traits>(params, rings);
+    if constexpr (Traits::kScored) {
+      if (threadIdx.x >= 32) load_scores<Traits>(params, rings);
+    }
+  } else {
+    more_registers<kShape.consumer_registers()>();
+    consume<Traits>(params, rings, warpgroup - 1);
+  }
+}
+
+}  // namespace flash_ext::sm90

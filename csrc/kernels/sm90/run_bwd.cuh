@@ -1,0 +1,122 @@
+// The host side of backward: scratch, tensor maps, and the three launches.
+//
+//   prepare -> main kernel -> finish (bwd_rows.cuh) -> the gradient of a bias (bias_gradient.cuh)
+//
+// Called by backend.cpp through kernels.h. Invariant: backward_scratch is what plan() asks for and what is used.
+#pragma once
+
+#include <algorithm>
+
+#include "gpu/host/launch.h"
+#include "kernels/sm90/bias_gradient.cuh"
+#include "kernels/sm90/bwd.cuh"
+#include "kernels/sm90/bwd_rows.cuh"
+#include "kernels/sm90/run_scores.cuh"
+
+namespace flash_ext::sm90 {
+
+struct BackwardScratch {
+  float* stats = nullptr;         // [b, h_q, m_blocks, kQueryStats, block_m]
+  float* dq = nullptr;            // [b, h_q, padded queries, head dim of the instance], in the order of the fragments
+  float* bounds = nullptr;        // [b, h_q, 2], fp16
+  uint32_t* turns = nullptr;      // [b, h_q, m_blocks] and one more, in one order
+  float* bias_partial = nullptr;  // bias_partial_elements(), with dbias
+  int64_t zeros = 0;              // from here on it must be zero before the kernels run
+  int64_t bytes = 0;
+};
+
+// The same for every Walk.
+template <class Traits>
+BackwardScratch backward_scratch(const Problem& problem, void* workspace) {
+  BackwardScratch scratch;
+  const int64_t heads = problem.batch * problem.heads_q;
+  const int64_t padded = block_count(problem.len_q, Traits::kBlockM) * Traits::kBlockM;
+  const auto take = [&]<class T>(T*& pointer, int64_t count) {
+    pointer = reinterpret_cast<T*>(static_cast<char*>(workspace) + scratch.bytes);
+    scratch.bytes += (count * 4 + 127) / 128 * 128;
+  };
+  take(scratch.stats, heads * kQueryStats * padded);
+  take(scratch.dq, heads * padded * Traits::kHeadDim);
+  if (has_bias_gradient(problem)) take(scratch.bias_partial, bias_partial_elements(problem));
+  scratch.zeros = scratch.bytes;
+  if (Traits::kScaled) take(scratch.bounds, heads * 2);
+  if (is_ordered(problem)) take(scratch.turns, heads * padded / Traits::kBlockM + 1);
+  return scratch;
+}
+
+// Of the blocks, those beyond one a tile are left out.
+template <class Traits>
+void launch_backward(const BackwardArgs& args, const BackwardLaunch& how, void* workspace) {
+  // The same for every Walk, and finish with scores, too.
+  using Rows = BackwardTraits<typename Traits::T, Traits::kHeadDim>;
+  using Prepare = BackwardTraits<typename Traits::T, Traits::kHeadDim, Walk::kOne,
+                                 Traits::kScored ? Added::kScores : Added::kNothing>;
+  constexpr int kFar = 1 << 30;  // backend.cpp refuses lengths beyond half of it
+  const Problem& problem = args.fwd.problem;
+  const BackwardScratch scratch = backward_scratch<Traits>(problem, workspace);
+  const Band band = make_band(problem);
+  const auto clamp = [](int64_t x) { return static_cast<int>(std::clamp<int64_t>(x, -kFar, kFar)); };
+  typename Traits::Params params;
+  const auto map = [&](const TensorView& view, int64_t heads, int64_t rows, int64_t cols, int box_rows) {
+    return make_tensor_map(problem, view, heads, rows, cols, box_rows, Promotion::k256);
+  };
+  constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN;
+  params.q = map(args.fwd.q, problem.heads_q, problem.len_q, problem.head_dim, kBlockM);
+  params.d_out = map(args.d_out, problem.heads_q, problem.len_q, problem.head_dim_v, kBlockM);
+  params.k = map(args.fwd.k, problem.heads_k, problem.len_k, problem.head_dim, kBlockN);
+  params.v = map(args.fwd.v, problem.heads_k, problem.len_k, problem.head_dim_v, kBlockN);
+  params.dk = map(args.dk, problem.heads_k, problem.len_k, problem.head_dim, 16);
+  params.dv = map(args.dv, problem.heads_k, problem.len_k, problem.head_dim_v, 16);
+  params.stats = scratch.stats;
+  params.bounds = scratch.bounds;
+  params.dq = scratch.dq;
+  params.turns = scratch.turns;
+  params.schedule = narrow_schedule(problem, kBlockN, how.processors);
+  params.band = {clamp(band.lower), clamp(band.upper), static_cast<int>(problem.len_k)};
+  const int64_t tiles = params.schedule.size();
+  const dim3 blocks = cuda::grid_of(Traits::kWalk == Walk::kOne ? tiles : std::min(tiles, how.grid));
+  params.walks = how.grid < tiles;
+  params.tiles = static_cast<int>(tiles);
+  params.len_q = static_cast<int>(problem.len_q);
+  params.m_blocks = static_cast<int>(block_count(problem.len_q, kBlockM));
+  params.heads_q = static_cast<int>(problem.heads_q);
+  params.members = static_cast<int>(problem.heads_q / problem.heads_k);
+  params.inner_batch = problem.batch_rank > 0 ? static_cast<int>(problem.batch_size[problem.batch_rank - 1]) : 1;
+  params.head_dim_v = static_cast<int>(problem.head_dim_v);
+  params.scale = gradient_scale(problem);
+  params.to_log2 = static_cast<float>(problem.scale * kLog2e);
+  params.inverse_scale = static_cast<float>(1.0 / problem.scale);
+  if constexpr (Traits::kScored) {
+    constexpr BackwardSmem kSmem = Traits::kSmem;
+    params.schedule.batch_inner = batch_shares_scores(problem, args.fwd);
+    params.scores = make_scores(args.fwd, kScoreRows, kBlockN, kMaskBytes, kSmem.drops - kSmem.scores);
+  }
+  if constexpr (Traits::kCaps) params.softcap = SoftcapParams::of(problem, problem.scale);
+
+  const int64_t query_tiles = problem.batch * problem.heads_q * params.m_blocks;
+  params.turn_count = static_cast<int>(query_tiles);
+  if (scratch.zeros < scratch.bytes) {
+    cuda::check(cudaMemsetAsync(static_cast<char*>(workspace) + scratch.zeros, 0, scratch.bytes - scratch.zeros,
+                                static_cast<cudaStream_t>(args.fwd.stream)),
+                "memset");
+  }
+  // In order, the first tile of keys stores dQ; only tiles of queries that meet none need zeros.
+  const Meetings<kBlockM, kBlockN> meetings{params.band.lower, params.band.upper, params.len_q, params.band.len_k};
+  const bool is_stored = Traits::kOrdered && meetings.meets_keys(0) && meetings.meets_keys(params.m_blocks - 1);
+  cuda::launch(prepare_kernel<Prepare>, cuda::grid_of(query_tiles), kRowThreads, 0, args.fwd.stream, args,
+               scratch.stats, scratch.bounds, is_stored ? nullptr : scratch.dq, params.m_blocks);
+  cuda::launch_dependent(backward_kernel<Traits>, blocks, Traits::kShape.threads, Traits::kSmem.total, args.fwd.stream,
+                         params);
+  const int64_t rooms = is_stored ? int64_t{kFinishBlocks} * how.processors : query_tiles;
+  cuda::launch_dependent(finish_kernel<Rows>, cuda::grid_of(std::min(query_tiles, rooms)), kRowThreads, 0,
+                         args.fwd.stream, args, scratch.dq, is_stored ? scratch.turns : nullptr, meetings,
+                         static_cast<unsigned>(query_tiles));
+  if constexpr (Traits::kScored) {
+    if (has_bias_gradient(problem)) {
+      run_bias_gradient<BiasGradientTraits<typename Traits::T, Traits::kHeadDim>>(args, scratch.stats,
+                                                                                  scratch.bias_partial);
+    }
+  }
+}
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,113 @@
+// The host side of backward for head dims above 128: prepare (bwd_rows.cuh), keys, queries (bwd_wide.cuh).
+//
+// Called by backend.cpp through kernels.h. Invariant: wide_scratch_bytes is what plan() asks for and what is used.
+#pragma once
+
+#include <algorithm>
+
+#include "gpu/host/launch.h"
+#include "kernels/sm90/bwd_rows.cuh"
+#include "kernels/sm90/bwd_wide.cuh"
+
+namespace flash_ext::sm90 {
+
+// What prepare_kernel wants to know; its lanes must be a power of two.
+template <class T_>
+struct WideRows {
+  using T = T_;
+  static constexpr int kHeadDim = 256, kBlockM = 64;
+  static constexpr bool kScored = false;
+  static constexpr bool kAccumulates = false, kScaled = std::is_same_v<T, __half>;
+  static constexpr float kPShift = kScaled ? 10.f : 0.f;
+};
+
+// largest [b, h_k], zeros before: of |V|; fp16. 16 bytes a lane, a block 64 rows.
+static __global__ void __launch_bounds__(kRowThreads)
+    largest_kernel(const __grid_constant__ BackwardArgs args, float* largest, int n_blocks) {
+  const Problem& problem = args.fwd.problem;
+  const unsigned n_block = blockIdx.x % n_blocks, flat = blockIdx.x / n_blocks;
+  const int64_t b = flat / problem.heads_k, head = flat % problem.heads_k;
+  const TensorView& v = args.fwd.v;
+  const __half* const rows = static_cast<const __half*>(v.data) + batch_offset(problem, v, b) + head * v.head_stride;
+  const int col = threadIdx.x % 32 * 8;
+  __half2 most = __float2half2_rn(0.f);
+  for (int64_t row = n_block * 64 + threadIdx.x / 32; row < min(int64_t{n_block + 1} * 64, problem.len_k); row += 8) {
+    if (col >= problem.head_dim_v) continue;
+    const uint4 words = *reinterpret_cast<const uint4*>(rows + row * v.row_stride + col);
+    for (const uint32_t word : {words.x, words.y, words.z, words.w}) {
+      most = __hmax2(most, __habs2(reinterpret_cast<const __half2&>(word)));
+    }
+  }
+  float x = fmaxf(__low2float(most), __high2float(most));
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
+  if (threadIdx.x % 32 == 0) atomicMax(reinterpret_cast<int*>(largest) + flat, __float_as_int(x));
+}
+
+// Queries of a head, padded to the tiles of the queries' kernel.
+inline int64_t wide_padded(const Problem& problem) { return block_count(problem.len_q, 128) * 128; }
+
+inline int64_t wide_bounds(const Problem& problem) {
+  return problem.dtype == DType::kFloat16 ? problem.batch * (2 * problem.heads_q + problem.heads_k) : 0;
+}
+
+inline int64_t wide_scratch_bytes(const Problem& problem) {
+  return (problem.batch * problem.heads_q * kQueryStats * wide_padded(problem) + wide_bounds(problem)) * 4;
+}
+
+template <class Traits>
+void launch_wide(const BackwardArgs& args, int64_t processors, void* workspace) {
+  constexpr int kFar = 1 << 30, kBlock = Traits::kBlock;
+  const Problem& problem = args.fwd.problem;
+  const Band band = make_band(problem);
+  const auto clamp = [](int64_t x) { return static_cast<int>(std::clamp<int64_t>(x, -kFar, kFar)); };
+  WideParams params;
+  const auto map = [&](const TensorView& view, int64_t heads, int64_t rows, int64_t cols, int box_rows) {
+    return make_tensor_map(problem, view, heads, rows, cols, box_rows, Promotion::k256);
+  };
+  params.q = map(args.fwd.q, problem.heads_q, problem.len_q, problem.head_dim, kBlock);
+  params.d_out = map(args.d_out, problem.heads_q, problem.len_q, problem.head_dim_v, kBlock);
+  params.k = map(args.fwd.k, problem.heads_k, problem.len_k, problem.head_dim, kBlock);
+  params.v = map(args.fwd.v, problem.heads_k, problem.len_k, problem.head_dim_v, kBlock);
+  params.dq = map(args.dq, problem.heads_q, problem.len_q, problem.head_dim, 16);
+  params.dk = map(args.dk, problem.heads_k, problem.len_k, problem.head_dim, 16);
+  params.dv = map(args.dv, problem.heads_k, problem.len_k, problem.head_dim_v, 16);
+  float* const stats = static_cast<float*>(workspace);
+  params.stats = stats;
+  float* const bounds = stats + problem.batch * problem.heads_q * kQueryStats * wide_padded(problem);
+  params.bounds = bounds;
+  params.batch = static_cast<int>(problem.batch);
+  params.head_dim_v = static_cast<int>(problem.head_dim_v);
+  params.keys = backward_schedule(problem, kBlock, processors);
+  const int64_t kv_head_bytes = problem.len_k * (problem.head_dim + problem.head_dim_v) * 2;
+  params.queries = make_tile_schedule(problem, 2 * kBlock, kv_head_bytes, int64_t{16} << 20, processors);
+  params.band = {clamp(band.lower), clamp(band.upper), static_cast<int>(problem.len_k)};
+  params.len_q = static_cast<int>(problem.len_q);
+  params.padded = static_cast<int>(wide_padded(problem));
+  params.heads_q = static_cast<int>(problem.heads_q);
+  params.members = static_cast<int>(problem.heads_q / problem.heads_k);
+  params.inner_batch = problem.batch_rank > 0 ? static_cast<int>(problem.batch_size[problem.batch_rank - 1]) : 1;
+  params.scale = static_cast<float>(problem.scale);
+  params.to_log2 = static_cast<float>(problem.scale * kLog2e);
+  params.inverse_scale = static_cast<float>(1.0 / problem.scale);
+  params.softcap = SoftcapParams::of(problem, problem.scale);
+
+  using Rows = WideRows<typename Traits::T>;
+  const int64_t heads = problem.batch * problem.heads_q;
+  const int m_blocks = params.padded / Rows::kBlockM;
+  if (Rows::kScaled) {
+    const auto stream = static_cast<cudaStream_t>(args.fwd.stream);
+    cuda::check(cudaMemsetAsync(bounds, 0, wide_bounds(problem) * 4, stream), "memset");
+    const int n_blocks = static_cast<int>(block_count(problem.len_k, 64));
+    cuda::launch(largest_kernel, cuda::grid_of(problem.batch * problem.heads_k * n_blocks), kRowThreads, 0,
+                 args.fwd.stream, args, bounds + 2 * heads, n_blocks);
+  }
+  cuda::launch(prepare_kernel<Rows>, cuda::grid_of(heads * m_blocks), kRowThreads, 0, args.fwd.stream, args, stats,
+               bounds, static_cast<float*>(nullptr), m_blocks);
+  cuda::launch_dependent(keys_kernel<Traits>, cuda::grid_of(params.keys.size()), Traits::kThreads, Traits::kKeys.total,
+                         args.fwd.stream, params);
+  cuda::launch_dependent(queries_kernel<Traits>, cuda::grid_of(params.queries.size()), Traits::kThreads,
+                         Traits::kQueries.total, args.fwd.stream, params);
+}
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,115 @@
+// From the types of kernels.h to those of the kernels: parameters, tensor maps, which of the shapes of a head
+// dimension is launched, and combine behind it.
+// Called by backend.cpp through kernels.h; instantiated by generated units (fwd.cu.in).
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <type_traits>
+
+#include "core/args.h"
+#include "gpu/host/launch.h"
+#include "kernels/sm90/fwd.cuh"
+#include "kernels/sm90/kernels.h"
+#include "kernels/sm90/run_scores.cuh"
+#include "kernels/stages/combine.h"
+
+namespace flash_ext::sm90 {
+
+// NOTE: a memset is a kernel of its own, whose end the next one waits for; behind this one it begins at once.
+static __global__ void clear_kernel(uint32_t* counter) {
+  cudaTriggerProgrammaticLaunchCompletion();
+  *counter = 0;
+}
+
+// workspace: the counter where the order is counted, the parts where keys are split.
+template <class Traits>
+void launch_forward(const ForwardArgs& args, const ForwardLaunch& how, void* workspace) {
+  constexpr int kFar = 1 << 30;  // lengths from here on are refused
+  const Problem& problem = args.problem;
+  const Band band = make_band(problem);
+  const auto clamp = [](int64_t x) { return static_cast<int>(std::clamp<int64_t>(x, -kFar, kFar)); };
+  Splits splits = how.splits;
+  // A query that all heads repeat has no rows to share tiles with.
+  if (args.q.head_stride == 0) splits.head_rows = 0;
+  const ForwardOrder order = how.tiles == Tiles::kSplit ? split_order(problem, Traits::kBlockM, splits, how.grid)
+                                                        : forward_order(problem, Traits::kBlockM, how.grid);
+  typename Traits::Params params;
+  const auto map = [&](const TensorView& view, int64_t heads, int64_t rows, int64_t cols, int box_rows) {
+    return make_tensor_map(problem, view, heads, rows, cols, box_rows, Promotion::k128);
+  };
+  const int head_rows = splits.head_rows, box_heads = head_rows > 0 ? 64 / head_rows : 1;
+  params.q = make_tensor_map(problem, args.q, problem.heads_q, problem.len_q, problem.head_dim, 64 / box_heads,
+                             Promotion::k128, box_heads);
+  params.k = map(args.k, problem.heads_k, problem.len_k, problem.head_dim, Traits::kBlockN);
+  params.v = map(args.v, problem.heads_v, problem.len_k, problem.head_dim_v, Traits::kBlockN);
+  params.out = map(args.out, problem.heads_q, problem.len_q, problem.head_dim_v, 16);
+  params.out_view = make_out_view(problem, args.out);
+  params.schedule = order.schedule;
+  params.band = {clamp(band.lower), clamp(band.upper), static_cast<int>(problem.len_k)};
+  params.tiles = cuda::grid_of(order.schedule.size() * std::max(splits.count, 1)).x;
+  params.len_q = static_cast<int>(problem.len_q);
+  const int members = head_rows > 0 ? static_cast<int>(problem.heads_q / problem.heads_k) : 1;
+  params.group_k = static_cast<int>(problem.heads_q / problem.heads_k) / members;
+  params.group_v = static_cast<int>(problem.heads_q / problem.heads_v) / members;
+  params.shared = {-1, 31, 1, params.len_q, 64};
+  if (head_rows > 0) {
+    params.shared = {head_rows - 1, std::countr_zero(static_cast<unsigned>(head_rows)), members, members * head_rows,
+                     head_rows};
+  }
+  params.heads_q = static_cast<int>(problem.heads_q);
+  params.inner_batch = problem.batch_rank > 0 ? static_cast<int>(problem.batch_size[problem.batch_rank - 1]) : 1;
+  params.scale = static_cast<float>(problem.scale);
+  params.to_log2 = static_cast<float>(problem.scale * kLog2e);
+  params.lse = static_cast<float*>(args.lse);
+  if constexpr (Traits::kScored) {
+    params.schedule.batch_inner = batch_shares_scores(problem, args);
+    constexpr ForwardSmem kSmem = Traits::kSmem;
+    params.scores = make_scores(args, Traits::kBlockM, Traits::kBlockN, 0, kSmem.works - kSmem.scores);
+    if (problem.has_bias || problem.has_alibi || problem.softcap != 0.0) {  // scores are in natural units then
+      params.scale = 1.f;
+      params.to_log2 = kLog2e;
+    }
+  }
+  params.counter = order.counted ? static_cast<uint32_t*>(workspace) : nullptr;
+  params.parts = {};
+  params.parts.splits = splits;
+  if (splits.count > 1) {
+    params.parts.rows = problem.batch * problem.heads_q * problem.len_q;
+    params.parts.cols = static_cast<int>(problem.head_dim_v);
+    params.parts.out = static_cast<float*>(workspace);
+    params.parts.sums = reinterpret_cast<float2*>(params.parts.out + splits.count * part_elements(problem));
+  }
+  const auto launch = [&](const auto& how_to) {
+    how_to(forward_kernel<Traits>, cuda::grid_of(order.grid), Traits::kShape.threads(), Traits::kSmem.total,
+           args.stream, params);
+  };
+  if (!order.counted) return launch([](const auto&... x) { cuda::launch(x...); });
+  cuda::launch(clear_kernel, dim3(1), 1, 0, args.stream, params.counter);
+  launch([](const auto&... x) { cuda::launch_dependent(x...); });
+}
+
+template <DType kDType, int kHeadDim>
+void run_forward(const ForwardArgs& args, const ForwardLaunch& how, void* workspace) {
+  using T = std::conditional_t<kDType == DType::kFloat16, __half, __nv_bfloat16>;
+  constexpr ForwardShape kFew = forward_shape(kHeadDim, Tiles::kFew), kMany = forward_shape(kHeadDim, Tiles::kMany),
+                         kSplit = forward_shape(kHeadDim, Tiles::kSplit);
+  if (how.tiles == Tiles::kScored) {
+    return launch_forward<ForwardTraits<T, kHeadDim, forward_shape(kHeadDim, Tiles::kScored)>>(args, how, workspace);
+  }
+  if (how.tiles == Tiles::kSplit) {
+    launch_forward<ForwardTraits<T, kHeadDim, kSplit>>(args, how, workspace);
+    if (how.splits.count > 1) {
+      const auto* const out = static_cast<const float*>(workspace);
+      const float* const sums = out + how.splits.count * part_elements(args.problem);
+      cuda::combine(args, out, reinterpret_cast<const float2*>(sums), how.splits.count);
+    }
+    return;
+  }
+  if constexpr (kFew != kMany) {
+    if (how.tiles == Tiles::kFew) return launch_forward<ForwardTraits<T, kHeadDim, kFew>>(args, how, workspace);
+  }
+  launch_forward<ForwardTraits<T, kHeadDim, kMany>>(args, how, workspace);
+}
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,147 @@
+// What a block of the forward works on: the parameters of the kernel and the tiles of one block, one after the other.
+// Called by fwd.cuh (device) and run_fwd.cuh (host).
+// Invariant: over the grid every tile is walked once, whichever way blocks find their next.
+#pragma once
+
+#include "core/tile_schedule.h"
+#include "kernels/sm90/config.h"
+#include "kernels/sm90/out.cuh"
+#include "kernels/sm90/pipeline.cuh"
+#include "kernels/sm90/softmax.cuh"
+#include "kernels/sm90/splits.h"
+
+namespace flash_ext::sm90 {
+
+// The keys of one tile of queries as the work of several blocks, each of which leaves a result of its own for combine
+// (kernels/stages/combine.h).
+struct Parts {
+  Splits splits;  // a count of 1: the results are the call's
+  float* out;     // [count, rows of the call, cols]
+  float2* sums;   // [count, rows of the call]: combine's; -inf: no key, and nothing in out
+  int64_t rows;
+  int cols;
+};
+
+// Which query of which head a row of a tile is, where heads of a group share tiles (Splits::head_rows): query
+// r & row_mask of member r >> shift. Where they do not, row_mask is -1 and shift 31.
+struct SharedTiles {
+  int row_mask, shift;
+  int members;  // heads of a group; 1 where they share no tile
+  int rows;     // of a group, len_q where they share no tile
+  int queries;  // of a warpgroup
+};
+
+struct ForwardParams {
+  TensorMap q, k, v, out;
+  OutView out_view;
+  TileSchedule schedule;
+  TileBand band;
+  uint32_t tiles;
+  int len_q;
+  int group_k, group_v;  // heads that a tile is of, of a key head, of a value head
+  int heads_q;
+  SharedTiles shared;
+  int inner_batch;  // size of the last batch dimension
+  float scale, to_log2;
+  float* lse;         // null: not wanted
+  uint32_t* counter;  // of the tiles handed out beyond the first of each block; null: every grid-th is a block's
+  Parts parts;        // of a shape that shares keys
+};
+
+// One tile of the grid: 64 * consumers queries of one head, or rows of a group that shares tiles, and the tiles of keys
+// they see. Where they see none it is one tile behind the last key, which reads as zeros and is masked. The producer
+// hands it over in shared memory.
+struct alignas(16) Work {
+  int first_query;      // or row
+  int first_n, last_n;  // of keys; equal in what stands for the end of a block's work, and in a part without keys
+  int head, b0, b1;     // head: or group
+  int part;
+  int unused;
+
+  __device__ __forceinline__ bool any() const { return first_n != last_n; }
+
+  template <class Traits>
+  static __device__ __forceinline__ Work at(const ForwardParams& params, uint32_t linear) {
+    constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN;
+    constexpr bool kSharesKeys = Traits::kShape.shares_keys;
+    const uint32_t parts = kSharesKeys ? params.parts.splits.count : 1;
+    const Tile tile = params.schedule.at<uint32_t>(linear / parts);
+    const int b = static_cast<int>(tile.b);
+    Work work;
+    work.head = static_cast<int>(tile.head);
+    work.b1 = b / params.inner_batch;
+    work.b0 = b - work.b1 * params.inner_batch;
+    work.first_query = static_cast<int>(tile.block) * kBlockM;
+    const int first_query = kSharesKeys ? work.first_query & params.shared.row_mask : work.first_query;
+    const int last_query = min(first_query + kBlockM, params.len_q) - 1;
+    const int first_key = max(first_query + params.band.lower, 0);
+    const int last_key = min(last_query + params.band.upper + 1, params.band.len_k);
+    const bool any = last_key > first_key;
+    work.first_n = (any ? first_key : params.band.len_k + kBlockN - 1) / kBlockN;
+    work.last_n = any ? (last_key + kBlockN - 1) / kBlockN : work.first_n + 1;
+    work.part = 0;
+    if constexpr (kSharesKeys) {
+      work.part = static_cast<int>(linear % parts);
+      take_part(work.first_n, work.last_n, work.part, params.parts.splits);
+    }
+    return work;
+  }
+
+  // The last tile of keys of which a consumer sees one, and one more: first_n < top <= last_n.
+  template <class Traits>
+  __device__ __forceinline__ int top_of(const ForwardParams& params, int consumer) const {
+    constexpr int kBlockN = Traits::kBlockN;
+    constexpr bool kShares = Traits::kShape.shares_keys;
+    const int row = first_query + consumer * 64, query = kShares ? row & params.shared.row_mask : row;
+    const int last_query = min(query + 64, params.len_q) - 1;
+    const bool any = row < (kShares ? params.shared.rows : params.len_q);
+    const int last_key = any ? min(last_query + params.band.upper + 1, params.band.len_k) : 0;
+    return min(max((last_key + kBlockN - 1) / kBlockN, first_n + 1), last_n);
+  }
+
+  // Of a row of the tile's.
+  struct Place {
+    int head, query;
+    bool exists;
+  };
+  template <class Traits>
+  __device__ __forceinline__ Place place(const ForwardParams& params, int row) const {
+    if constexpr (!Traits::kShape.shares_keys) {
+      return {head, row, row < params.len_q};
+    } else {
+      const SharedTiles& shared = params.shared;
+      const int query = row & shared.row_mask;
+      return {head * shared.members + (row >> shared.shift), query, row < shared.rows && query < params.len_q};
+    }
+  }
+
+  // Of a query in lse and in a part's results.
+  __device__ __forceinline__ int64_t row(const ForwardParams& params, Place at) const {
+    return (static_cast<int64_t>(b1 * params.inner_batch + b0) * params.heads_q + at.head) * params.len_q + at.query;
+  }
+
+  __device__ __forceinline__ BoxStart box(const BoxSteps& steps, int box_head, int row) const {
+    return {0, row, box_head * steps.head, b0 * steps.b0, b1 * steps.b1};
+  }
+};
+
+static_assert(sizeof(Work) == kWorkBytes);
+
+// True where this block's part of a tile has no key: says so to combine.
+template <class Traits>
+__device__ __forceinline__ bool skip_part(const ForwardParams& params) {
+  const Work work = Work::at<Traits>(params, blockIdx.x);
+  if (work.any()) return false;
+  const auto at = work.place<Traits>(params, work.first_query + static_cast<int>(threadIdx.x));
+  if (threadIdx.x < Traits::kBlockM && at.exists) {
+    params.parts.sums[work.part * params.parts.rows + work.row(params, at)] = {kMinusInf, 0.f};
+  }
+  return true;
+}
+
+// The tile after `linear` in this block; params.tiles or more: none.
+__device__ __forceinline__ uint32_t next_tile(const ForwardParams& params, uint32_t linear) {
+  return params.counter != nullptr ? gridDim.x + atomicAdd(params.counter, 1) : linear + gridDim.x;
+}
+
+}  // namespace flash_ext::sm90

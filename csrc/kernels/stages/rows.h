@@ -1,0 +1,27 @@
+// What backward does to whole rows before and after its main kernel, for every GPU backend; host functions that launch
+// on args.fwd.stream. fp16, bf16 and float; float64 has its own kernels.
+#pragma once
+
+#include <vector_types.h>
+
+#include "core/args.h"
+
+namespace flash_ext::cuda {
+
+// delta = rowsum(dO o out) - dlse, [b, h_q, s_q]; 0 where lse is -inf. With `bounds` [b, h_q, 2], zeros before: the
+// largest |dO row| and |delta| of the head. With `dlse_apart` the caller subtracts dlse, and only `bounds` has it. With
+// `far` [b, h_q, s_q]: of each row whose lse is far from 0, what kernels/sm80/far_rows.cuh says; 16-bit types without a
+// bias.
+void delta(const BackwardArgs& args, float* delta, float* bounds, bool dlse_apart = false, float2* far = nullptr);
+
+// dq = scale * dq_accum [b, h_q, s_q, d], in dq's own dtype and strides. `in_fragments`: from compute capability 9.0 on
+// groups of 16 rows lie there as kernels/sm80/dq_sum.cuh says.
+void convert_dq(const BackwardArgs& args, const float* dq_accum, bool in_fragments);
+
+// dalibi [b, h_q] = sums over the last dimension of partial [b, h_q, count], in its order.
+void sum_slopes(const BackwardArgs& args, const float* partial, int64_t count);
+
+// sums [count] = partial [parts, count] over its first dimension, in order.
+void sum_parts(void* sums, DType dtype, const float* partial, int64_t count, int64_t parts, void* stream);
+
+}  // namespace flash_ext::cuda

@@ -1,0 +1,330 @@
+// Shape algebra and the texts of errors, see checks.h. Instantiated for int64_t and for SymInt.
+//
+// A symbolic size may be unbacked: nobody knows it before the program runs (rows that a mask keeps). Such a size is
+// never guarded on. As in torch: it is taken not to be 0 or 1 by chance, and what must be equal is checked when it is
+// known.
+#include "torch/checks.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace flash_ext {
+namespace {
+
+template <class... Parts>
+[[noreturn]] void fail(const char* argument, const Parts&... parts) {
+  throw AttentionError(argument, concat(parts...));
+}
+
+template <class Int>
+std::string shape_text(c10::ArrayRef<Int> sizes) {
+  std::string result = "(";
+  for (size_t i = 0; i < sizes.size(); ++i) result += (i ? ", " : "") + text(sizes[i]);
+  return result + (sizes.size() == 1 ? ",)" : ")");
+}
+
+template <class Int>
+std::string shape_text(const Tensor& tensor) {
+  return shape_text<Int>(sizes_of<Int>(tensor));
+}
+
+template <class Int>
+c10::ArrayRef<Int> strides_of(const Tensor& tensor) {
+  if constexpr (std::is_same_v<Int, c10::SymInt>) {
+    return tensor.sym_strides();
+  } else {
+    return tensor.strides();
+  }
+}
+
+bool expect(bool condition) { return condition; }
+bool expect(const c10::SymBool& condition) { return condition.expect_true(__FILE__, __LINE__); }
+
+bool known(bool condition) { return condition; }
+bool known(const c10::SymBool& condition) { return condition.guard_or_false(__FILE__, __LINE__); }
+
+// Whether two sizes are equal, as far as that is known now.
+template <class Int>
+bool known_equal(const Int& a, const Int& b) {
+  return known(c10::sym_eq(a, b));
+}
+
+// The same, where anything else is an error; of sizes that are not known yet it is checked when the program runs.
+template <class Int>
+bool must_equal(const Int& a, const Int& b) {
+  return known_equal(a, b) || expect(c10::sym_eq(a, b));
+}
+
+// A size of a tensor that is broadcast to `target`.
+template <class Int>
+bool broadcasts_to(const Int& size, const Int& target) {
+  return known_equal(size, target) || known_equal(size, Int(1)) || expect(c10::sym_eq(size, target));
+}
+
+// Whether stride a is the larger one. Of products of unknown sizes a multiple is, as in torch's elementwise operators.
+bool is_outside(int64_t a, int64_t b) { return a > b; }
+bool is_outside(const c10::SymInt& a, const c10::SymInt& b) {
+  if (known(a.sym_gt(b))) return true;
+  if (known(a.sym_lt(b)) || known_equal(a, b)) return false;
+  return known_equal<c10::SymInt>(a % b, 0);
+}
+
+int64_t at_least_one(int64_t size) { return std::max<int64_t>(size, 1); }
+c10::SymInt at_least_one(const c10::SymInt& size) { return known(size.sym_ne(0)) ? size : size.max(1); }
+
+bool is_supported(at::ScalarType type) {
+  return type == at::kHalf || type == at::kBFloat16 || type == at::kFloat || type == at::kDouble;
+}
+
+// torch.float32 rather than Float.
+std::string dtype_text(at::ScalarType type) { return concat("torch.", at::getDtypeNames(type).first); }
+
+// Size of dimension `from_right` (1 = last), 1 where the tensor has fewer dimensions.
+template <class Int>
+Int size_from_right(const Tensor& tensor, int64_t from_right) {
+  const auto sizes = sizes_of<Int>(tensor);
+  const auto rank = static_cast<int64_t>(sizes.size());
+  return from_right <= rank ? sizes[rank - from_right] : Int(1);
+}
+
+void check_dtypes_and_devices(const Inputs& in) {
+  const auto dtype = in.query.scalar_type();
+  if (in.key.scalar_type() != dtype || in.value.scalar_type() != dtype || !is_supported(dtype)) {
+    fail("query, key and value", "are of ", dtype_text(dtype), ", ", dtype_text(in.key.scalar_type()), " and ",
+         dtype_text(in.value.scalar_type()),
+         "; all three must have one dtype: torch.float16, torch.bfloat16, torch.float32 or torch.float64");
+  }
+  const auto same_device = [&](const char* name, const Tensor& tensor) {
+    if (tensor.defined() && tensor.device() != in.query.device()) {
+      fail(name, "is on ", tensor.device(), ", but query is on ", in.query.device(),
+           "; all tensors must be on one device");
+    }
+  };
+  same_device("key", in.key);
+  same_device("value", in.value);
+  same_device("mask", in.mask);
+  same_device("bias", in.bias);
+  same_device("alibi_slopes", in.alibi_slopes);
+  if (in.mask.defined() && in.mask.scalar_type() != at::kBool) {
+    fail("mask", "is of ", dtype_text(in.mask.scalar_type()), "; a mask must be of torch.bool (True = attend)");
+  }
+  if (in.bias.defined() && in.bias.scalar_type() != dtype && in.bias.scalar_type() != at::kFloat) {
+    fail("bias", "is of ", dtype_text(in.bias.scalar_type()), "; it must be of ",
+         in.mask.defined() ? "" : "torch.bool, ", "torch.float32 or query's ", dtype_text(dtype));
+  }
+  if (in.alibi_slopes.defined() && in.alibi_slopes.scalar_type() != at::kFloat) {
+    fail("alibi_slopes", "is of ", dtype_text(in.alibi_slopes.scalar_type()), "; it must be of torch.float32");
+  }
+}
+
+void check_options(const Options& options) {
+  if (!(options.dropout_p >= 0.0 && options.dropout_p <= 1.0)) {
+    fail("dropout_p", "is ", options.dropout_p, "; it must be a probability from 0 to 1");
+  }
+  if (options.scale.has_value() && !std::isfinite(*options.scale)) {
+    fail("scale", "is ", *options.scale, "; it must be a finite number");
+  }
+  if (!(options.softcap >= 0.0) || !std::isfinite(options.softcap)) {
+    fail("softcap", "is ", options.softcap, "; it must be finite and not negative (0 = off)");
+  }
+  for (const auto& [side, size] : {std::pair{"left", options.window_left}, std::pair{"right", options.window_right}}) {
+    if (size.has_value() && *size < 0) {
+      fail("window", "has ", *size, " on the ", side,
+           "; a side is None (unbounded) or a number of keys that is not negative");
+    }
+  }
+}
+
+// The common size of a broadcast dimension, or an error that names the tensors.
+template <class Int>
+Int broadcast(const Int& a, const Int& b, const Inputs& in) {
+  if (known_equal(a, b) || known_equal(b, Int(1))) return a;
+  if (known_equal(a, Int(1))) return b;
+  if (expect(c10::sym_eq(a, b))) return a;
+  fail("query, key and value", "of shapes ", shape_text<Int>(in.query), ", ", shape_text<Int>(in.key), " and ",
+       shape_text<Int>(in.value), " do not broadcast together in their leading dimensions");
+}
+
+template <class Int>
+void check_heads(const Inputs& in, const Options& options, Shape<Int>& shape) {
+  const Int hq = size_from_right<Int>(in.query, 3);
+  shape.heads_k = size_from_right<Int>(in.key, 3);
+  shape.heads_v = size_from_right<Int>(in.value, 3);
+  if (!options.gqa) {
+    shape.heads_q = broadcast(broadcast(hq, shape.heads_k, in), shape.heads_v, in);
+    return;
+  }
+  shape.heads_q = hq;
+  const auto check = [&](const char* name, const Int& heads) {
+    const bool divides = known_equal(heads, Int(0)) ? must_equal(hq, Int(0)) : must_equal<Int>(hq % heads, Int(0));
+    if (!divides) {
+      fail(name, "has ", heads, " heads, which does not divide the ", hq, " heads of query (grouped-query attention)");
+    }
+  };
+  check("key", shape.heads_k);
+  check("value", shape.heads_v);
+}
+
+// A mask or a bias broadcasts to the scores and may not enlarge them.
+template <class Int>
+void check_scores_like(const char* name, const Tensor& tensor, const Shape<Int>& shape) {
+  if (!tensor.defined()) return;
+  const Sizes<Int> scores = shape.sizes(shape.heads_q, shape.len_q, shape.len_k);
+  const auto sizes = sizes_of<Int>(tensor);
+  bool fits = sizes.size() <= scores.size();
+  for (size_t i = 1; fits && i <= sizes.size(); ++i) {
+    fits = broadcasts_to(sizes[sizes.size() - i], scores[scores.size() - i]);
+  }
+  if (!fits) {
+    fail(name, "of shape ", shape_text<Int>(tensor), " does not broadcast to ", shape_text<Int>(scores),
+         shape.rank > 3 ? " [batch, heads, queries, keys]"
+                        : (shape.rank == 3 ? " [heads, queries, keys]" : " [queries, keys]"));
+  }
+}
+
+template <class Int>
+void check_alibi(const Tensor& slopes, const Shape<Int>& shape) {
+  if (!slopes.defined()) return;
+  Sizes<Int> heads = shape.lse_sizes();  // (..., Hq)
+  heads.pop_back();
+  const auto sizes = sizes_of<Int>(slopes);
+  bool fits =
+      shape.rank > 2 && !sizes.empty() && sizes.size() <= heads.size() && must_equal(sizes.back(), heads.back());
+  for (size_t i = 1; fits && i <= sizes.size(); ++i) {
+    fits = broadcasts_to(sizes[sizes.size() - i], heads[heads.size() - i]);
+  }
+  if (!fits) {
+    fail("alibi_slopes", "of shape ", shape_text<Int>(slopes), " is neither (", shape.heads_q, ",) [heads] nor ",
+         shape_text<Int>(heads), " [batch, heads]");
+  }
+}
+
+}  // namespace
+
+template <>
+c10::ArrayRef<int64_t> sizes_of<int64_t>(const Tensor& tensor) {
+  return tensor.sizes();
+}
+
+template <>
+c10::ArrayRef<c10::SymInt> sizes_of<c10::SymInt>(const Tensor& tensor) {
+  return tensor.sym_sizes();
+}
+
+template <class Int>
+Shape<Int> check_call(const Inputs& in, const Options& options) {
+  const std::pair<const char*, const Tensor*> qkv[] = {{"query", &in.query}, {"key", &in.key}, {"value", &in.value}};
+  Shape<Int> shape;
+  for (const auto& [name, tensor] : qkv) {
+    if (tensor->dim() < 2) {
+      fail(name, "of shape ", shape_text<Int>(*tensor), " has ", tensor->dim(),
+           " dimensions; it needs 2 or more: (..., heads, length, head_dim)");
+    }
+    shape.rank = std::max(shape.rank, tensor->dim());
+  }
+  check_dtypes_and_devices(in);
+  check_options(options);
+
+  shape.len_q = size_from_right<Int>(in.query, 2);
+  shape.len_k = size_from_right<Int>(in.key, 2);
+  shape.head_dim = size_from_right<Int>(in.query, 1);
+  shape.head_dim_v = size_from_right<Int>(in.value, 1);
+  if (!must_equal(size_from_right<Int>(in.key, 1), shape.head_dim)) {
+    fail("key", "of shape ", shape_text<Int>(in.key), " has head dimension ", size_from_right<Int>(in.key, 1),
+         ", but query has ", shape.head_dim, "; they must be equal");
+  }
+  if (!must_equal(size_from_right<Int>(in.value, 2), shape.len_k)) {
+    fail("value", "of shape ", shape_text<Int>(in.value), " has length ", size_from_right<Int>(in.value, 2),
+         ", but key has ", shape.len_k, "; they must be equal");
+  }
+  for (int64_t from_right = shape.rank; from_right > 3; --from_right) {
+    shape.batch.push_back(
+        broadcast(broadcast(size_from_right<Int>(in.query, from_right), size_from_right<Int>(in.key, from_right), in),
+                  size_from_right<Int>(in.value, from_right), in));
+  }
+  check_heads(in, options, shape);
+  check_scores_like("mask", in.mask, shape);
+  check_scores_like("bias", in.bias, shape);
+  check_alibi(in.alibi_slopes, shape);
+  return shape;
+}
+
+void check_drop_in(const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& attn_mask,
+                   bool is_causal, bool enable_gqa) {
+  if (attn_mask.has_value() && attn_mask->defined() && is_causal) {
+    fail("attn_mask", "is given together with is_causal=True; only one of the two may be set");
+  }
+  for (const auto& [name, tensor] : {std::pair{"query", &query}, std::pair{"key", &key}, std::pair{"value", &value}}) {
+    if (enable_gqa && tensor->dim() < 3) {
+      fail("enable_gqa", "is True, but ", name, " has ", tensor->dim(), " dimensions; grouped heads need 3 or more");
+    }
+  }
+}
+
+template <class Int>
+void check_saved(const Shape<Int>& shape, const Inputs& in, const Tensor& grad_out, const Tensor& grad_lse,
+                 const ForwardResult& saved, double dropout_p) {
+  const auto expect = [&](const char* name, const Tensor& tensor, const Sizes<Int>& sizes, at::ScalarType dtype) {
+    if (!tensor.defined()) return;
+    const auto seen = sizes_of<Int>(tensor);
+    bool fits = seen.size() == sizes.size() && tensor.scalar_type() == dtype && tensor.device() == in.query.device();
+    for (size_t i = 0; fits && i < sizes.size(); ++i) fits = must_equal(seen[i], sizes[i]);
+    if (!fits) {
+      fail(name, "of shape ", shape_text<Int>(tensor), ", ", dtype_text(tensor.scalar_type()), " on ", tensor.device(),
+           " does not fit this call, which needs ", shape_text<Int>(sizes), ", ", dtype_text(dtype), " on ",
+           in.query.device());
+    }
+  };
+  const auto dtype = in.query.scalar_type();
+  const auto accumulate = dtype == at::kDouble ? at::kDouble : at::kFloat;
+  expect("grad_out", grad_out, shape.out_sizes(), dtype);
+  expect("grad_lse", grad_lse, shape.lse_sizes(), accumulate);
+  expect("out", saved.out, shape.out_sizes(), dtype);
+  expect("lse", saved.lse, shape.lse_sizes(), accumulate);
+  if (dropout_p > 0) expect("rng_state", saved.rng_state, {Int(2)}, at::kLong);
+}
+
+template <class Int>
+Sizes<Int> strides_in_order_of(const Sizes<Int>& sizes, const Tensor& like) {
+  const auto rank = static_cast<int64_t>(sizes.size());
+  const auto like_sizes = sizes_of<Int>(like);
+  const auto like_strides = strides_of<Int>(like);
+  const int64_t missing = rank - static_cast<int64_t>(like_sizes.size());
+
+  // Dimensions that have an order, outermost first, put back into the places that they held among the others.
+  c10::SmallVector<int64_t, 6> order(rank), places, sorted;
+  for (int64_t i = 0; i < rank; ++i) order[i] = i;
+  for (int64_t i = std::max<int64_t>(missing, 0); i < rank - 1; ++i) {
+    if (!known_equal(like_sizes[i - missing], Int(1)) && !known_equal(like_strides[i - missing], Int(0))) {
+      places.push_back(i);
+    }
+  }
+  sorted = places;
+  // By insertion, because std::stable_sort allocates.
+  const auto before = [&](int64_t a, int64_t b) {
+    return is_outside(like_strides[a - missing], like_strides[b - missing]);
+  };
+  for (auto next = sorted.begin(); next != sorted.end(); ++next) {
+    std::rotate(std::upper_bound(sorted.begin(), next, *next, before), next, next + 1);
+  }
+  for (size_t i = 0; i < places.size(); ++i) order[places[i]] = sorted[i];
+
+  Sizes<Int> strides(sizes.size(), Int(1));
+  Int stride = 1;
+  for (int64_t i = rank - 1; i >= 0; --i) {
+    strides[order[i]] = stride;
+    stride = stride * at_least_one(sizes[order[i]]);
+  }
+  return strides;
+}
+
+template Shape<int64_t> check_call(const Inputs&, const Options&);
+template Shape<c10::SymInt> check_call(const Inputs&, const Options&);
+template void check_saved(const Shape<int64_t>&, const Inputs&, const Tensor&, const Tensor&, const ForwardResult&,
+                          double);
+template void check_saved(const Shape<c10::SymInt>&, const Inputs&, const Tensor&, const Tensor&, const ForwardResult&,
+                          double);
+template Sizes<int64_t> strides_in_order_of(const Sizes<int64_t>&, const Tensor&);
+template Sizes<c10::SymInt> strides_in_order_of(const Sizes<c10::SymInt>&, const Tensor&);
+
+}  // namespace flash_ext

@@ -1,0 +1,33 @@
+// The composite of differentiable torch operations, over blocks of queries: any head dimension, dtype and device,
+// O(len_q * block) memory, never len_q x len_k. Three users:
+//   the fallback behind the backends (dispatch.h), the derivative of attention_backward, and forward-mode AD.
+// Everything it calls is differentiable, so that derivatives of any order and mode come out right.
+// Results have the shapes of the inputs and the accumulate dtype (float64 for float64, else float32).
+#pragma once
+
+#include "torch/options.h"
+
+namespace flash_ext::chunked {
+
+struct Forward {
+  Tensor out;  // (..., Hq, L, Ev)
+  Tensor lse;  // (..., Hq, L)
+};
+
+Forward forward(const Inputs& in, const Tensor& rng_state, const Options& options);
+
+// Gradients of <grad_out, out> + <grad_lse, lse>. Recomputes out and lse: they are functions of the inputs, so that
+// the derivative of this function is the total one.
+Gradients backward(const Tensor& grad_out, const Tensor& grad_lse, const Inputs& in, const Tensor& rng_state,
+                   const Options& options, const GradMask& grad_mask);
+
+struct DoubleBackward {
+  Tensor grad_out, grad_lse;
+  Gradients inputs;
+};
+
+// Gradients of sum over the five gradients of <cotangent, gradient>; an undefined cotangent is zero.
+DoubleBackward double_backward(const Gradients& cotangents, const Tensor& grad_out, const Tensor& grad_lse,
+                               const Inputs& in, const Tensor& rng_state, const Options& options);
+
+}  // namespace flash_ext::chunked

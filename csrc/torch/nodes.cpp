@@ -1,0 +1,189 @@
+// Saving, unpacking and tracing of the nodes, and what each computes; see nodes.h.
+#include "torch/nodes.h"
+
+#include <algorithm>
+#include <mutex>
+
+#include "torch/chunked.h"
+#include "torch/dispatch.h"
+#include "torch/nvtx.h"
+
+namespace flash_ext {
+namespace {
+
+using c10::IValue;
+
+constexpr size_t kInputs = 6;         // of Inputs
+constexpr size_t kSaved = 9;          // of either node
+constexpr size_t kOptionFields = 10;  // of Options
+
+bool any_defined(const variable_list& tensors) {
+  return std::any_of(tensors.begin(), tensors.end(), [](const Tensor& tensor) { return tensor.defined(); });
+}
+
+Inputs inputs_of(const variable_list& saved) {
+  Inputs in;
+  Tensor* const tensors[] = {&in.query, &in.key, &in.value, &in.mask, &in.bias, &in.alibi_slopes};
+  for (size_t i = 0; i < kInputs; ++i) *tensors[i] = saved[i];
+  return in;
+}
+
+variable_list attention_backward(const variable_list& grads, const variable_list& saved, const Options& options,
+                                 const std::vector<bool>& wanted) {
+  GradMask grad_mask;
+  std::copy(wanted.begin(), wanted.end(), grad_mask.begin());
+  const ForwardResult result{saved[kInputs], saved[kInputs + 1], saved[kInputs + 2]};
+  const Tensor grad_lse = grads.size() > 1 ? grads[1] : Tensor();  // lse may be no output
+  const Gradients gradients = call_attention_backward(grads[0], grad_lse, inputs_of(saved), result, options, grad_mask);
+  return {gradients.begin(), gradients.end()};
+}
+
+variable_list attention_double_backward(const variable_list& cotangents, const variable_list& saved,
+                                        const Options& options, const std::vector<bool>& wanted) {
+  const Inputs in = inputs_of(saved);
+  const nvtx::Range range(nvtx::Op::kAttentionDoubleBackward, in, options);
+  const Tensor &g = saved[kInputs], &g_lse = saved[kInputs + 1];
+  Gradients given;
+  std::copy(cotangents.begin(), cotangents.end(), given.begin());
+  const chunked::DoubleBackward grads = chunked::double_backward(given, g, g_lse, in, saved[kInputs + 2], options);
+  const std::pair<const Tensor*, const Tensor*> all[] = {{&grads.grad_out, &g},
+                                                         {&grads.grad_lse, &g_lse},
+                                                         {&grads.inputs[0], &in.query},
+                                                         {&grads.inputs[1], &in.key},
+                                                         {&grads.inputs[2], &in.value},
+                                                         {&grads.inputs[3], &in.bias},
+                                                         {&grads.inputs[4], &in.alibi_slopes}};
+  variable_list result(std::size(all));
+  for (size_t i = 0; i < result.size(); ++i) {
+    const auto& [grad, like] = all[i];
+    if (like->defined() && grad->defined() && wanted[i]) result[i] = grad->to(like->scalar_type());
+  }
+  return result;
+}
+
+// ---- options as values that a traced graph can hold -----------------------------------------------------------------
+
+std::vector<IValue> packed(const Options& o) {
+  const auto backend = o.backend.has_value() ? std::optional(std::string(*o.backend)) : std::nullopt;
+  return {o.causal,    o.window_left, o.window_right, o.bottom_right,  o.softcap,
+          o.dropout_p, o.scale,       o.gqa,          o.deterministic, backend};
+}
+
+Options unpacked_options(const IValue* values) {
+  Options o;
+  o.causal = values[0].toBool();
+  o.window_left = values[1].toOptional<int64_t>();
+  o.window_right = values[2].toOptional<int64_t>();
+  o.bottom_right = values[3].toBool();
+  o.softcap = values[4].toDouble();
+  o.dropout_p = values[5].toDouble();
+  o.scale = values[6].toOptional<double>();
+  o.gqa = values[7].toBool();
+  o.deterministic = values[8].toOptional<bool>();
+  if (!values[9].isNone()) o.backend = stored_name(values[9].toStringView());
+  return o;
+}
+
+// What the traced graph calls: `values` are the saved tensors, the options and the wanted results, one by one.
+template <Compute compute>
+variable_list compute_packed(const variable_list& grads, const std::vector<IValue>& values) {
+  variable_list saved(kSaved);
+  for (size_t i = 0; i < kSaved; ++i) saved[i] = values[i].toTensor();
+  std::vector<bool> wanted;
+  for (size_t i = kSaved + kOptionFields; i < values.size(); ++i) wanted.push_back(values[i].toBool());
+  return compute(grads, saved, unpacked_options(&values[kSaved]), wanted);
+}
+
+}  // namespace
+
+SavingNode::SavingNode(const char* name, Compute compute, size_t results, const Options& options)
+    : name_(name), compute_(compute), results_(results), options_(options) {
+  saved_.reserve(kSaved);
+}
+
+void SavingNode::save(const Tensor& tensor, bool is_output) {
+  is_output_[saved_.size()] = is_output;
+  saved_.emplace_back(tensor, is_output);
+}
+
+void SavingNode::save(const Inputs& in) {
+  for (const Tensor* tensor : {&in.query, &in.key, &in.value, &in.mask, &in.bias, &in.alibi_slopes}) save(*tensor);
+}
+
+std::vector<bool> SavingNode::wanted() const {
+  std::vector<bool> result(results_);
+  for (size_t i = 0; i < results_; ++i) result[i] = task_should_compute_output(i);
+  return result;
+}
+
+variable_list SavingNode::unpacked() {
+  variable_list tensors;
+  tensors.reserve(saved_.size());
+  for (size_t i = 0; i < saved_.size(); ++i) {
+    tensors.push_back(is_output_[i] ? saved_[i].unpack(getptr()) : saved_[i].unpack());
+  }
+  return tensors;
+}
+
+variable_list SavingNode::apply(variable_list&& grads) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!any_defined(grads)) return variable_list(results_);
+  return compute_(grads, unpacked(), options_, wanted());
+}
+
+void SavingNode::release_variables() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (SavedVariable& saved : saved_) saved.reset_data();
+}
+
+// Everything that the traced graph depends on and that is not a tensor enters the key of compiled autograd's cache.
+void SavingNode::compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const {
+  args.collect(std::string(name_));
+  for (size_t i = 0; i < saved_.size(); ++i) args.collect(saved_[i], is_output_[i]);
+  for (const IValue& value : packed(options_)) {
+    // NOTE: as text, because a number would become an input of the graph, and backends choose by these.
+    args.collect(value.isDouble() ? c10::str("double ", std::hexfloat, value.toDouble()) : c10::str(value));
+  }
+  args.collect(wanted());
+}
+
+variable_list SavingNode::apply_with_saved(const variable_list& grads,
+                                           torch::dynamo::autograd::SwapSavedVariables& saved) {
+  const auto wanted_now = wanted();
+  for (SavedVariable& variable : saved_) saved.before(variable);
+  std::vector<IValue> values;
+  std::vector<at::TypePtr> types;
+  for (Tensor& tensor : unpacked()) {
+    values.emplace_back(std::move(tensor));
+    types.push_back(at::TensorType::get());
+  }
+  for (IValue& value : packed(options_)) {
+    types.push_back(value.type());
+    values.push_back(std::move(value));
+  }
+  for (const bool is_wanted : wanted_now) {
+    values.emplace_back(is_wanted);
+    types.push_back(at::BoolType::get());
+  }
+  namespace compiled = torch::dynamo::autograd;
+  const auto& python = compiled::getPyCompilerInterface();
+  const auto metadata = compiled::IValuePacker<std::vector<std::optional<torch::autograd::InputMetadata>>>::pack(
+      compiled::get_input_metadata(next_edges()));
+  const auto compute =
+      compute_ == attention_backward ? compute_packed<attention_backward> : compute_packed<attention_double_backward>;
+  const std::string function =
+      python->bind_function(saved.get_py_compiler(), std::string("flash_ext_") + name_, compute, types,
+                            /*is_custom_function=*/true, /*is_traceable=*/true);
+  variable_list results =
+      python->call_function(saved.get_py_compiler(), "apply_functional", function, grads, values, metadata);
+  for (SavedVariable& variable : saved_) saved.after(variable);
+  return results;
+}
+
+AttentionBackward::AttentionBackward(const Options& options)
+    : SavingNode("AttentionBackward", attention_backward, 5, options) {}
+
+AttentionDoubleBackward::AttentionDoubleBackward(const Options& options)
+    : SavingNode("AttentionDoubleBackward", attention_double_backward, 7, options) {}
+
+}  // namespace flash_ext

@@ -1,0 +1,434 @@
+// The operators: schemas, the kernels of CPU, CUDA and Meta, and typed calls through the dispatcher.
+// A kernel checks its arguments, allocates results, asks dispatch.h for a backend and hands it the problem;
+// autograd.cpp stands above it, backends below.
+#include <ATen/ExpandUtils.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/DeviceGuard.h>
+#include <torch/library.h>
+
+#include <limits>
+
+#include "core/fold_heads.h"
+#include "flash_ext_build_info.h"
+#include "torch/allocation.h"
+#include "torch/checks.h"
+#include "torch/chunked.h"
+#include "torch/cuda_runtime.h"
+#include "torch/dispatch.h"
+#include "torch/grad_buffer.h"
+#include "torch/nvtx.h"
+#include "torch/problem.h"
+#include "torch/schemas.h"
+#include "torch/signatures.h"
+
+namespace flash_ext {
+namespace {
+
+// No query or no key: the results are known, and no backend has to think of it.
+bool attends_to_nothing(const Shape<int64_t>& shape) {
+  int64_t pairs = shape.heads_q * shape.len_q * shape.len_k;
+  for (const int64_t size : shape.batch) pairs *= size;
+  return pairs == 0;
+}
+
+// ---- kernels --------------------------------------------------------------------------------------------------------
+
+void warn_without_kernels(const Tensor& query) {
+  if (!kWithCuda && !query.is_cpu()) {
+    TORCH_WARN_ONCE("flash_ext has no kernels for ", query.device().type(),
+                    " tensors in this build; it computes with the slower composite `chunked` instead.");
+  }
+}
+
+// The device of a tensor is the current one while this lives; nothing on the CPU.
+c10::OptionalDeviceGuard guard_device(const Tensor& query) {
+  return query.is_cpu() ? c10::OptionalDeviceGuard() : c10::OptionalDeviceGuard(query.device());
+}
+
+void* current_stream(const Tensor& query) {
+  if constexpr (kWithCuda) {
+    if (query.is_cuda()) return current_cuda_stream(query.device());
+  }
+  return nullptr;
+}
+
+// `scratch_bytes` of a plan; an undefined tensor for none.
+Tensor make_workspace(const Tensor& query, int64_t bytes) {
+  return bytes > 0 ? allocate({bytes}, query, at::kByte) : Tensor();
+}
+
+ForwardResult forward_with_rng_state(c10::DispatchKeySet, const Inputs& in, const Tensor& rng_state,
+                                     const Options& options, bool return_lse) {
+  const nvtx::Range range(nvtx::Op::kAttention, in, options);
+  const auto guard = guard_device(in.query);
+  const auto shape = check_call<int64_t>(in, options);
+  const auto dtype = in.query.scalar_type();
+  ForwardResult result;
+  result.rng_state = rng_state;
+  check_saved<int64_t>(shape, in, {}, {}, result, options.dropout_p);
+  result.out = empty_in_order_of(shape.out_sizes(), in.query, dtype);
+  result.lse = return_lse ? allocate(shape.lse_sizes(), in.query, accumulate_type(dtype))
+                          : allocate_absent(in.query, at::kFloat);
+
+  if (attends_to_nothing(shape)) {
+    result.out.zero_();
+    result.lse.fill_(-std::numeric_limits<double>::infinity());
+    return result;
+  }
+
+  ForwardArgs args;
+  ProblemBuilder builder(in, options, shape);
+  const std::optional<Inputs> gathered = gather_columns(in);
+  add_inputs(builder, args, gathered.has_value() ? *gathered : in, shape);
+  builder.add(args.out, result.out, shape.heads_q, shape.len_q, shape.head_dim_v);
+  builder.finish(args.problem);
+  fold_heads(args);
+  const DeviceInfo device = device_info(in.query.device());
+  const auto name = options.backend.has_value() ? options.backend : requested_backend();
+  if (const Backend* backend = select_backend(args, device, name)) {
+    if (return_lse) args.lse = result.lse.mutable_data_ptr();
+    if (options.dropout_p > 0) args.rng_state = rng_state.const_data_ptr<int64_t>();
+    args.stream = current_stream(in.query);
+    const Plan plan = backend->plan(args.problem, Pass::kForward, device);
+    const Tensor workspace = make_workspace(in.query, plan.scratch_bytes);
+    backend->forward(args, plan, workspace.defined() ? workspace.mutable_data_ptr() : nullptr);
+    return result;
+  }
+  warn_without_kernels(in.query);
+  const chunked::Forward whole = chunked::forward(in, rng_state, options);
+  result.out.copy_(whole.out);
+  if (return_lse) result.lse.copy_(whole.lse);
+  return result;
+}
+
+ForwardResult forward(c10::DispatchKeySet keys, const Inputs& in, const Options& options, bool return_lse) {
+  const bool draws = options.dropout_p > 0;
+  if (draws) check_call<int64_t>(in, options);  // a wrong call draws no random numbers
+  const Tensor rng_state = draws ? call_draw_rng_state(in) : allocate_absent(in.query, at::kLong);
+  return forward_with_rng_state(keys, in, rng_state, options, return_lse);
+}
+
+Gradients backward(c10::DispatchKeySet, const Tensor& grad_out, const Tensor& grad_lse, const Inputs& in,
+                   const ForwardResult& saved, const Options& options, const GradMask& asked) {
+  const nvtx::Range range(nvtx::Op::kAttentionBackward, in, options);
+  const auto guard = guard_device(in.query);
+  const auto shape = check_call<int64_t>(in, options);
+  check_saved<int64_t>(shape, in, grad_out, grad_lse, saved, options.dropout_p);
+  const Tensor* const all_inputs[] = {&in.query, &in.key, &in.value, &in.bias, &in.alibi_slopes};
+  const auto zeros_for = [&](int i) {
+    const Tensor& input = *all_inputs[i];
+    return empty_in_order_of(Sizes<int64_t>(input.sizes()), input, input.scalar_type()).zero_();
+  };
+  // lse alone depends on no value: dV is 0, and not 0 times what may be NaN.
+  GradMask wanted = asked;
+  wanted[2] = asked[2] && grad_out.defined();
+  if (attends_to_nothing(shape) || wanted == GradMask{}) {
+    Gradients zeros;
+    for (int i = 0; i < 5; ++i) {
+      if (asked[i]) zeros[i] = zeros_for(i);
+    }
+    return zeros;
+  }
+
+  BackwardArgs args;
+  ProblemBuilder builder(in, options, shape);
+  const std::optional<Inputs> gathered = gather_columns(in);
+  const Tensor d_out = gather_rows(grad_out);
+  add_inputs(builder, args.fwd, gathered.has_value() ? *gathered : in, shape);
+  builder.add(args.fwd.out, saved.out, shape.heads_q, shape.len_q, shape.head_dim_v);
+  builder.add(args.d_out, d_out, shape.heads_q, shape.len_q, shape.head_dim_v);
+  const Tensor* const inputs[] = {&in.query, &in.key, &in.value};
+  const Sizes<int64_t> whole[] = {shape.sizes(shape.heads_q, shape.len_q, shape.head_dim),
+                                  shape.sizes(shape.heads_k, shape.len_k, shape.head_dim),
+                                  shape.sizes(shape.heads_v, shape.len_k, shape.head_dim_v)};
+  TensorView* const views[] = {&args.dq, &args.dk, &args.dv};
+  bool* const in_accum[] = {&args.dq_in_accum, &args.dk_in_accum, &args.dv_in_accum};
+  GradBuffer buffers[3];
+  for (int i = 0; i < 3; ++i) {
+    if (!wanted[i]) continue;
+    buffers[i] = GradBuffer::make(*inputs[i], whole[i]);
+    *in_accum[i] = buffers[i].reduced;
+    const int64_t heads = i == 0 ? shape.heads_q : (i == 1 ? shape.heads_k : shape.heads_v);
+    builder.add(*views[i], buffers[i].buffer, heads, i == 0 ? shape.len_q : shape.len_k,
+                i == 2 ? shape.head_dim_v : shape.head_dim);
+  }
+  const auto accumulate = accumulate_type(in.query.scalar_type());
+  if (wanted[3]) {
+    builder.add(args.dbias, at::empty(in.bias.sizes(), in.bias.options().device(at::kMeta)), shape.heads_q, shape.len_q,
+                shape.len_k);
+  }
+  Problem& problem = args.fwd.problem;
+  builder.finish(problem);
+  set_wanted(problem, wanted);
+  const DeviceInfo device = device_info(in.query.device());
+  const Backend* backend = select_backend(args, device, options.backend);
+  if (backend == nullptr) {
+    const Gradients whole_grads = chunked::backward(grad_out, grad_lse, in, saved.rng_state, options, asked);
+    Gradients result;
+    for (int i = 0; i < 5; ++i) {
+      if (asked[i]) result[i] = GradBuffer::cast_like(whole_grads[i], *all_inputs[i]);
+    }
+    return result;
+  }
+
+  Tensor dbias, dalibi;
+  if (wanted[4]) {
+    auto sizes = shape.lse_sizes();
+    sizes.pop_back();
+    dalibi = allocate(sizes, in.query, accumulate);
+    args.dalibi = dalibi.mutable_data_ptr();
+  }
+  const Tensor lse = saved.lse.contiguous();
+  const Tensor d_lse = grad_lse.defined() ? grad_lse.contiguous() : Tensor();
+  args.fwd.lse = const_cast<void*>(lse.const_data_ptr());
+  if (d_lse.defined()) args.d_lse = d_lse.const_data_ptr();
+  if (options.dropout_p > 0) args.fwd.rng_state = saved.rng_state.const_data_ptr<int64_t>();
+  args.fwd.stream = current_stream(in.query);
+  const Plan plan = backend->plan(problem, Pass::kBackward, device);
+  if (wanted[3]) {
+    dbias = allocate(in.bias.sizes(), in.query, plan.narrow_dbias ? in.bias.scalar_type() : accumulate);
+    args.dbias.data = dbias.mutable_data_ptr();
+  }
+  {
+    // Given back before the sums and casts below: the stream orders who writes to its memory next.
+    const Tensor workspace = make_workspace(in.query, plan.scratch_bytes);
+    backend->backward(args, plan, workspace.defined() ? workspace.mutable_data_ptr() : nullptr);
+  }
+
+  Gradients result;
+  for (int i = 0; i < 3; ++i) {
+    if (!wanted[i]) continue;
+    result[i] = buffers[i].finish(*inputs[i]);
+    buffers[i].buffer.reset();
+  }
+  if (wanted[3]) result[3] = GradBuffer::as_result(dbias, in.bias);
+  if (wanted[4]) result[4] = GradBuffer::cast_like(at::sum_to(dalibi, in.alibi_slopes.sizes()), in.alibi_slopes);
+  if (asked[2] && !wanted[2]) result[2] = zeros_for(2);
+  for (Tensor& grad : result) {
+    if (!grad.defined()) grad = allocate_absent(in.query, in.query.scalar_type());
+  }
+  return result;
+}
+
+// NOTE: drawn by a torch operator, so that the generator's lock is held, CUDA graphs record it and each replay draws
+// anew.
+Tensor draw_rng_state(const Tensor& query, const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
+                      const OptionalTensor&) {
+  const auto guard = guard_device(query);
+  return at::empty({2}, query.options().dtype(at::kLong)).random_();
+}
+
+// ---- Meta -----------------------------------------------------------------------------------------------------------
+
+ForwardResult forward_with_rng_state_meta(c10::DispatchKeySet, const Inputs& in, const Tensor& rng_state,
+                                          const Options& options, bool return_lse) {
+  const auto shape = check_call<c10::SymInt>(in, options);
+  const auto dtype = in.query.scalar_type();
+  const Tensor lse = return_lse ? at::empty_symint(shape.lse_sizes(), in.query.options().dtype(accumulate_type(dtype)))
+                                : at::empty({0}, in.query.options().dtype(at::kFloat));
+  return {empty_in_order_of(shape.out_sizes(), in.query, dtype), lse, rng_state};
+}
+
+ForwardResult forward_meta(c10::DispatchKeySet keys, const Inputs& in, const Options& options, bool return_lse) {
+  const Tensor rng_state = at::empty({options.dropout_p > 0 ? 2 : 0}, in.query.options().dtype(at::kLong));
+  return forward_with_rng_state_meta(keys, in, rng_state, options, return_lse);
+}
+
+Tensor draw_rng_state_meta(const Tensor& query, const Tensor&, const Tensor&, const OptionalTensor&,
+                           const OptionalTensor&, const OptionalTensor&) {
+  return at::empty({2}, query.options().dtype(at::kLong));
+}
+
+Gradients backward_meta(c10::DispatchKeySet, const Tensor& grad_out, const Tensor& grad_lse, const Inputs& in,
+                        const ForwardResult& saved, const Options& options, const GradMask& wanted) {
+  const auto shape = check_call<c10::SymInt>(in, options);
+  check_saved<c10::SymInt>(shape, in, grad_out, grad_lse, saved, options.dropout_p);
+  const Tensor* const inputs[] = {&in.query, &in.key, &in.value, &in.bias, &in.alibi_slopes};
+  Gradients grads;
+  for (int i = 0; i < 5; ++i) {
+    if (!wanted[i]) continue;
+    grads[i] = empty_in_order_of(Sizes<c10::SymInt>(inputs[i]->sym_sizes()), *inputs[i], inputs[i]->scalar_type());
+  }
+  return grads;
+}
+
+// ---- calls ----------------------------------------------------------------------------------------------------------
+
+template <class Fn>
+c10::TypedOperatorHandle<Fn> find(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Fn>();
+}
+
+const auto& attention_handle() {
+  static const auto handle = find<AttentionFn>("flash_ext::attention");
+  return handle;
+}
+
+const auto& attention_with_rng_state_handle() {
+  static const auto handle = find<AttentionWithRngStateFn>("flash_ext::attention_with_rng_state");
+  return handle;
+}
+
+const auto& attention_backward_handle() {
+  static const auto handle = find<AttentionBackwardFn>("flash_ext::attention_backward");
+  return handle;
+}
+
+ForwardResult as_result(std::tuple<Tensor, Tensor, Tensor> result) {
+  return {std::move(std::get<0>(result)), std::move(std::get<1>(result)), std::move(std::get<2>(result))};
+}
+
+}  // namespace
+
+namespace {
+
+// call(tensors..., the options one by one, last): the order of every schema.
+template <class Call, class Last, class... Tensors>
+auto flat(const Call& call, const Options& o, const Last& last, const Tensors&... tensors) {
+  return call(tensors..., o.causal, o.window_left, o.window_right, o.bottom_right, o.softcap, o.dropout_p, o.scale,
+              o.gqa, o.deterministic, o.backend, last);
+}
+
+}  // namespace
+
+ForwardResult call_attention(const Inputs& in, const Options& options, bool return_lse) {
+  return as_result(flat([](const auto&... args) { return attention_handle().call(args...); }, options, return_lse,
+                        in.query, in.key, in.value, optional(in.mask), optional(in.bias), optional(in.alibi_slopes)));
+}
+
+ForwardResult call_attention(c10::DispatchKeySet keys, const Inputs& in, const Options& options, bool return_lse) {
+  return as_result(flat([&](const auto&... args) { return attention_handle().redispatch(keys, args...); }, options,
+                        return_lse, in.query, in.key, in.value, optional(in.mask), optional(in.bias),
+                        optional(in.alibi_slopes)));
+}
+
+namespace {
+
+template <class Call>
+ForwardResult with_rng_state(const Call& call, const Inputs& in, const Tensor& rng_state, const Options& options,
+                             bool return_lse) {
+  auto [out, lse] = flat(call, options, return_lse, in.query, in.key, in.value, rng_state, optional(in.mask),
+                         optional(in.bias), optional(in.alibi_slopes));
+  return {std::move(out), std::move(lse), rng_state};
+}
+
+template <class Call>
+Gradients backward_with(const Call& call, const Tensor& grad_out, const Tensor& grad_lse, const Inputs& in,
+                        const ForwardResult& saved, const Options& options, const GradMask& grad_mask) {
+  auto [dq, dk, dv, dbias, dslopes] =
+      flat(call, options, grad_mask, optional(grad_out), optional(grad_lse), in.query, in.key, in.value, saved.out,
+           saved.lse, saved.rng_state, optional(in.mask), optional(in.bias), optional(in.alibi_slopes));
+  return {std::move(dq), std::move(dk), std::move(dv), std::move(dbias), std::move(dslopes)};
+}
+
+}  // namespace
+
+ForwardResult call_attention_with_rng_state(const Inputs& in, const Tensor& rng_state, const Options& options,
+                                            bool return_lse) {
+  return with_rng_state([](const auto&... args) { return attention_with_rng_state_handle().call(args...); }, in,
+                        rng_state, options, return_lse);
+}
+
+ForwardResult call_attention_with_rng_state(c10::DispatchKeySet keys, const Inputs& in, const Tensor& rng_state,
+                                            const Options& options, bool return_lse) {
+  return with_rng_state(
+      [&](const auto&... args) { return attention_with_rng_state_handle().redispatch(keys, args...); }, in, rng_state,
+      options, return_lse);
+}
+
+Gradients call_attention_backward(const Tensor& grad_out, const Tensor& grad_lse, const Inputs& in,
+                                  const ForwardResult& saved, const Options& options, const GradMask& grad_mask) {
+  Gradients grads = backward_with([](const auto&... args) { return attention_backward_handle().call(args...); },
+                                  grad_out, grad_lse, in, saved, options, grad_mask);
+  const GradMask there = existing(grad_mask, in);
+  for (size_t i = 0; i < grads.size(); ++i) {
+    if (!there[i]) grads[i].reset();
+  }
+  return grads;
+}
+
+Gradients call_attention_backward(c10::DispatchKeySet keys, const Tensor& grad_out, const Tensor& grad_lse,
+                                  const Inputs& in, const ForwardResult& saved, const Options& options,
+                                  const GradMask& grad_mask) {
+  return backward_with([&](const auto&... args) { return attention_backward_handle().redispatch(keys, args...); },
+                       grad_out, grad_lse, in, saved, options, grad_mask);
+}
+
+Tensor call_draw_rng_state(const Inputs& in) {
+  using Fn = Tensor(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
+                    const OptionalTensor&);
+  static const auto handle = find<Fn>("flash_ext::draw_rng_state");
+  return handle.call(in.query, in.key, in.value, optional(in.mask), optional(in.bias), optional(in.alibi_slopes));
+}
+
+Tensor call_dropout_mask(const Tensor& rng_state, double dropout_p, c10::SymInt batch_heads, c10::SymInt rows,
+                         c10::SymInt cols, c10::SymInt q0, c10::SymInt k0) {
+  using Fn = Tensor(const Tensor&, double, c10::SymInt, c10::SymInt, c10::SymInt, c10::SymInt, c10::SymInt);
+  static const auto handle = find<Fn>("flash_ext::dropout_mask");
+  return handle.call(rng_state, dropout_p, std::move(batch_heads), std::move(rows), std::move(cols), std::move(q0),
+                     std::move(k0));
+}
+
+Tensor scaled_dot_product_attention(const Tensor& query, const Tensor& key, const Tensor& value,
+                                    const OptionalTensor& attn_mask, double dropout_p, bool is_causal,
+                                    std::optional<double> scale, bool enable_gqa) {
+  check_drop_in(query, key, value, attn_mask, is_causal, enable_gqa);
+  Inputs in;
+  in.query = query;
+  in.key = key;
+  in.value = value;
+  if (attn_mask.has_value() && attn_mask->defined()) {
+    (attn_mask->scalar_type() == at::kBool ? in.mask : in.bias) = *attn_mask;
+  }
+  Options options;
+  options.causal = is_causal;
+  options.dropout_p = dropout_p;
+  options.scale = scale;
+  options.gqa = enable_gqa;
+  try {
+    return call_attention(in, options, false).out;
+  } catch (const AttentionError& error) {
+    // The drop-in's caller knows one attn_mask.
+    if (error.argument() == "mask" || error.argument() == "bias") throw AttentionError("attn_mask", error.rest());
+    throw;
+  }
+}
+
+std::string build_info() { return kBuildInfo; }
+
+TORCH_LIBRARY(flash_ext, m) {
+  m.def(torch::schema(schemas::kDrawRngState.c_str()), {at::Tag::nondeterministic_seeded, at::Tag::pt2_compliant_tag});
+  m.def(torch::schema(schemas::kAttention.c_str()), {at::Tag::nondeterministic_seeded, at::Tag::pt2_compliant_tag});
+  m.def(torch::schema(schemas::kAttentionWithRngState.c_str()), {at::Tag::pt2_compliant_tag});
+  m.def(torch::schema(schemas::kAttentionBackward.c_str()), {at::Tag::pt2_compliant_tag});
+  m.def(torch::schema(schemas::kDropoutMask.c_str()), {at::Tag::pt2_compliant_tag});
+  m.def(torch::schema(schemas::kScaledDotProductAttention.c_str()), {at::Tag::pt2_compliant_tag});
+  m.impl("scaled_dot_product_attention",
+         torch::dispatch(c10::DispatchKey::CompositeImplicitAutograd, TORCH_FN(scaled_dot_product_attention)));
+  m.def(torch::schema(schemas::kExplain.c_str()));
+  m.def(schemas::kBuildInfo.c_str(), build_info);
+}
+
+TORCH_LIBRARY_IMPL(flash_ext, CPU, m) {
+  m.impl("draw_rng_state", TORCH_FN(draw_rng_state));
+  m.impl("attention", TORCH_FN(attention_op<forward>));
+  m.impl("attention_with_rng_state", TORCH_FN(attention_with_rng_state_op<forward_with_rng_state>));
+  m.impl("attention_backward", TORCH_FN(attention_backward_op<backward>));
+}
+
+// In a build without CUDA dispatch.h finds that every backend refuses, and `chunked` computes.
+TORCH_LIBRARY_IMPL(flash_ext, CUDA, m) {
+  m.impl("draw_rng_state", TORCH_FN(draw_rng_state));
+  m.impl("attention", TORCH_FN(attention_op<forward>));
+  m.impl("attention_with_rng_state", TORCH_FN(attention_with_rng_state_op<forward_with_rng_state>));
+  m.impl("attention_backward", TORCH_FN(attention_backward_op<backward>));
+}
+
+TORCH_LIBRARY_IMPL(flash_ext, Meta, m) {
+  m.impl("draw_rng_state", TORCH_FN(draw_rng_state_meta));
+  m.impl("attention", TORCH_FN(attention_op<forward_meta>));
+  m.impl("attention_with_rng_state", TORCH_FN(attention_with_rng_state_op<forward_with_rng_state_meta>));
+  m.impl("attention_backward", TORCH_FN(attention_backward_op<backward_meta>));
+}
+
+}  // namespace flash_ext

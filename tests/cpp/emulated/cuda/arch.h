@@ -1,9 +1,0 @@
-// Stands in for csrc/cuda/arch.h: a device of compute capability 9.0.
-#pragma once
-
-namespace flash_ext::cuda {
-
-constexpr int kComputeCapability = 90;
-constexpr bool kHasBulkAdditions = true;
-
-}  // namespace flash_ext::cuda
