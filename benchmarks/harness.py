@@ -248,12 +248,11 @@ def _git(*arguments: str) -> str:
 
 
 def library_hash() -> str:
-    """First 12 hex digits of the SHA-256 of the loaded libflash_ext; empty when flash_ext was not used."""
+    """First 12 hex digits of the SHA-256 of the loaded libraries; empty when flash_ext was not used."""
     package = sys.modules.get("flash_ext")
     for folder in getattr(package, "__path__", []):
-        for library in sorted(Path(folder).rglob("libflash_ext*.*")):
-            if library.suffix in (".so", ".dylib"):
-                return hashlib.sha256(library.read_bytes()).hexdigest()[:12]
+        if libraries := sorted(Path(folder).glob("libflash_*.so")):
+            return hashlib.sha256(b"".join(library.read_bytes() for library in libraries)).hexdigest()[:12]
     return ""
 
 

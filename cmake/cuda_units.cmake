@@ -129,9 +129,8 @@ function(flash_ext_add_cuda_units target)
   flash_ext_add_sm90_units(${target} ${generated})
   set(CUDA_BACKENDS ${CUDA_BACKENDS} PARENT_SCOPE)
 
-  # c10_cuda for the current stream; its headers include the toolkit's. A toolkit has lib64 or, from PyPI, lib.
+  # A toolkit has lib64 or, from PyPI, lib.
   target_include_directories(${target} SYSTEM PRIVATE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
   target_link_directories(${target} PRIVATE ${CUDA_TOOLKIT_ROOT}/lib64 ${CUDA_TOOLKIT_ROOT}/lib)
-  target_link_libraries(${target} PRIVATE ${TORCH_ROOT}/lib/libc10_cuda.so)
   target_link_options(${target} PRIVATE -Wl,--exclude-libs,ALL)
 endfunction()

@@ -36,8 +36,8 @@ _choice = _Choice()
 
 @functools.cache
 def _build() -> str:
-    """Differs for every build of the library."""
-    return hashlib.sha256(ops.LIBRARY.read_bytes()).hexdigest()[:16]
+    """Differs for every build of the libraries."""
+    return hashlib.sha256(b"".join(library.read_bytes() for library in ops.LIBRARIES)).hexdigest()[:16]
 
 
 def _tag_caches() -> None:

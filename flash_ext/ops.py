@@ -16,7 +16,7 @@ import torch
 from flash_ext.errors import AttentionError
 
 _FOLDER = Path(__file__).parent
-LIBRARY = _FOLDER / "libflash_ext.so"
+LIBRARIES = [_FOLDER / "libflash_kernels.so", _FOLDER / "libflash_ext.so"]  # the second loads the first
 
 
 def build_info() -> dict[str, Any]:
@@ -50,7 +50,7 @@ def _check_torch(info: dict[str, Any]) -> None:
 
 def _load() -> ModuleType | None:
     _check_torch(build_info())
-    torch.ops.load_library(str(LIBRARY))
+    torch.ops.load_library(str(LIBRARIES[1]))
     try:
         module = importlib.import_module("flash_ext._C")
     except ModuleNotFoundError:  # built for another Python: the operators alone are enough

@@ -171,23 +171,29 @@ def test_build_info_is_the_file_beside_the_library() -> None:
 
 
 @pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm (binutils)")
-def test_the_library_needs_no_python() -> None:
+def test_the_libraries_need_no_python_and_one_no_torch() -> None:
     symbols = run("nm", "-D", "--undefined-only", PACKAGE / "libflash_ext.so").stdout
     assert "aten" in symbols.lower() or "c10" in symbols
-    assert not re.findall(r"\bU (_?Py\w+|\w*THPVariable\w*)", symbols)
+    python = r"\bU (_?Py\w+|\w*THPVariable\w*)"
+    assert not re.findall(python, symbols)
+    kernels = run("nm", "-D", "--undefined-only", PACKAGE / "libflash_kernels.so").stdout
+    assert not re.findall(python + r"|N2at\d|c10|GOMP|omp_", kernels)
 
 
 @pytest.mark.skipif(shutil.which("readelf") is None, reason="needs readelf (binutils)")
 def test_the_library_needs_no_path_and_no_second_cuda_runtime() -> None:
     """Whoever loads it has loaded torch; what it has of libcudart is inside and hidden."""
-    library = PACKAGE / "libflash_ext.so"
-    dynamic = run("readelf", "-d", library).stdout
-    needed = re.findall(r"NEEDED.*\[(.+)\]", dynamic)
-    assert needed and not [name for name in needed if "cudart" in name or "torch_cuda" in name]
-    assert ("libc10_cuda.so" in needed) == flash_ext.build_info()["cuda"]["enabled"]
-    assert re.findall(r"RUNPATH.*\[(.+)\]", dynamic) == ["$ORIGIN"]
-    if shutil.which("nm"):
-        assert not re.findall(r" T (cuda[A-Z]\w+|__cuda\w+)", run("nm", "-D", "--defined-only", library).stdout)
+    needed = {}
+    for library in (PACKAGE / "libflash_kernels.so", PACKAGE / "libflash_ext.so"):
+        dynamic = run("readelf", "-d", library).stdout
+        needed[library.name] = re.findall(r"NEEDED.*\[(.+)\]", dynamic)
+        assert re.findall(r"RUNPATH.*\[(.+)\]", dynamic) == ["$ORIGIN"]
+        if shutil.which("nm"):
+            assert not re.findall(r" T (cuda[A-Z]\w+|__cuda\w+)", run("nm", "-D", "--defined-only", library).stdout)
+    assert not [name for names in needed.values() for name in names if "cudart" in name or "torch_cuda" in name]
+    assert not [name for name in needed["libflash_kernels.so"] if "torch" in name or "c10" in name or "omp" in name]
+    assert "libflash_kernels.so" in needed["libflash_ext.so"]
+    assert ("libc10_cuda.so" in needed["libflash_ext.so"]) == flash_ext.build_info()["cuda"]["enabled"]
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")

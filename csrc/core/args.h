@@ -62,12 +62,6 @@ struct Problem {
 
   // Backward only: which gradients are wanted.
   bool wants_dq = false, wants_dk = false, wants_dv = false, wants_dbias = false, wants_dalibi = false;
-
-  // Known to the algebra and to the structures from the first day; a backend may refuse each by name.
-  bool has_cu_seqlens = false;
-  bool has_page_table = false;
-  bool has_sinks = false;
-  bool has_descale = false;
 };
 
 struct ForwardArgs {
@@ -83,15 +77,6 @@ struct ForwardArgs {
   TensorView out;                      // [b..., h_q, s_q, d_v] problem.dtype
   void* lse = nullptr;                 // [b, h_q, s_q] contiguous, float32 (float64 for float64); null: not wanted
   const int64_t* rng_state = nullptr;  // {seed, offset} on the device of q; null without dropout
-
-  const int32_t* cu_seqlens_q = nullptr;  // [b + 1]
-  const int32_t* cu_seqlens_k = nullptr;  // [b + 1]
-  const int32_t* seqused_k = nullptr;     // [b]
-  const int32_t* page_table = nullptr;    // [b, pages]
-  const float* sinks = nullptr;           // [h_q] a logit per head, joined at softmax.finish and in lse
-  const float* k_descale = nullptr;       // [b, h_k]
-  const float* v_descale = nullptr;       // [b, h_v]
-  int num_splits = 0;                     // 0: the backend chooses
 
   void* stream = nullptr;  // cudaStream_t on a GPU: every launch goes there
 };

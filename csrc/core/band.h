@@ -69,11 +69,4 @@ FLASH_DEVICE Band make_band(const Problem& problem, int64_t len_q, int64_t len_k
 
 FLASH_DEVICE Band make_band(const Problem& problem) { return make_band(problem, problem.len_q, problem.len_k); }
 
-// Number of kept (query, key) pairs of one head: what a benchmark multiplies by 4 * head_dim.
-inline int64_t kept_pairs(const Band& band, int64_t len_q, int64_t len_k) {
-  int64_t pairs = 0;
-  for (int64_t query = 0; query < len_q; ++query) pairs += band.keys({query, query + 1}, len_k).size();
-  return pairs;
-}
-
 }  // namespace flash_ext

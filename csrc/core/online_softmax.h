@@ -78,42 +78,6 @@ FLASH_DEVICE float log_sum_exp(float max, float scale, float sum) {
   return total + (lost + std::fma(static_cast<float>(exponent), kLn2Low, std::log(factor)));
 }
 
-// Factors for two partial results over disjoint keys.
-template <class Real>
-struct MergeFactors {
-  Real a;
-  Real b;
-};
-
-// Two accumulators: O = factors.a * O_a + factors.b * O_b, and `row` becomes the softmax of both.
-template <class Real>
-FLASH_DEVICE MergeFactors<Real> merge_into(OnlineSoftmax<Real>& row, const OnlineSoftmax<Real>& other) {
-  const Real factor = row.step(other.row_max);
-  const Real factor_other = std::exp(other.row_max - row.shift());
-  row.add(other.row_sum * factor_other);
-  return {factor, factor_other};
-}
-
-// A finished result (out, lse) is again one score of lse with the value out, so a combine over any number of splits
-// is the recurrence itself:  factor = row.step(lse_i), weight = e^(lse_i - shift), O = O * factor + weight * out_i.
-template <class Real>
-struct MergedPair {
-  MergeFactors<Real> weights;  // out = weights.a * out_a + weights.b * out_b; both 0 when neither has a key
-  Real lse;
-};
-
-// The weights are normalised by their own sum and not by e^-lse, so they add up to 1 however large lse is.
-template <class Real>
-FLASH_DEVICE MergedPair<Real> merge_finished(Real lse_a, Real lse_b) {
-  OnlineSoftmax<Real> row;
-  row.step(lse_a > lse_b ? lse_a : lse_b);
-  const Real weight_a = std::exp(lse_a - row.shift());
-  const Real weight_b = std::exp(lse_b - row.shift());
-  row.add(weight_a + weight_b);
-  const typename OnlineSoftmax<Real>::Result result = row.finish();
-  return {{weight_a * result.inverse_sum, weight_b * result.inverse_sum}, result.lse};
-}
-
 // Backward: the probability of a score, from the lse that forward wrote (with a sink, its share is already in lse).
 template <class Real>
 FLASH_DEVICE Real probability(Real score, Real lse) {

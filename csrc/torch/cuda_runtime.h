@@ -5,7 +5,7 @@
 #include <c10/core/Allocator.h>
 #include <c10/core/Device.h>
 
-#include "core/backend.h"
+#include "core/device.h"
 
 namespace flash_ext {
 

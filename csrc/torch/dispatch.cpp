@@ -1,30 +1,20 @@
-// The list of backends and who may choose among them, see dispatch.h.
+// Who may choose among the backends, see dispatch.h.
 #include "torch/dispatch.h"
 
 #include <ATen/Parallel.h>
 
 #include <cstdlib>
 
+#include "core/library.h"
 #include "torch/cuda_runtime.h"
 
 namespace flash_ext {
 namespace {
 
-// Fastest first. A new backend is one name here.
-const Backend* const kBackends[] = {
-#ifdef FLASH_EXT_WITH_SM90
-    &sm90_backend,
-#endif
-#ifdef FLASH_EXT_WITH_CUDA
-    &sm80_backend,
-#endif
-    &cpu_backend,
-};
-
 thread_local std::optional<std::string_view> requested;
 
 const Backend* find_backend(std::string_view name) {
-  for (const Backend* backend : kBackends) {
+  for (const Backend* backend : backends()) {
     if (name == backend->name) return backend;
   }
   return nullptr;
@@ -71,7 +61,7 @@ const Backend* select(const Asked& asked, const DeviceInfo& device, std::optiona
     return named;
   }
   const Backend* yielding = nullptr;
-  for (const Backend* backend : kBackends) {
+  for (const Backend* backend : backends()) {
     if (!reason_to_refuse(*backend, asked, device).empty()) continue;
     if (reason_to_yield(*backend, asked).empty()) return backend;
     if (yielding == nullptr) yielding = backend;
@@ -82,7 +72,7 @@ const Backend* select(const Asked& asked, const DeviceInfo& device, std::optiona
 std::vector<Refusal> all_refusals(const Asked& asked, const DeviceInfo& device, std::optional<std::string_view> name) {
   std::vector<Refusal> result;
   const Backend* const selected = name.has_value() ? nullptr : select(asked, device, name);
-  for (const Backend* backend : kBackends) {
+  for (const Backend* backend : backends()) {
     std::string reason = reason_to_refuse(*backend, asked, device);
     const bool yields = reason.empty() && selected != nullptr && selected != backend;
     if (yields) reason = reason_to_yield(*backend, asked);
@@ -96,7 +86,7 @@ std::vector<Refusal> all_refusals(const Asked& asked, const DeviceInfo& device, 
 void check_backend_name(std::string_view name) {
   if (name == kChunked || find_backend(name) != nullptr) return;
   std::string known;
-  for (const Backend* backend : kBackends) known += std::string(backend->name) + ", ";
+  for (const Backend* backend : backends()) known += std::string(backend->name) + ", ";
   throw AttentionError("backend", concat("is \"", name, "\"; this build has ", known, kChunked));
 }
 

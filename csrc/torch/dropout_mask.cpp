@@ -5,6 +5,7 @@
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
+#include "core/library.h"
 #include "torch/checks.h"
 #include "torch/cuda_runtime.h"
 #include "torch/nvtx.h"

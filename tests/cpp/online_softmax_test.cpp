@@ -66,9 +66,12 @@ struct Partial {
     softmax.add(tile_sum);
   }
 
+  // Another accumulator is one more step of the recurrence.
   void merge(const Partial& other) {
-    const MergeFactors<Real> factors = merge_into(softmax, other.softmax);
-    o_acc = factors.a * o_acc + factors.b * other.o_acc;
+    const Real factor = softmax.step(other.softmax.row_max);
+    const Real factor_other = std::exp(other.softmax.row_max - softmax.shift());
+    softmax.add(other.softmax.row_sum * factor_other);
+    o_acc = factor * o_acc + factor_other * other.o_acc;
   }
 };
 
@@ -214,17 +217,14 @@ TYPED_TEST(OnlineSoftmaxTest, NanAndInfinityAreNotHidden) {
   Partial<TypeParam> partial;
   partial.tile(row, {0, 1, 2});
   EXPECT_TRUE(std::isnan(partial.softmax.finish(nan).inverse_sum));
-  EXPECT_TRUE(std::isnan(merge_finished(nan, TypeParam(1)).lse));
-  EXPECT_TRUE(std::isnan(merge_finished(TypeParam(1), nan).lse));
 }
 
-// Split-K: halves finished on their own, joined by merge_finished; and any number of them by the recurrence.
+// Split-K: a finished result is one score of its lse with the value out, so the recurrence joins any number of them.
 TYPED_TEST(OnlineSoftmaxTest, FinishedResultsMerge) {
   for (TypeParam spread : {1.0, 50.0}) {
     const Row<TypeParam> row = random_row<TypeParam>(60, spread);
     std::mt19937 random(3);
     for (int trial = 0; trial < 20; ++trial) {
-      Expected joined;
       Partial<TypeParam> combined;
       for (const std::vector<size_t>& tile : random_tiles(60, random)) {
         Partial<TypeParam> part;
@@ -232,30 +232,11 @@ TYPED_TEST(OnlineSoftmaxTest, FinishedResultsMerge) {
         const Expected result = finish(part, row);
         const TypeParam out = result.out, lse = result.lse;
 
-        const auto pair = merge_finished(static_cast<TypeParam>(joined.lse), lse);
-        joined = {pair.weights.a * static_cast<TypeParam>(joined.out) + pair.weights.b * out, pair.lse};
-
         combined.tile({{lse}, {out}, {}}, {0});
       }
-      expect_close(joined, two_pass(row), spread);
       expect_close(finish(combined, row), two_pass(row), spread);
     }
   }
-}
-
-TYPED_TEST(OnlineSoftmaxTest, MergingWithNothing) {
-  const TypeParam none = -kInf<TypeParam>;
-  const auto both = merge_finished(none, none);
-  EXPECT_EQ(both.weights.a, 0);
-  EXPECT_EQ(both.weights.b, 0);
-  EXPECT_EQ(both.lse, none);
-  const auto left = merge_finished(TypeParam(2), none);
-  EXPECT_EQ(left.weights.a, 1);
-  EXPECT_EQ(left.weights.b, 0);
-  EXPECT_EQ(left.lse, 2);
-  const auto huge = merge_finished(kLowest<TypeParam>, kLowest<TypeParam>);
-  EXPECT_EQ(huge.weights.a, TypeParam(0.5));
-  EXPECT_EQ(huge.weights.b, TypeParam(0.5));
 }
 
 TYPED_TEST(OnlineSoftmaxTest, BackwardProbabilities) {

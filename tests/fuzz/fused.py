@@ -3,7 +3,7 @@
 `Fused` is a mode under which reference.attention computes, in float32 (float64 for float64), with
 
     products     half types: each factor rounded to its type. The sum is off by up to one unit in the last place. Tensor
-                 cores: by so much too small, and a float32 factor in two parts of 11 bits (csrc/kernels/sm80/fragments.cuh)
+                 cores: by so much too small, and a float32 factor in two parts of 11 bits (sm80/fragments.cuh)
     tanh         off by up to two units in the last place
     P            off by up to one unit in the last place; in backward e^(s - lse), with lse off by as much
     delta        rowsum(dO * out), out as it was rounded

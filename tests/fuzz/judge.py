@@ -39,7 +39,7 @@ class Verdict:
 # `chunked` multiplies the queries of a group of heads at once, eager attention those of each head: torch sums such
 # products in different orders, and in float32 with few queries either may be the better one. Seen: 2.65 times the rule.
 CHUNKED_FACTOR = 3.0
-# Rows of a larger |lse|, and calls of fewer keys, have P and delta from their own sums (csrc/kernels/sm80/measure.cuh). Half
+# Rows of a larger |lse|, and calls of fewer keys, have P and delta from their own sums (sm80/measure.cuh). Half
 # types: from there on the rounding of lse is that of P. float32: it is felt in the gradients.
 FAR = {torch.bfloat16: 2.0**15, torch.float16: 2.0**12, torch.float32: 16.0, torch.float64: -1.0}
 FEW_KEYS = {torch.bfloat16: 16, torch.float16: 16, torch.float32: 64, torch.float64: 0}

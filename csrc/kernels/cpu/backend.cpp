@@ -5,9 +5,6 @@
 //   bf16         bf16, else fp32   brgemm, else loops
 //   fp64         fp64              loops
 // Called by torch/dispatch.cpp. Invariant: plan() alone decides; a plan's kernel is one of kFlavours and is what runs.
-#include <ATen/Context.h>
-#include <ATen/Parallel.h>
-
 #include "kernels/cpu/passes.h"
 #include "kernels/cpu/work.h"
 
@@ -32,8 +29,7 @@ constexpr Flavour kFlavours[] = {
 
 const Flavour& choose_flavour(DType dtype) {
   if (dtype == DType::kFloat64) return kFlavours[3];
-  // brgemm throws while torch.backends.mkldnn is off.
-  const bool allowed = at::globalContext().userEnabledMkldnn();
+  const bool allowed = cpu_host().has_products();
   if (dtype == DType::kBFloat16 && allowed && brgemm_works_bf16()) return kFlavours[2];
   return kFlavours[allowed && brgemm_works_f32() ? 0 : 1];
 }
@@ -57,17 +53,11 @@ void with_compute(Type type, const Function& function) {
   }
 }
 
-std::string refuses(const Problem& problem, Pass, const DeviceInfo&) {
-  if (problem.has_cu_seqlens) return "cu_seqlens are not supported";
-  if (problem.has_page_table) return "page_table is not supported";
-  if (problem.has_sinks) return "sinks are not supported";
-  if (problem.has_descale) return "k_descale and v_descale are not supported";
-  return "";
-}
+std::string refuses(const Problem&, Pass, const DeviceInfo&) { return ""; }
 
 Plan plan(const Problem& problem, Pass pass, const DeviceInfo& device) {
   const Flavour& flavour = choose_flavour(problem.dtype);
-  const int64_t threads = device.multiprocessors > 0 ? device.multiprocessors : at::get_num_threads();
+  const int64_t threads = device.multiprocessors > 0 ? device.multiprocessors : cpu_host().threads();
   Plan plan;
   plan.kernel = pass == Pass::kForward ? flavour.forward : flavour.backward;
   with_compute(flavour.type, [&]<class Compute>(Compute) {
@@ -106,21 +96,21 @@ void cpu_dropout_mask(const int64_t* rng_state, double p, int64_t batch_heads, i
   const auto keep_tile = cpu::vector_table().f32.keep_tile;
   const int64_t first_row = q0 / 16 * 16;
   const int64_t row_tiles = (q0 + rows - first_row + 15) / 16;
-  at::parallel_for(0, rows > 0 ? batch_heads * row_tiles : 0, 16, [&](int64_t begin, int64_t end) {
+  const int64_t items = rows > 0 ? batch_heads * row_tiles : 0;
+  const auto draw = [&](int64_t item, int64_t) {
     uint8_t keep[16 * kWidth];
-    for (int64_t item = begin; item < end; ++item) {
-      const int64_t bh = item / row_tiles;
-      const int64_t row = first_row + item % row_tiles * 16;
-      for (int64_t col = k0 / 16 * 16; col < k0 + cols; col += kWidth) {
-        keep_tile(dropout, static_cast<uint32_t>(bh), row, col, 16, kWidth, /*transposed=*/false, keep, kWidth);
-        for (int64_t i = std::max(row, q0); i < std::min(row + 16, q0 + rows); ++i) {
-          for (int64_t j = std::max(col, k0); j < std::min(col + kWidth, k0 + cols); ++j) {
-            out[(bh * rows + i - q0) * cols + j - k0] = keep[(i - row) * kWidth + j - col] != 0;
-          }
+    const int64_t bh = item / row_tiles;
+    const int64_t row = first_row + item % row_tiles * 16;
+    for (int64_t col = k0 / 16 * 16; col < k0 + cols; col += kWidth) {
+      keep_tile(dropout, static_cast<uint32_t>(bh), row, col, 16, kWidth, /*transposed=*/false, keep, kWidth);
+      for (int64_t i = std::max(row, q0); i < std::min(row + 16, q0 + rows); ++i) {
+        for (int64_t j = std::max(col, k0); j < std::min(col + kWidth, k0 + cols); ++j) {
+          out[(bh * rows + i - q0) * cols + j - k0] = keep[(i - row) * kWidth + j - col] != 0;
         }
       }
     }
-  });
+  };
+  cpu::for_each_item(items, std::min(cpu_host().threads(), (items + 15) / 16), draw, [] {});
 }
 
 extern const Backend cpu_backend = {"cpu", DeviceType::kCpu, cpu::refuses, cpu::plan, cpu::forward, cpu::backward};

@@ -1,10 +1,10 @@
-// The probe of torch's brgemm: it may be missing (no AVX2), refuse a type (no AVX-512) or, on a machine nobody has
-// tried, be wrong. So it is asked for a small product whose numbers are known.
+// The probe of the host's products: they may be missing (of torch's, no AVX2), refuse a type (no AVX-512) or, on a
+// machine nobody has tried, be wrong. So it is asked for a small product whose numbers are known.
 //
 // Called by choose_flavour in backend.cpp. Invariant: one answer for the life of the process.
 #include "kernels/cpu/product.h"
 
-#include <cmath>
+#include <bit>
 #include <exception>
 #include <vector>
 
@@ -54,8 +54,8 @@ bool brgemm_works_f32() {
 }
 
 bool brgemm_works_bf16() {
-  static const bool works =
-      gives_right_numbers<ComputeBf16>([](int x) { return c10::BFloat16(static_cast<float>(x)).x; });
+  static const bool works = gives_right_numbers<ComputeBf16>(
+      [](int x) { return static_cast<uint16_t>(std::bit_cast<uint32_t>(static_cast<float>(x)) >> 16); });
   return works;
 }
 

@@ -1,16 +1,15 @@
 // C[m, n] = A[m, k] B[k, n] (+ C): the one place where matrices are multiplied.
 //
-// kBrgemm is torch's oneDNN kernel (fp32 from AVX2 on; bf16 by vdpbf16ps or AMX); kLoops is VectorKernels::product, for
-// fp64, for machines without the former and for torch.backends.mkldnn.enabled = False. Called by every tile step.
-// Invariant: a thread that called a Products object calls release() before it ends its work (AMX state).
+// kBrgemm is the host's kernel, with torch oneDNN's (fp32 from AVX2 on; bf16 by vdpbf16ps or AMX); kLoops is
+// VectorKernels::product, for fp64, for machines without the former and for torch.backends.mkldnn.enabled = False.
+// Called by every tile step. Invariant: a thread that called a Products object calls release() before it ends its work
+// (AMX state).
 #pragma once
-
-#include <ATen/native/CPUBlas.h>
-#include <c10/util/BFloat16.h>
 
 #include <algorithm>
 #include <type_traits>
 
+#include "core/library.h"
 #include "kernels/cpu/config.h"
 
 namespace flash_ext::cpu {
@@ -33,12 +32,11 @@ class Products {
   void operator()(int m, int n, int k, const Operand* a, int64_t ld_a, const Operand* b, int64_t ld_b, Acc* c,
                   int64_t ld_c, bool add) const {
     if constexpr (std::is_same_v<Compute, ComputeBf16>) {
-      at::native::cpublas::brgemm(m, n, k, ld_a, ld_b, ld_c, add, reinterpret_cast<const at::BFloat16*>(a),
-                                  reinterpret_cast<const at::BFloat16*>(b), c, /*is_vnni=*/true);
+      host_.product_bf16(m, n, k, ld_a, ld_b, ld_c, add, a, b, c);
     } else {
       if constexpr (std::is_same_v<Compute, ComputeF32>) {
         if (engine_ == Engine::kBrgemm) {
-          at::native::cpublas::brgemm(m, n, k, ld_a, ld_b, ld_c, add, a, b, c, /*is_vnni=*/false);
+          host_.product_f32(m, n, k, ld_a, ld_b, ld_c, add, a, b, c);
           return;
         }
       }
@@ -69,11 +67,12 @@ class Products {
   }
 
   void release() const {
-    if (engine_ == Engine::kBrgemm) at::native::cpublas::brgemm_release(Compute::kPairs);
+    if (engine_ == Engine::kBrgemm) host_.release_products(Compute::kPairs);
   }
 
  private:
   Engine engine_;
+  const CpuHost& host_ = cpu_host();
   const VectorKernels<Compute>& kernels_;
 };
 

@@ -5,14 +5,14 @@
 //   avx2          -mavx2 -mfma -mf16c
 //   avx512        -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c -mprefer-vector-width=512
 //   avx512_bf16   the same and -mavx512bf16
-// Called by the backend and by dropout_mask. Follows torch's own choice, so ATEN_CPU_CAPABILITY works here too.
-#include <ATen/Version.h>
+// Called by the backend and by dropout_mask. Follows its host's choice, so torch's ATEN_CPU_CAPABILITY works here too.
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
 
 #include <string>
 
+#include "core/library.h"
 #include "kernels/cpu/vector_kernels.h"
 
 namespace flash_ext::cpu {
@@ -46,7 +46,7 @@ bool has_avx512_bf16() {
 
 static const VectorTable* choose() {
 #if defined(__x86_64__)
-  const std::string capability = at::get_cpu_capability();
+  const std::string capability = cpu_host().capability();
   if (capability == "AVX512") return has_avx512_bf16() ? &avx512_bf16::table() : &avx512::table();
   if (capability == "AVX2") return &avx2::table();
 #endif

@@ -6,14 +6,12 @@
 // and no two items write the same memory, so results are the same bits on every run.
 #pragma once
 
-#include <ATen/Parallel.h>
-
 #include <algorithm>
 #include <atomic>
 #include <numeric>
 
-#include "core/backend.h"
 #include "core/band.h"
+#include "core/library.h"
 #include "kernels/cpu/config.h"
 
 namespace flash_ext::cpu {
@@ -101,6 +99,14 @@ class Arena {
   int64_t used_ = 0;
 };
 
+// work(worker) for each worker.
+template <class Work>
+void in_parallel(int64_t workers, const Work& work) {
+  cpu_host().parallel(
+      workers, [](void* context, int64_t worker) { (*static_cast<const Work*>(context))(worker); },
+      const_cast<Work*>(&work));
+}
+
 // body(item, worker) for every item, on up to `threads` workers, each with scratch of its own; then done() on each.
 template <class Body, class Done>
 void for_each_item(int64_t items, int64_t threads, const Body& body, const Done& done) {
@@ -110,10 +116,11 @@ void for_each_item(int64_t items, int64_t threads, const Body& body, const Done&
     return;
   }
   std::atomic<int64_t> next{0};
-  at::parallel_for(0, threads, 1, [&](int64_t worker, int64_t) {
+  const auto work = [&](int64_t worker) {
     for (int64_t item = next++; item < items; item = next++) body(item, worker);
     done();
-  });
+  };
+  in_parallel(threads, work);
 }
 
 inline Element element_of(DType dtype) {

@@ -74,10 +74,6 @@ std::string refuses(const Problem& problem, Pass pass, const DeviceInfo& device)
   // fp16 takes tanh with an error of 2e-7, of the cap; bf16 with 1e-5 of it on 9.0, and is refused with it.
   const bool is_16_bit = problem.dtype == DType::kFloat16 || problem.dtype == DType::kBFloat16;
   if (is_16_bit && problem.softcap > 4096) return "a softcap above 4096 is not supported in fp16 and bf16";
-  if (problem.has_cu_seqlens) return "cu_seqlens are not supported";
-  if (problem.has_page_table) return "page_table is not supported";
-  if (problem.has_sinks) return "sinks are not supported";
-  if (problem.has_descale) return "k_descale and v_descale are not supported";
   if (problem.dtype == DType::kFloat64) return "";  // static and small
   return with_instance(
       problem, [&]<class Element, int kHeadDim>() { return refuses_shared_memory(problem, pass, kHeadDim, device); });

@@ -8,7 +8,7 @@
 // 1, 3, 5, 7}, which makes an accumulator an A operand as it is.
 #pragma once
 
-#include "core/smem_plan.h"
+#include "core/smem.h"
 #include "kernels/sm80/kernels.h"
 #include "kernels/sm80/ptx.cuh"
 

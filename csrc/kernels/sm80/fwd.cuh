@@ -12,7 +12,6 @@
 // rows past len_q never written.
 #pragma once
 
-#include "core/seq_info.h"
 #include "core/tile_schedule.h"
 #include "gpu/host/inspect.h"
 #include "gpu/host/launch.h"

@@ -117,10 +117,6 @@ std::string refuses(const Problem& problem, Pass pass, const DeviceInfo& device)
   // The maximum is taken before scaling.
   if (!(problem.scale >= 1 / kMaxScale && problem.scale <= kMaxScale)) return "scale is not between 1e-30 and 1e30";
   if (std::max(problem.len_q, problem.len_k) >= kMaxLength) return "a sequence has 2^29 tokens or more";
-  if (problem.has_cu_seqlens) return "cu_seqlens are not supported";
-  if (problem.has_page_table) return "page_table is not supported";
-  if (problem.has_sinks) return "sinks are not supported";
-  if (problem.has_descale) return "k_descale and v_descale are not supported";
   return pass == Pass::kForward ? "" : refuses_backward(problem);
 }
 

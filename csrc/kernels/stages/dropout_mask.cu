@@ -4,8 +4,8 @@
 //
 // A thread draws the eight numbers of one lane of one 16x16 block, as the attention kernels do, and writes those of
 // them that lie inside; the origin need not be a multiple of 16. Called by torch/dropout_mask.cpp.
-#include "core/backend.h"
 #include "core/dropout.h"
+#include "core/library.h"
 #include "gpu/host/launch.h"
 
 namespace flash_ext {

@@ -1,6 +1,6 @@
-// core/smem_plan.h: the swizzles, the bank-conflict model against counts made by hand, and the conflicts of every
-// access of the kernels, which are also the tables of docs/shared-memory.md.
-#include "core/smem_plan.h"
+// core/smem.h and bank_conflicts.h: the swizzles, the bank-conflict model against counts made by hand, and the
+// conflicts of every access of the kernels, which are also the tables of docs/shared-memory.md.
+#include "bank_conflicts.h"
 
 #include <gtest/gtest.h>
 
@@ -125,7 +125,7 @@ void expect_permutation_of_each_row(TileLayout at, int pitch) {
   EXPECT_EQ(chunks.size(), static_cast<size_t>(kRows * pitch / kChunkBytes));
 }
 
-TEST(SmemPlan, SwizzlesAreBijectionsThatStayInsideTheirRows) {
+TEST(BankConflicts, SwizzlesAreBijectionsThatStayInsideTheirRows) {
   for (const Tile& tile : all_tiles()) {
     SCOPED_TRACE(tile.pitch);
     expect_permutation_of_each_row(tile.swizzled_at, tile.pitch);
@@ -133,7 +133,7 @@ TEST(SmemPlan, SwizzlesAreBijectionsThatStayInsideTheirRows) {
   }
 }
 
-TEST(SmemPlan, SameChunkOfEightRowsLiesInEightBankGroups) {
+TEST(BankConflicts, SameChunkOfEightRowsLiesInEightBankGroups) {
   for (const Tile& tile : all_tiles())
     for (const TileLayout at : {tile.swizzled_at, tile.fp32_at}) {
       if (!at) continue;
@@ -146,7 +146,7 @@ TEST(SmemPlan, SameChunkOfEightRowsLiesInEightBankGroups) {
     }
 }
 
-TEST(SmemPlan, ConflictsCountPassesAsByHand) {
+TEST(BankConflicts, ConflictsCountPassesAsByHand) {
   const auto count = [](int bytes, auto address) { return conflicts(each_lane(address), bytes); };
   EXPECT_EQ(count(4, [](int lane) { return 4 * lane; }), 0);
   EXPECT_EQ(count(4, [](int lane) { return 4 * (31 - lane); }), 0);
@@ -166,7 +166,7 @@ TEST(SmemPlan, ConflictsCountPassesAsByHand) {
   EXPECT_EQ(conflicts(std::span(rows).first(16), 16), 14);  // ldmatrix.x2: two matrices
 }
 
-TEST(SmemPlan, AddressesAreAlignedAndEveryPlaceIsTouchedOnce) {
+TEST(BankConflicts, AddressesAreAlignedAndEveryPlaceIsTouchedOnce) {
   const auto check = [](const std::vector<Access>& accesses, const std::vector<Tile>& tiles) {
     for (const Access& access : accesses)
       for (const Tile& tile : tiles)
@@ -184,7 +184,7 @@ TEST(SmemPlan, AddressesAreAlignedAndEveryPlaceIsTouchedOnce) {
   check(float_accesses(), float_tiles());
 }
 
-TEST(SmemPlan, NaiveAndPaddedCountsOfKnownCases) {
+TEST(BankConflicts, NaiveAndPaddedCountsOfKnownCases) {
   const std::vector<Access> all = accesses();
   const auto worst = [&](int access, TileLayout at, int pitch) { return all[access].worst(at, pitch); };
   EXPECT_EQ(worst(0, naive<128>, 128), 0);   // contiguous
@@ -208,7 +208,7 @@ TEST(SmemPlan, NaiveAndPaddedCountsOfKnownCases) {
   EXPECT_EQ(floats[2].worst(padded<256>, 256), 0);
 }
 
-TEST(SmemPlan, NoAccessConflictsInASwizzledTile) {
+TEST(BankConflicts, NoAccessConflictsInASwizzledTile) {
   for (const Access& access : accesses())
     for (const Tile& tile : all_tiles()) {
       EXPECT_EQ(access.worst(tile.swizzled_at, tile.pitch), 0) << access.name << ", pitch " << tile.pitch;
@@ -218,13 +218,13 @@ TEST(SmemPlan, NoAccessConflictsInASwizzledTile) {
     }
 }
 
-TEST(SmemPlan, NoFloatAccessConflictsInATileSwizzledForFloats) {
+TEST(BankConflicts, NoFloatAccessConflictsInATileSwizzledForFloats) {
   for (const Access& access : float_accesses())
     for (const Tile& tile : float_tiles())
       EXPECT_EQ(access.worst(tile.fp32_at, tile.pitch), 0) << access.name << ", pitch " << tile.pitch;
 }
 
-TEST(SmemPlan, DocumentShowsTheseCounts) {
+TEST(BankConflicts, DocumentShowsTheseCounts) {
   std::ifstream file(GOLDEN_DIR "/../../docs/shared-memory.md");
   ASSERT_TRUE(file) << "docs/shared-memory.md is missing";
   std::stringstream text;

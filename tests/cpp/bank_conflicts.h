@@ -1,48 +1,14 @@
-// Where a tile's elements lie in shared memory. A tile is `rows` rows of `pitch` bytes, in chunks of 16 bytes: what one
-// cp.async, one ldmatrix row and one vector store move. The 32 banks of 4 bytes are 8 chunks wide.
-//
-//   physical chunk = chunk XOR f(row)      f(row) = row mod 8 where rows are whole lines of 128 bytes,
-//                                                   (row / 2) mod 4 where they are an odd number of half lines
-//
-// so that the same chunk of 8 successive rows lies in 8 different bank groups, and so do 8 successive chunks of a row.
-// Called by the kernels of sm80/ and, on the host, by plan() and the tests that count bank conflicts: the second half
-// of this file lists the kernels' accesses and counts (docs/shared-memory.md has the table).
-// Invariant: the XOR stays inside a row, for every pitch that is a multiple of 64 bytes.
+// What the accesses of mma.sync kernels to tiles in shared memory cost: a model of its banks, counted on the host.
+// bank_conflicts_test.cpp holds it against counts made by hand and makes the tables of docs/shared-memory.md with it.
 #pragma once
 
 #include <algorithm>
 #include <array>
-#include <cstdint>
 #include <span>
 
-#include "core/portable.h"
+#include "core/smem.h"
 
-namespace flash_ext {
-
-constexpr int kChunkBytes = 16;
-constexpr int kLineBytes = 128;  // one pass over all banks
-
-// Byte offset of `byte` of `row` in a swizzled tile.
-template <int kPitch>
-FLASH_DEVICE int swizzled(int row, int byte) {
-  static_assert(kPitch % 64 == 0, "a row is a multiple of half a line");
-  const int key = kPitch % kLineBytes == 0 ? row & 7 : row >> 1 & 3;
-  return row * kPitch + (byte ^ key * kChunkBytes);
-}
-
-// The same for tiles of float, whose accesses by word and by pair take two chunks (8 columns) of 4 rows at once: these
-// rows must differ in the key's upper two bits. swizzled() gives that to every other row only; here, with row bits
-// b2 b1 b0, the upper two are b1 and b0 XOR b2, which differ over {0, 2, 4, 6} and over {0, 1, 2, 3}.
-// NOTE: the lowest one is b2, so the 8 keys of 8 rows still differ, and all that swizzled() promises holds.
-template <int kPitch>
-FLASH_DEVICE int swizzled_fp32(int row, int byte) {
-  static_assert(kPitch % kLineBytes == 0, "a row is a number of whole lines");
-  const int key = (row << 1 & 6) ^ (row >> 2 & 1) * 3;
-  return row * kPitch + (byte ^ key * kChunkBytes);
-}
-
-// What a kernel's accesses cost, on the host.
-namespace smem {
+namespace flash_ext::smem {
 
 constexpr int kLanes = 32;
 constexpr int kBanks = 32;
@@ -59,6 +25,17 @@ int naive(int row, int byte) {
 template <int kPitch>
 int padded(int row, int byte) {
   return row * (kPitch + kChunkBytes) + byte;
+}
+
+// swizzled() for tiles of float, whose accesses by word and by pair take two chunks (8 columns) of 4 rows at once:
+// these rows must differ in the key's upper two bits. swizzled() gives that to every other row only; here, with row
+// bits b2 b1 b0, the upper two are b1 and b0 XOR b2, which differ over {0, 2, 4, 6} and over {0, 1, 2, 3}. NOTE: the
+// lowest one is b2, so the 8 keys of 8 rows still differ, and all that swizzled() promises holds.
+template <int kPitch>
+int swizzled_fp32(int row, int byte) {
+  static_assert(kPitch % kLineBytes == 0, "a row is a number of whole lines");
+  const int key = (row << 1 & 6) ^ (row >> 2 & 1) * 3;
+  return row * kPitch + (byte ^ key * kChunkBytes);
 }
 
 // Passes over the banks that one instruction of a warp needs beyond those that its bytes fill.
@@ -128,5 +105,4 @@ inline LaneAddresses float_columns(TileLayout at, int row, int n_tile, int row_s
   return each_lane([=](int lane) { return at(row + lane % 4 * row_step, (n_tile * 8 + lane / 4) * kWordBytes); });
 }
 
-}  // namespace smem
-}  // namespace flash_ext
+}  // namespace flash_ext::smem

@@ -1,0 +1,48 @@
+// How a backend will compute a problem: made before anything is allocated, shown by explain and handed to the run.
+#pragma once
+
+#include <cstdint>
+
+namespace flash_ext {
+
+enum class Pass : uint8_t { kForward, kBackward };
+
+// What explain prints and the operator executes. Plain data: making one costs no allocation. Sizes in elements,
+// memory in bytes.
+struct Plan {
+  struct Use {
+    const char* name = nullptr;
+    int64_t bytes = 0;
+  };
+  const char* kernel = "";    // e.g. "cpu.forward.bf16.brgemm"
+  const char* schedule = "";  // how products, softmax and tiles take turns; empty where the notion does not exist
+  int64_t block_m = 0, block_n = 0;  // queries, keys
+  int stages = 0;                    // 0 where the notion does not exist
+  bool small_tiles = false;          // of a backend that has two tiles for a pass, the smaller
+  bool tensor_maps = false;          // of a backend that can do without, tiles are copied by TMA
+  int splits = 0;       // parts of a tile's keys, each the work of a block; 0 where the notion does not exist
+  int split_tiles = 0;  // tiles of keys a part
+  int head_rows = 0;    // of a tile that heads of a group share, for each of them; 0: they do not
+  Use on_chip[10];      // shared memory (CPU: cache) by what it holds; ends at the first null name
+  int64_t on_chip_limit = 0;
+  int64_t on_chip_bytes() const {
+    int64_t bytes = 0;
+    for (const Use& use : on_chip) bytes += use.bytes;
+    return bytes;
+  }
+  int64_t scratch_bytes = 0;  // memory beside inputs and outputs
+  bool narrow_dbias = false;  // dbias is wanted in the bias's own dtype, not in float
+  int64_t grid = 0;           // work items
+  int64_t processors = 0;     // of them that run at a time on the device; 0: not known
+  double waves = 0.0;
+  int64_t l2_section = 0;  // key heads whose tiles run together, so that their K and V stay in the L2 cache; 0: no such
+  int producer_registers = 0;  // of a thread that loads, where roles have their own numbers
+  // What only the compiled kernel knows: filled by Backend::inspect, for explain alone, or by plan() where it is fixed.
+  int registers = 0;         // a thread; where roles have their own numbers, of one that computes
+  int64_t local_bytes = 0;   // a thread, of any kernel of the pass: registers that did not suffice
+  int64_t static_bytes = 0;  // shared memory beside on_chip
+  int resident_blocks = 0;   // on a multiprocessor at a time
+  double occupancy = 0.0;    // their threads over those that a multiprocessor can have
+};
+
+}  // namespace flash_ext
