@@ -103,7 +103,7 @@ def attention(
     if _eager is not None and not torch.compiler.is_compiling():
         result = _eager(
             query, key, value, mask, bias, alibi_slopes, causal, left, right, bottom_right, softcap, dropout_p, scale,
-            deterministic, return_lse,
+            True, deterministic, None, return_lse,
         )  # fmt: skip
         if result is not NotImplemented:
             return result

@@ -184,7 +184,7 @@ def explain(
         device = "" if query.device.type == "meta" else query.device
     with _disable_current_modes():
         q, k, v, mask, bias, alibi_slopes = (_meta(t) for t in (query, key, value, mask, bias, alibi_slopes))
-        options = (causal, left, right, bottom_right, softcap, dropout_p, scale, gqa, deterministic)
+        options = (causal, left, right, bottom_right, softcap, dropout_p, scale, gqa, deterministic, None)
         text = require_c().explain(q, k, v, mask, bias, alibi_slopes, *options, str(device), wanted)
     parts = json.loads(text)
     plans = []

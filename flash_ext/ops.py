@@ -60,6 +60,8 @@ def _load() -> ModuleType | None:
 
 
 C = _load()
+# The inputs that attention_backward has gradients of, in their order.
+GRADIENTS = ("query", "key", "value", "bias", "alibi_slopes")
 
 
 def new_library() -> torch.library.Library:

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard
 
+from flash_ext.ops import GRADIENTS
+
 _ops = torch.ops.flash_ext
 # Dimensions that a tensor has less than the scores (batch..., heads, queries, keys).
 _MISSING = dict.fromkeys(("query", "key", "value", "mask", "bias", "out", "grad_out"), 0)
@@ -196,9 +198,9 @@ def _backward(cls: Any, func: Any, types: Any, args: tuple, kwargs: dict[str, An
     with torch.no_grad():
         call = _Call(func, args, kwargs or {})
         grads = func(**call.local())
-        wanted = call.values.get("grad_mask", [True] * 5)
+        wanted = call.values.get("grad_mask", [True] * len(GRADIENTS))
         results = []
-        for grad, name, want in zip(grads, ("query", "key", "value", "bias", "alibi_slopes"), wanted, strict=True):
+        for grad, name, want in zip(grads, GRADIENTS, wanted, strict=True):
             if want and name in call.tensors:
                 sizes = list(call.tensors[name].shape)
                 results.append(call.wrap(grad, call.placements_of(name, broadcast=Partial), sizes))

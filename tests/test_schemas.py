@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import flash_ext  # noqa: F401  loads the operators
+from flash_ext.ops import GRADIENTS
 
 GOLDEN = Path(__file__).parent / "golden" / "schemas.txt"
 
@@ -61,6 +61,13 @@ def test_every_operator_is_in_the_golden_file() -> None:
     assert {name: str(schema) for name, schema in current().items()} == {
         name: str(schema) for name, schema in golden().items()
     }
+
+
+def test_gradients_are_of_the_inputs_that_python_names() -> None:
+    schema = current()["flash_ext::attention_backward"]
+    names = [argument.name for argument in schema.arguments]
+    assert len(schema.returns) == len(GRADIENTS) == len(schema.arguments[names.index("grad_mask")].default_value)
+    assert [name for name in names if name in GRADIENTS] == list(GRADIENTS)
 
 
 def test_the_comparison_can_fail() -> None:

@@ -21,9 +21,8 @@
 namespace flash_ext {
 namespace {
 
-template <class... Tensors>
-bool has_tangent(const Tensors&... tensors) {
-  return (torch::autograd::isFwGradDefined(tensors) || ...);
+bool has_tangent(const Inputs& in) {
+  return with_differentiable(in, [](const auto&... t) { return (torch::autograd::isFwGradDefined(t) || ...); });
 }
 
 // What backward must not ask for again: the switches as they stand at forward time.
@@ -44,13 +43,14 @@ ForwardResult differentiable(const Inputs& in, const Tensor& rng_state, const Op
 template <class Compute>
 ForwardResult record(const Inputs& in, const Options& options, bool return_lse, const Compute& compute) {
   const bool requires_grad =
-      torch::autograd::compute_requires_grad(in.query, in.key, in.value, in.bias, in.alibi_slopes);
+      with_differentiable(in, [](const auto&... t) { return torch::autograd::compute_requires_grad(t...); });
   if (!requires_grad) {
     at::AutoDispatchBelowADInplaceOrView guard;
     return compute(return_lse);
   }
   const auto node = compat::make_node<AttentionBackward>(options);
-  node->set_next_edges(torch::autograd::collect_next_edges(in.query, in.key, in.value, in.bias, in.alibi_slopes));
+  node->set_next_edges(
+      with_differentiable(in, [](const auto&... t) { return torch::autograd::collect_next_edges(t...); }));
   ForwardResult result = [&] {
     at::AutoDispatchBelowADInplaceOrView guard;
     return compute(true);
@@ -72,7 +72,7 @@ ForwardResult attention_autograd(c10::DispatchKeySet keys, const Inputs& in, con
     check_call<c10::SymInt>(in, options);  // a wrong call draws no random numbers
     return call_attention_with_rng_state(in, call_draw_rng_state(in), options, return_lse);
   }
-  if (has_tangent(in.query, in.key, in.value, in.bias, in.alibi_slopes)) {
+  if (has_tangent(in)) {
     return differentiable(in, at::empty({0}, in.query.options().dtype(at::kLong)), options);
   }
   return record(in, options, return_lse, [&](bool with_lse) {
@@ -83,7 +83,7 @@ ForwardResult attention_autograd(c10::DispatchKeySet keys, const Inputs& in, con
 ForwardResult attention_with_rng_state_autograd(c10::DispatchKeySet keys, const Inputs& in, const Tensor& rng_state,
                                                 const Options& given, bool return_lse) {
   const Options options = resolve(given);
-  if (has_tangent(in.query, in.key, in.value, in.bias, in.alibi_slopes)) return differentiable(in, rng_state, options);
+  if (has_tangent(in)) return differentiable(in, rng_state, options);
   return record(in, options, return_lse, [&](bool with_lse) {
     return call_attention_with_rng_state(keys & c10::after_autograd_keyset, in, rng_state, options, with_lse);
   });
@@ -93,21 +93,22 @@ Gradients attention_backward_autograd(c10::DispatchKeySet keys, const Tensor& gr
                                       const Inputs& in, const ForwardResult& saved, const Options& given,
                                       const GradMask& grad_mask) {
   const Options options = resolve(given);
-  if (has_tangent(grad_out, grad_lse, in.query, in.key, in.value, in.bias, in.alibi_slopes)) {
+  using torch::autograd::isFwGradDefined;
+  if (isFwGradDefined(grad_out) || isFwGradDefined(grad_lse) || has_tangent(in)) {
     const nvtx::Range range(nvtx::Op::kAttentionBackward, in, options);
     Gradients grads = chunked::backward(grad_out, grad_lse, in, saved.rng_state, options, grad_mask);
-    const Tensor* const inputs[] = {&in.query, &in.key, &in.value, &in.bias, &in.alibi_slopes};
     for (size_t i = 0; i < grads.size(); ++i) {
-      if (grads[i].defined()) grads[i] = grads[i].to(inputs[i]->scalar_type());
+      if (grads[i].defined()) grads[i] = grads[i].to((in.*kDifferentiable[i].tensor).scalar_type());
     }
     return grads;
   }
   compat::NodePtr<AttentionDoubleBackward> node;
-  if (torch::autograd::compute_requires_grad(grad_out, grad_lse, in.query, in.key, in.value, in.bias,
-                                             in.alibi_slopes)) {
+  const bool requires_grad = with_differentiable(
+      in, [&](const auto&... t) { return torch::autograd::compute_requires_grad(grad_out, grad_lse, t...); });
+  if (requires_grad) {
     node = compat::make_node<AttentionDoubleBackward>(options);
-    node->set_next_edges(
-        torch::autograd::collect_next_edges(grad_out, grad_lse, in.query, in.key, in.value, in.bias, in.alibi_slopes));
+    node->set_next_edges(with_differentiable(
+        in, [&](const auto&... t) { return torch::autograd::collect_next_edges(grad_out, grad_lse, t...); }));
     node->save(in);
     for (const Tensor* tensor : {&grad_out, &grad_lse, &saved.rng_state}) node->save(*tensor);
   }
@@ -161,21 +162,26 @@ ForwardResult attention_with_rng_state_autocast(c10::DispatchKeySet, const Input
 
 TORCH_LIBRARY_IMPL(flash_ext, Autograd, m) {
   m.impl("draw_rng_state", torch::CppFunction::makeFallthrough());  // whole numbers have no derivative
-  m.impl("attention", TORCH_FN(attention_op<attention_autograd>));
-  m.impl("attention_with_rng_state", TORCH_FN(attention_with_rng_state_op<attention_with_rng_state_autograd>));
-  m.impl("attention_backward", TORCH_FN(attention_backward_op<attention_backward_autograd>));
+  m.impl("attention", TORCH_FN((AttentionSignature::run<attention_op<attention_autograd>>)));
+  m.impl(
+      "attention_with_rng_state",
+      TORCH_FN((AttentionWithRngStateSignature::run<attention_with_rng_state_op<attention_with_rng_state_autograd>>)));
+  m.impl("attention_backward",
+         TORCH_FN((AttentionBackwardSignature::run<attention_backward_op<attention_backward_autograd>>)));
 }
 
 TORCH_LIBRARY_IMPL(flash_ext, AutocastCPU, m) {
-  m.impl("attention", TORCH_FN(attention_op<attention_autocast<c10::kCPU>>));
+  m.impl("attention", TORCH_FN((AttentionSignature::run<attention_op<attention_autocast<c10::kCPU>>>)));
   m.impl("attention_with_rng_state",
-         TORCH_FN(attention_with_rng_state_op<attention_with_rng_state_autocast<c10::kCPU>>));
+         TORCH_FN((AttentionWithRngStateSignature::run<
+                   attention_with_rng_state_op<attention_with_rng_state_autocast<c10::kCPU>>>)));
 }
 
 TORCH_LIBRARY_IMPL(flash_ext, AutocastCUDA, m) {
-  m.impl("attention", TORCH_FN(attention_op<attention_autocast<c10::kCUDA>>));
+  m.impl("attention", TORCH_FN((AttentionSignature::run<attention_op<attention_autocast<c10::kCUDA>>>)));
   m.impl("attention_with_rng_state",
-         TORCH_FN(attention_with_rng_state_op<attention_with_rng_state_autocast<c10::kCUDA>>));
+         TORCH_FN((AttentionWithRngStateSignature::run<
+                   attention_with_rng_state_op<attention_with_rng_state_autocast<c10::kCUDA>>>)));
 }
 
 }  // namespace flash_ext

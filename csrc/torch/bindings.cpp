@@ -80,10 +80,22 @@ bool flag(py::handle object, const char* name) {
   throw py::type_error(std::string(name) + " is of type " + Py_TYPE(object.ptr())->tp_name + "; it must be a bool");
 }
 
-template <class T, class Convert>
-std::optional<T> optional_value(py::handle object, const Convert& convert) {
-  if (object.is_none()) return std::nullopt;
-  return convert(object);
+// An option from Python, by its type.
+void convert(py::handle object, const char* name, bool& to) { to = flag(object, name); }
+void convert(py::handle object, const char* name, double& to) { to = number(object, name); }
+void convert(py::handle object, const char* name, int64_t& to) {
+  to = PyLong_Check(object.ptr()) ? PyLong_AsLongLong(object.ptr()) : -1;
+  if (!PyLong_Check(object.ptr()) || (to == -1 && PyErr_Occurred())) {
+    PyErr_Clear();
+    throw py::type_error(std::string(name) + " is of type " + Py_TYPE(object.ptr())->tp_name +
+                         "; it must be an int of 64 bits");
+  }
+}
+void convert(py::handle object, const char*, std::string_view& to) { to = py::cast<std::string_view>(object); }
+template <class T>
+void convert(py::handle object, const char* name, std::optional<T>& to) {
+  if (object.is_none()) return to.reset();
+  convert(object, name, to.emplace());
 }
 
 // Runs `call` with the GIL released; errors become Python's, one sentence each.
@@ -119,7 +131,8 @@ py::object sdpa(py::handle query, py::handle key, py::handle value, py::handle a
     const Tensor q = tensor(query, "query"), k = tensor(key, "key"), v = tensor(value, "value");
     const OptionalTensor mask = optional_tensor(attn_mask, "attn_mask");
     const double p = number(dropout_p, "dropout_p");
-    const auto s = optional_value<double>(scale, [](py::handle x) { return number(x, "scale"); });
+    std::optional<double> s;
+    convert(scale, "scale", s);
     const bool causal = flag(is_causal, "is_causal"), gqa = flag(enable_gqa, "enable_gqa");
     Tensor out;
     {
@@ -130,47 +143,66 @@ py::object sdpa(py::handle query, py::handle key, py::handle value, py::handle a
   });
 }
 
-py::object attention(py::handle query, py::handle key, py::handle value, py::handle mask, py::handle bias,
-                     py::handle alibi_slopes, py::handle causal, std::optional<int64_t> window_left,
-                     std::optional<int64_t> window_right, bool bottom_right, py::handle softcap, py::handle dropout_p,
-                     py::handle scale, py::handle deterministic, py::handle return_lse) {
-  return guarded([&]() -> py::object {
-    if (at::impl::torch_function_mode_enabled()) throw Overridden();
-    const Inputs in(tensor(query, "query"), tensor(key, "key"), tensor(value, "value"), optional_tensor(mask, "mask"),
-                    optional_tensor(bias, "bias"), optional_tensor(alibi_slopes, "alibi_slopes"));
-    Options options;
-    options.causal = flag(causal, "causal");
-    options.window_left = window_left;
-    options.window_right = window_right;
-    options.bottom_right = bottom_right;
-    options.softcap = number(softcap, "softcap");
-    options.dropout_p = number(dropout_p, "dropout_p");
-    options.scale = optional_value<double>(scale, [](py::handle x) { return number(x, "scale"); });
-    options.gqa = true;
-    options.deterministic = optional_value<bool>(deterministic, [](py::handle x) { return flag(x, "deterministic"); });
-    const bool with_lse = flag(return_lse, "return_lse");
-    ForwardResult result;
-    {
-      py::gil_scoped_release release;
-      result = call_attention(in, options, with_lse);
-    }
-    py::object out = py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(result.out)));
-    if (!with_lse) return out;
-    return py::make_tuple(out, py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(result.lse))));
-  });
-}
+// The calls that take all inputs and options, in the order of the schemas.
+template <class = std::make_index_sequence<std::size(kInputs)>, class = std::make_index_sequence<kOptionCount>>
+struct Call;
 
-py::object explained(const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& mask,
-                     const OptionalTensor& bias, const OptionalTensor& alibi_slopes, bool causal,
-                     std::optional<int64_t> window_left, std::optional<int64_t> window_right, bool bottom_right,
-                     double softcap, double dropout_p, std::optional<double> scale, bool gqa,
-                     std::optional<bool> deterministic, const std::string& device, const GradMask& grad_mask) {
-  return guarded([&]() -> py::object {
-    const Options options{causal,    window_left, window_right, bottom_right,  softcap,
-                          dropout_p, scale,       gqa,          deterministic, std::nullopt};
-    return py::str(explain(Inputs(query, key, value, mask, bias, alibi_slopes), options, device, grad_mask));
-  });
-}
+template <size_t... kInput, size_t... kOption>
+struct Call<std::index_sequence<kInput...>, std::index_sequence<kOption...>> {
+  template <size_t>
+  using Argument = py::handle;
+
+  static void convert_inputs(Inputs& in, Argument<kInput>... tensors) {
+    const auto set = [&](const Input& input, py::handle object) {
+      in.*input.tensor =
+          input.required ? tensor(object, input.name) : optional_tensor(object, input.name).value_or(Tensor());
+    };
+    (set(kInputs[kInput], tensors), ...);
+  }
+
+  static void convert_options(Options& options, Argument<kOption>... values) {
+    const auto set = [&](const auto& option, const char* name, py::handle object) {
+      convert(object, name, options.*option.field);
+    };
+    (set(std::get<kOption>(kOptions), option_names()[kOption].c_str(), values), ...);
+  }
+
+  static py::object attention(Argument<kInput>... tensors, Argument<kOption>... values, py::handle return_lse) {
+    return guarded([&]() -> py::object {
+      if (at::impl::torch_function_mode_enabled()) throw Overridden();
+      Inputs in;
+      convert_inputs(in, tensors...);
+      Options options;
+      convert_options(options, values...);
+      const bool with_lse = flag(return_lse, "return_lse");
+      ForwardResult result;
+      {
+        py::gil_scoped_release release;
+        result = call_attention(in, options, with_lse);
+      }
+      py::object out = py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(result.out)));
+      if (!with_lse) return out;
+      return py::make_tuple(out, py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(result.lse))));
+    });
+  }
+
+  static py::object explained(Argument<kInput>... tensors, Argument<kOption>... values, const std::string& device,
+                              const GradMask& grad_mask) {
+    return guarded([&]() -> py::object {
+      Inputs in;
+      convert_inputs(in, tensors...);
+      Options options;
+      convert_options(options, values...);
+      return py::str(explain(in, options, device, grad_mask));
+    });
+  }
+
+ private:
+  static const std::array<std::string, kOptionCount>& option_names() {
+    static const std::array<std::string, kOptionCount> names{std::string(std::get<kOption>(kOptions).name())...};
+    return names;
+  }
+};
 
 std::optional<std::string> set_backend(const std::optional<std::string>& name) {
   try {
@@ -191,8 +223,8 @@ int listeners() { return (nvtx::listening() ? 1 : 0) | (at::hasCallbacks() && at
 PYBIND11_MODULE(_C, m) {
   using namespace flash_ext;
   m.def("scaled_dot_product_attention", &sdpa, "NotImplemented where __torch_function__ must decide.");
-  m.def("attention", &attention, "NotImplemented where __torch_function__ must decide.");
-  m.def("explain", &explained, "JSON, see flash_ext/explain.py.");
+  m.def("attention", &Call<>::attention, "NotImplemented where __torch_function__ must decide.");
+  m.def("explain", &Call<>::explained, "JSON, see flash_ext/explain.py.");
   m.def("set_backend", &set_backend, "Sets this thread's backend (None: any) and returns the one before.");
   m.def("set_enabled", &set_enabled);
   py::class_<Choice>(m, "Choice", py::module_local());

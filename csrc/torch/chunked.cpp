@@ -267,7 +267,7 @@ Gradients backward(const Tensor& grad_out, const Tensor& grad_lse, const Inputs&
     const Range cols = c.columns(rows);
     if (cols.empty()) {
       dq.push_back(c.zero_rows(rows, c.shape().head_dim));
-      if (grad_mask[3])
+      if (grad_mask[kDbias])
         dbias.push_back(c.to_bias(c.zero_rows(rows, c.len_k), {rows, {0, c.len_k}, {}, {}, {}, {}, {}, {}, {}}));
       continue;
     }
@@ -278,19 +278,20 @@ Gradients backward(const Tensor& grad_out, const Tensor& grad_lse, const Inputs&
       const Tensor g = c.rows_of(grad_out, rows);
       const Tensor dp = c.only_visible(b, c.drop(b, c.times_transposed(g, c.values(cols), c.heads_v)));
       ds = dp - (p * dp).sum(-1, true);
-      if (grad_mask[2]) accumulate(dv, c.transposed_times(c.drop(b, p), g, c.heads_v, cols));
+      if (grad_mask[kDv]) accumulate(dv, c.transposed_times(c.drop(b, p), g, c.heads_v, cols));
     }
     if (grad_lse.defined()) accumulate(ds, c.rows_of(grad_lse.unsqueeze(-1), rows));
     ds = ds.defined() ? c.only_visible(b, p * ds) : at::zeros_like(p);
     const Tensor da = c.through_softcap(b, ds) * c.scale;
-    if (grad_mask[0]) dq.push_back(c.times(da, c.keys(cols), c.heads_k));
-    if (grad_mask[1]) accumulate(dk, c.transposed_times(da, b.q, c.heads_k, cols));
-    if (grad_mask[3]) dbias.push_back(c.to_bias(ds, b));
-    if (grad_mask[4]) accumulate(dslopes, c.to_slopes(ds, b));
+    if (grad_mask[kDq]) dq.push_back(c.times(da, c.keys(cols), c.heads_k));
+    if (grad_mask[kDk]) accumulate(dk, c.transposed_times(da, b.q, c.heads_k, cols));
+    if (grad_mask[kDbias]) dbias.push_back(c.to_bias(ds, b));
+    if (grad_mask[kDslopes]) accumulate(dslopes, c.to_slopes(ds, b));
   }
-  return {grad_mask[0] ? c.sum_like(c.join(dq, c.shape().head_dim), in.query) : Tensor(),
-          grad_mask[1] ? c.sum_like(dk, in.key) : Tensor(), grad_mask[2] ? c.sum_like(dv, in.value) : Tensor(),
-          grad_mask[3] ? c.join_bias(dbias) : Tensor(), grad_mask[4] ? c.sum_like(dslopes, in.alibi_slopes) : Tensor()};
+  return {grad_mask[kDq] ? c.sum_like(c.join(dq, c.shape().head_dim), in.query) : Tensor(),
+          grad_mask[kDk] ? c.sum_like(dk, in.key) : Tensor(), grad_mask[kDv] ? c.sum_like(dv, in.value) : Tensor(),
+          grad_mask[kDbias] ? c.join_bias(dbias) : Tensor(),
+          grad_mask[kDslopes] ? c.sum_like(dslopes, in.alibi_slopes) : Tensor()};
 }
 
 // With cotangents Gq, Gk, Gv, Gb, Gs, the sum  <Gq, dq> + <Gk, dk> + <Gv, dv> + <Gb, dbias> + <Gs, dslope>  is
@@ -306,7 +307,8 @@ DoubleBackward double_backward(const Gradients& cotangents, const Tensor& grad_o
                                const Inputs& in, const Tensor& rng_state, const Options& options) {
   const auto guard = without_autocast();
   const Composite c(in, rng_state, options);
-  const auto& [gq, gk, gv, gb, gs] = cotangents;
+  const Tensor &gq = cotangents[kDq], &gk = cotangents[kDk], &gv = cotangents[kDv], &gb = cotangents[kDbias],
+               &gs = cotangents[kDslopes];
   std::vector<Tensor> d_grad_out, d_grad_lse, dq, dbias;
   Tensor dk, dv, dslopes;
   for (const Range rows : c.row_blocks()) {

@@ -104,10 +104,10 @@ BackwardArgs planned_backward(const Inputs& in, const Inputs& handed_over, const
     in_accum = input.sizes() != c10::IntArrayRef(whole);
     builder.add(view, in_accum ? at::empty(whole, nowhere(input)) : planned_tensor(whole, input), heads, rows, cols);
   };
-  if (wanted[0]) add(args.dq, args.dq_in_accum, in.query, shape.heads_q, shape.len_q, shape.head_dim);
-  if (wanted[1]) add(args.dk, args.dk_in_accum, in.key, shape.heads_k, shape.len_k, shape.head_dim);
-  if (wanted[2]) add(args.dv, args.dv_in_accum, in.value, shape.heads_v, shape.len_k, shape.head_dim_v);
-  if (wanted[3])
+  if (wanted[kDq]) add(args.dq, args.dq_in_accum, in.query, shape.heads_q, shape.len_q, shape.head_dim);
+  if (wanted[kDk]) add(args.dk, args.dk_in_accum, in.key, shape.heads_k, shape.len_k, shape.head_dim);
+  if (wanted[kDv]) add(args.dv, args.dv_in_accum, in.value, shape.heads_v, shape.len_k, shape.head_dim_v);
+  if (wanted[kDbias])
     builder.add(args.dbias, at::empty(in.bias.sizes(), nowhere(in.bias)), shape.heads_q, shape.len_q, shape.len_k);
   builder.finish(args.fwd.problem);
   set_wanted(args.fwd.problem, wanted);
@@ -182,20 +182,15 @@ std::string explain(const Inputs& in, const Options& options, std::string_view d
 
 namespace {
 
-std::string explain_op(const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& mask,
-                       const OptionalTensor& bias, const OptionalTensor& alibi_slopes, bool causal,
-                       std::optional<int64_t> window_left, std::optional<int64_t> window_right, bool bottom_right,
-                       double softcap, double dropout_p, std::optional<double> scale, bool gqa,
-                       std::optional<bool> deterministic, std::optional<c10::string_view> backend,
-                       c10::string_view device, GradMask grad_mask) {
-  return explain(
-      Inputs(query, key, value, mask, bias, alibi_slopes),
-      {causal, window_left, window_right, bottom_right, softcap, dropout_p, scale, gqa, deterministic, backend}, device,
-      grad_mask);
+std::string explain_op(c10::DispatchKeySet, const Inputs& in, const Options& options, c10::string_view device,
+                       const GradMask& grad_mask) {
+  return explain(in, options, device, grad_mask);
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(flash_ext, CompositeExplicitAutograd, m) { m.impl("explain", explain_op); }
+TORCH_LIBRARY_IMPL(flash_ext, CompositeExplicitAutograd, m) {
+  m.impl("explain", TORCH_FN(ExplainSignature::run<explain_op>));
+}
 
 }  // namespace flash_ext

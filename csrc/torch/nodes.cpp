@@ -13,9 +13,8 @@ namespace {
 
 using c10::IValue;
 
-constexpr size_t kInputs = 6;         // of Inputs
-constexpr size_t kSaved = 9;          // of either node
-constexpr size_t kOptionFields = 10;  // of Options
+constexpr size_t kInputCount = std::size(kInputs);
+constexpr size_t kSaved = kInputCount + 3;  // of either node
 
 bool any_defined(const variable_list& tensors) {
   return std::any_of(tensors.begin(), tensors.end(), [](const Tensor& tensor) { return tensor.defined(); });
@@ -23,8 +22,7 @@ bool any_defined(const variable_list& tensors) {
 
 Inputs inputs_of(const variable_list& saved) {
   Inputs in;
-  Tensor* const tensors[] = {&in.query, &in.key, &in.value, &in.mask, &in.bias, &in.alibi_slopes};
-  for (size_t i = 0; i < kInputs; ++i) *tensors[i] = saved[i];
+  for (size_t i = 0; i < kInputCount; ++i) in.*kInputs[i].tensor = saved[i];
   return in;
 }
 
@@ -32,7 +30,7 @@ variable_list attention_backward(const variable_list& grads, const variable_list
                                  const std::vector<bool>& wanted) {
   GradMask grad_mask;
   std::copy(wanted.begin(), wanted.end(), grad_mask.begin());
-  const ForwardResult result{saved[kInputs], saved[kInputs + 1], saved[kInputs + 2]};
+  const ForwardResult result{saved[kInputCount], saved[kInputCount + 1], saved[kInputCount + 2]};
   const Tensor grad_lse = grads.size() > 1 ? grads[1] : Tensor();  // lse may be no output
   const Gradients gradients = call_attention_backward(grads[0], grad_lse, inputs_of(saved), result, options, grad_mask);
   return {gradients.begin(), gradients.end()};
@@ -42,17 +40,13 @@ variable_list attention_double_backward(const variable_list& cotangents, const v
                                         const Options& options, const std::vector<bool>& wanted) {
   const Inputs in = inputs_of(saved);
   const nvtx::Range range(nvtx::Op::kAttentionDoubleBackward, in, options);
-  const Tensor &g = saved[kInputs], &g_lse = saved[kInputs + 1];
+  const Tensor &g = saved[kInputCount], &g_lse = saved[kInputCount + 1];
   Gradients given;
   std::copy(cotangents.begin(), cotangents.end(), given.begin());
-  const chunked::DoubleBackward grads = chunked::double_backward(given, g, g_lse, in, saved[kInputs + 2], options);
-  const std::pair<const Tensor*, const Tensor*> all[] = {{&grads.grad_out, &g},
-                                                         {&grads.grad_lse, &g_lse},
-                                                         {&grads.inputs[0], &in.query},
-                                                         {&grads.inputs[1], &in.key},
-                                                         {&grads.inputs[2], &in.value},
-                                                         {&grads.inputs[3], &in.bias},
-                                                         {&grads.inputs[4], &in.alibi_slopes}};
+  const chunked::DoubleBackward grads = chunked::double_backward(given, g, g_lse, in, saved[kInputCount + 2], options);
+  std::array<std::pair<const Tensor*, const Tensor*>, 2 + kGradients> all{
+      {{&grads.grad_out, &g}, {&grads.grad_lse, &g_lse}}};
+  for (size_t i = 0; i < kGradients; ++i) all[2 + i] = {&grads.inputs[i], &(in.*kDifferentiable[i].tensor)};
   variable_list result(std::size(all));
   for (size_t i = 0; i < result.size(); ++i) {
     const auto& [grad, like] = all[i];
@@ -63,25 +57,34 @@ variable_list attention_double_backward(const variable_list& cotangents, const v
 
 // ---- options as values that a traced graph can hold -----------------------------------------------------------------
 
-std::vector<IValue> packed(const Options& o) {
-  const auto backend = o.backend.has_value() ? std::optional(std::string(*o.backend)) : std::nullopt;
-  return {o.causal,    o.window_left, o.window_right, o.bottom_right,  o.softcap,
-          o.dropout_p, o.scale,       o.gqa,          o.deterministic, backend};
+template <class T>
+IValue as_value(const T& value) {
+  return value;
+}
+IValue as_value(const std::optional<std::string_view>& name) {
+  return name.has_value() ? IValue(std::string(*name)) : IValue();
+}
+
+void from_value(const IValue& value, bool& to) { to = value.toBool(); }
+void from_value(const IValue& value, double& to) { to = value.toDouble(); }
+template <class T>
+void from_value(const IValue& value, std::optional<T>& to) {
+  to = value.toOptional<T>();
+}
+void from_value(const IValue& value, std::optional<std::string_view>& to) {
+  if (!value.isNone()) to = stored_name(value.toStringView());
+}
+
+std::vector<IValue> packed(const Options& options) {
+  std::vector<IValue> values;
+  for_each_option([&](const auto& option) { values.push_back(as_value(options.*option.field)); });
+  return values;
 }
 
 Options unpacked_options(const IValue* values) {
-  Options o;
-  o.causal = values[0].toBool();
-  o.window_left = values[1].toOptional<int64_t>();
-  o.window_right = values[2].toOptional<int64_t>();
-  o.bottom_right = values[3].toBool();
-  o.softcap = values[4].toDouble();
-  o.dropout_p = values[5].toDouble();
-  o.scale = values[6].toOptional<double>();
-  o.gqa = values[7].toBool();
-  o.deterministic = values[8].toOptional<bool>();
-  if (!values[9].isNone()) o.backend = stored_name(values[9].toStringView());
-  return o;
+  Options options;
+  for_each_option([&](const auto& option) { from_value(*values++, options.*option.field); });
+  return options;
 }
 
 // What the traced graph calls: `values` are the saved tensors, the options and the wanted results, one by one.
@@ -90,7 +93,7 @@ variable_list compute_packed(const variable_list& grads, const std::vector<IValu
   variable_list saved(kSaved);
   for (size_t i = 0; i < kSaved; ++i) saved[i] = values[i].toTensor();
   std::vector<bool> wanted;
-  for (size_t i = kSaved + kOptionFields; i < values.size(); ++i) wanted.push_back(values[i].toBool());
+  for (size_t i = kSaved + kOptionCount; i < values.size(); ++i) wanted.push_back(values[i].toBool());
   return compute(grads, saved, unpacked_options(&values[kSaved]), wanted);
 }
 
@@ -107,7 +110,7 @@ void SavingNode::save(const Tensor& tensor, bool is_output) {
 }
 
 void SavingNode::save(const Inputs& in) {
-  for (const Tensor* tensor : {&in.query, &in.key, &in.value, &in.mask, &in.bias, &in.alibi_slopes}) save(*tensor);
+  for (const Input& input : kInputs) save(in.*input.tensor);
 }
 
 std::vector<bool> SavingNode::wanted() const {
@@ -181,9 +184,9 @@ variable_list SavingNode::apply_with_saved(const variable_list& grads,
 }
 
 AttentionBackward::AttentionBackward(const Options& options)
-    : SavingNode("AttentionBackward", attention_backward, 5, options) {}
+    : SavingNode("AttentionBackward", attention_backward, kGradients, options) {}
 
 AttentionDoubleBackward::AttentionDoubleBackward(const Options& options)
-    : SavingNode("AttentionDoubleBackward", attention_double_backward, 7, options) {}
+    : SavingNode("AttentionDoubleBackward", attention_double_backward, 2 + kGradients, options) {}
 
 }  // namespace flash_ext

@@ -55,12 +55,12 @@ class SavingNode : public torch::autograd::Node {
   std::bitset<16> is_output_;
 };
 
-// Saves query, key, value, mask, bias, alibi_slopes, out, lse, rng_state.
+// Saves the inputs, out, lse and rng_state.
 struct AttentionBackward final : SavingNode {
   explicit AttentionBackward(const Options& options);
 };
 
-// Saves query, key, value, mask, bias, alibi_slopes, grad_out, grad_lse, rng_state.
+// Saves the inputs, grad_out, grad_lse and rng_state.
 struct AttentionDoubleBackward final : SavingNode {
   explicit AttentionDoubleBackward(const Options& options);
 };

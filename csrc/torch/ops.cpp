@@ -114,17 +114,16 @@ Gradients backward(c10::DispatchKeySet, const Tensor& grad_out, const Tensor& gr
   const auto guard = guard_device(in.query);
   const auto shape = check_call<int64_t>(in, options);
   check_saved<int64_t>(shape, in, grad_out, grad_lse, saved, options.dropout_p);
-  const Tensor* const all_inputs[] = {&in.query, &in.key, &in.value, &in.bias, &in.alibi_slopes};
-  const auto zeros_for = [&](int i) {
-    const Tensor& input = *all_inputs[i];
+  const auto zeros_for = [&](size_t i) {
+    const Tensor& input = in.*kDifferentiable[i].tensor;
     return empty_in_order_of(Sizes<int64_t>(input.sizes()), input, input.scalar_type()).zero_();
   };
   // lse alone depends on no value: dV is 0, and not 0 times what may be NaN.
   GradMask wanted = asked;
-  wanted[2] = asked[2] && grad_out.defined();
+  wanted[kDv] = asked[kDv] && grad_out.defined();
   if (attends_to_nothing(shape) || wanted == GradMask{}) {
     Gradients zeros;
-    for (int i = 0; i < 5; ++i) {
+    for (size_t i = 0; i < kGradients; ++i) {
       if (asked[i]) zeros[i] = zeros_for(i);
     }
     return zeros;
@@ -153,7 +152,7 @@ Gradients backward(c10::DispatchKeySet, const Tensor& grad_out, const Tensor& gr
                 i == 2 ? shape.head_dim_v : shape.head_dim);
   }
   const auto accumulate = accumulate_type(in.query.scalar_type());
-  if (wanted[3]) {
+  if (wanted[kDbias]) {
     builder.add(args.dbias, at::empty(in.bias.sizes(), in.bias.options().device(at::kMeta)), shape.heads_q, shape.len_q,
                 shape.len_k);
   }
@@ -165,14 +164,14 @@ Gradients backward(c10::DispatchKeySet, const Tensor& grad_out, const Tensor& gr
   if (backend == nullptr) {
     const Gradients whole_grads = chunked::backward(grad_out, grad_lse, in, saved.rng_state, options, asked);
     Gradients result;
-    for (int i = 0; i < 5; ++i) {
-      if (asked[i]) result[i] = GradBuffer::cast_like(whole_grads[i], *all_inputs[i]);
+    for (size_t i = 0; i < kGradients; ++i) {
+      if (asked[i]) result[i] = GradBuffer::cast_like(whole_grads[i], in.*kDifferentiable[i].tensor);
     }
     return result;
   }
 
   Tensor dbias, dalibi;
-  if (wanted[4]) {
+  if (wanted[kDslopes]) {
     auto sizes = shape.lse_sizes();
     sizes.pop_back();
     dalibi = allocate(sizes, in.query, accumulate);
@@ -185,7 +184,7 @@ Gradients backward(c10::DispatchKeySet, const Tensor& grad_out, const Tensor& gr
   if (options.dropout_p > 0) args.fwd.rng_state = saved.rng_state.const_data_ptr<int64_t>();
   args.fwd.stream = current_stream(in.query);
   const Plan plan = backend->plan(problem, Pass::kBackward, device);
-  if (wanted[3]) {
+  if (wanted[kDbias]) {
     dbias = allocate(in.bias.sizes(), in.query, plan.narrow_dbias ? in.bias.scalar_type() : accumulate);
     args.dbias.data = dbias.mutable_data_ptr();
   }
@@ -201,9 +200,10 @@ Gradients backward(c10::DispatchKeySet, const Tensor& grad_out, const Tensor& gr
     result[i] = buffers[i].finish(*inputs[i]);
     buffers[i].buffer.reset();
   }
-  if (wanted[3]) result[3] = GradBuffer::as_result(dbias, in.bias);
-  if (wanted[4]) result[4] = GradBuffer::cast_like(at::sum_to(dalibi, in.alibi_slopes.sizes()), in.alibi_slopes);
-  if (asked[2] && !wanted[2]) result[2] = zeros_for(2);
+  if (wanted[kDbias]) result[kDbias] = GradBuffer::as_result(dbias, in.bias);
+  if (wanted[kDslopes])
+    result[kDslopes] = GradBuffer::cast_like(at::sum_to(dalibi, in.alibi_slopes.sizes()), in.alibi_slopes);
+  if (asked[kDv] && !wanted[kDv]) result[kDv] = zeros_for(kDv);
   for (Tensor& grad : result) {
     if (!grad.defined()) grad = allocate_absent(in.query, in.query.scalar_type());
   }
@@ -243,11 +243,11 @@ Gradients backward_meta(c10::DispatchKeySet, const Tensor& grad_out, const Tenso
                         const ForwardResult& saved, const Options& options, const GradMask& wanted) {
   const auto shape = check_call<c10::SymInt>(in, options);
   check_saved<c10::SymInt>(shape, in, grad_out, grad_lse, saved, options.dropout_p);
-  const Tensor* const inputs[] = {&in.query, &in.key, &in.value, &in.bias, &in.alibi_slopes};
   Gradients grads;
-  for (int i = 0; i < 5; ++i) {
+  for (size_t i = 0; i < kGradients; ++i) {
     if (!wanted[i]) continue;
-    grads[i] = empty_in_order_of(Sizes<c10::SymInt>(inputs[i]->sym_sizes()), *inputs[i], inputs[i]->scalar_type());
+    const Tensor& input = in.*kDifferentiable[i].tensor;
+    grads[i] = empty_in_order_of(Sizes<c10::SymInt>(input.sym_sizes()), input, input.scalar_type());
   }
   return grads;
 }
@@ -260,86 +260,69 @@ c10::TypedOperatorHandle<Fn> find(const char* name) {
 }
 
 const auto& attention_handle() {
-  static const auto handle = find<AttentionFn>("flash_ext::attention");
+  static const auto handle = find<AttentionSignature::Function>("flash_ext::attention");
   return handle;
 }
 
 const auto& attention_with_rng_state_handle() {
-  static const auto handle = find<AttentionWithRngStateFn>("flash_ext::attention_with_rng_state");
+  static const auto handle = find<AttentionWithRngStateSignature::Function>("flash_ext::attention_with_rng_state");
   return handle;
 }
 
 const auto& attention_backward_handle() {
-  static const auto handle = find<AttentionBackwardFn>("flash_ext::attention_backward");
+  static const auto handle = find<AttentionBackwardSignature::Function>("flash_ext::attention_backward");
   return handle;
 }
 
-ForwardResult as_result(std::tuple<Tensor, Tensor, Tensor> result) {
-  return {std::move(std::get<0>(result)), std::move(std::get<1>(result)), std::move(std::get<2>(result))};
+template <class Call>
+ForwardResult attention_by(const Call& call, const Inputs& in, const Options& options, bool return_lse) {
+  auto [out, lse, rng_state] = AttentionSignature::call(call, in, options, return_lse);
+  return {std::move(out), std::move(lse), std::move(rng_state)};
 }
 
-}  // namespace
+template <class Call>
+ForwardResult with_rng_state_by(const Call& call, const Inputs& in, const Tensor& rng_state, const Options& options,
+                                bool return_lse) {
+  auto [out, lse] = AttentionWithRngStateSignature::call(call, in, options, rng_state, return_lse);
+  return {std::move(out), std::move(lse), rng_state};
+}
 
-namespace {
-
-// call(tensors..., the options one by one, last): the order of every schema.
-template <class Call, class Last, class... Tensors>
-auto flat(const Call& call, const Options& o, const Last& last, const Tensors&... tensors) {
-  return call(tensors..., o.causal, o.window_left, o.window_right, o.bottom_right, o.softcap, o.dropout_p, o.scale,
-              o.gqa, o.deterministic, o.backend, last);
+template <class Call>
+Gradients backward_by(const Call& call, const Tensor& grad_out, const Tensor& grad_lse, const Inputs& in,
+                      const ForwardResult& saved, const Options& options, const GradMask& grad_mask) {
+  return std::apply([](auto&&... grad) { return Gradients{std::move(grad)...}; },
+                    AttentionBackwardSignature::call(call, in, options, optional(grad_out), optional(grad_lse),
+                                                     saved.out, saved.lse, saved.rng_state, grad_mask));
 }
 
 }  // namespace
 
 ForwardResult call_attention(const Inputs& in, const Options& options, bool return_lse) {
-  return as_result(flat([](const auto&... args) { return attention_handle().call(args...); }, options, return_lse,
-                        in.query, in.key, in.value, optional(in.mask), optional(in.bias), optional(in.alibi_slopes)));
+  return attention_by([](const auto&... args) { return attention_handle().call(args...); }, in, options, return_lse);
 }
 
 ForwardResult call_attention(c10::DispatchKeySet keys, const Inputs& in, const Options& options, bool return_lse) {
-  return as_result(flat([&](const auto&... args) { return attention_handle().redispatch(keys, args...); }, options,
-                        return_lse, in.query, in.key, in.value, optional(in.mask), optional(in.bias),
-                        optional(in.alibi_slopes)));
+  return attention_by([&](const auto&... args) { return attention_handle().redispatch(keys, args...); }, in, options,
+                      return_lse);
 }
-
-namespace {
-
-template <class Call>
-ForwardResult with_rng_state(const Call& call, const Inputs& in, const Tensor& rng_state, const Options& options,
-                             bool return_lse) {
-  auto [out, lse] = flat(call, options, return_lse, in.query, in.key, in.value, rng_state, optional(in.mask),
-                         optional(in.bias), optional(in.alibi_slopes));
-  return {std::move(out), std::move(lse), rng_state};
-}
-
-template <class Call>
-Gradients backward_with(const Call& call, const Tensor& grad_out, const Tensor& grad_lse, const Inputs& in,
-                        const ForwardResult& saved, const Options& options, const GradMask& grad_mask) {
-  auto [dq, dk, dv, dbias, dslopes] =
-      flat(call, options, grad_mask, optional(grad_out), optional(grad_lse), in.query, in.key, in.value, saved.out,
-           saved.lse, saved.rng_state, optional(in.mask), optional(in.bias), optional(in.alibi_slopes));
-  return {std::move(dq), std::move(dk), std::move(dv), std::move(dbias), std::move(dslopes)};
-}
-
-}  // namespace
 
 ForwardResult call_attention_with_rng_state(const Inputs& in, const Tensor& rng_state, const Options& options,
                                             bool return_lse) {
-  return with_rng_state([](const auto&... args) { return attention_with_rng_state_handle().call(args...); }, in,
-                        rng_state, options, return_lse);
+  return with_rng_state_by([](const auto&... args) { return attention_with_rng_state_handle().call(args...); }, in,
+                           rng_state, options, return_lse);
 }
 
 ForwardResult call_attention_with_rng_state(c10::DispatchKeySet keys, const Inputs& in, const Tensor& rng_state,
                                             const Options& options, bool return_lse) {
-  return with_rng_state(
+  return with_rng_state_by(
       [&](const auto&... args) { return attention_with_rng_state_handle().redispatch(keys, args...); }, in, rng_state,
       options, return_lse);
 }
 
 Gradients call_attention_backward(const Tensor& grad_out, const Tensor& grad_lse, const Inputs& in,
                                   const ForwardResult& saved, const Options& options, const GradMask& grad_mask) {
-  Gradients grads = backward_with([](const auto&... args) { return attention_backward_handle().call(args...); },
-                                  grad_out, grad_lse, in, saved, options, grad_mask);
+  Gradients grads = backward_by([](const auto&... args) { return attention_backward_handle().call(args...); }, grad_out,
+                                grad_lse, in, saved, options, grad_mask);
   const GradMask there = existing(grad_mask, in);
   for (size_t i = 0; i < grads.size(); ++i) {
     if (!there[i]) grads[i].reset();
@@ -350,8 +333,8 @@ Gradients call_attention_backward(const Tensor& grad_out, const Tensor& grad_lse
 Gradients call_attention_backward(c10::DispatchKeySet keys, const Tensor& grad_out, const Tensor& grad_lse,
                                   const Inputs& in, const ForwardResult& saved, const Options& options,
                                   const GradMask& grad_mask) {
-  return backward_with([&](const auto&... args) { return attention_backward_handle().redispatch(keys, args...); },
-                       grad_out, grad_lse, in, saved, options, grad_mask);
+  return backward_by([&](const auto&... args) { return attention_backward_handle().redispatch(keys, args...); },
+                     grad_out, grad_lse, in, saved, options, grad_mask);
 }
 
 Tensor call_draw_rng_state(const Inputs& in) {
@@ -411,24 +394,27 @@ TORCH_LIBRARY(flash_ext, m) {
 
 TORCH_LIBRARY_IMPL(flash_ext, CPU, m) {
   m.impl("draw_rng_state", TORCH_FN(draw_rng_state));
-  m.impl("attention", TORCH_FN(attention_op<forward>));
-  m.impl("attention_with_rng_state", TORCH_FN(attention_with_rng_state_op<forward_with_rng_state>));
-  m.impl("attention_backward", TORCH_FN(attention_backward_op<backward>));
+  m.impl("attention", TORCH_FN((AttentionSignature::run<attention_op<forward>>)));
+  m.impl("attention_with_rng_state",
+         TORCH_FN((AttentionWithRngStateSignature::run<attention_with_rng_state_op<forward_with_rng_state>>)));
+  m.impl("attention_backward", TORCH_FN((AttentionBackwardSignature::run<attention_backward_op<backward>>)));
 }
 
 // In a build without CUDA dispatch.h finds that every backend refuses, and `chunked` computes.
 TORCH_LIBRARY_IMPL(flash_ext, CUDA, m) {
   m.impl("draw_rng_state", TORCH_FN(draw_rng_state));
-  m.impl("attention", TORCH_FN(attention_op<forward>));
-  m.impl("attention_with_rng_state", TORCH_FN(attention_with_rng_state_op<forward_with_rng_state>));
-  m.impl("attention_backward", TORCH_FN(attention_backward_op<backward>));
+  m.impl("attention", TORCH_FN((AttentionSignature::run<attention_op<forward>>)));
+  m.impl("attention_with_rng_state",
+         TORCH_FN((AttentionWithRngStateSignature::run<attention_with_rng_state_op<forward_with_rng_state>>)));
+  m.impl("attention_backward", TORCH_FN((AttentionBackwardSignature::run<attention_backward_op<backward>>)));
 }
 
 TORCH_LIBRARY_IMPL(flash_ext, Meta, m) {
   m.impl("draw_rng_state", TORCH_FN(draw_rng_state_meta));
-  m.impl("attention", TORCH_FN(attention_op<forward_meta>));
-  m.impl("attention_with_rng_state", TORCH_FN(attention_with_rng_state_op<forward_with_rng_state_meta>));
-  m.impl("attention_backward", TORCH_FN(attention_backward_op<backward_meta>));
+  m.impl("attention", TORCH_FN((AttentionSignature::run<attention_op<forward_meta>>)));
+  m.impl("attention_with_rng_state",
+         TORCH_FN((AttentionWithRngStateSignature::run<attention_with_rng_state_op<forward_with_rng_state_meta>>)));
+  m.impl("attention_backward", TORCH_FN((AttentionBackwardSignature::run<attention_backward_op<backward_meta>>)));
 }
 
 }  // namespace flash_ext

@@ -1,5 +1,7 @@
-// The options of an attention call as one structure, its tensors as another, and calls of the operators with them.
-// The operators themselves take everything flat (schemas.h); signatures.h turns one form into the other.
+// The arguments of an attention call: its tensors and its options, each a structure and a list. All that repeats them
+// follows from the lists: schemas (schemas.h), signatures and adaptors (signatures.h), nodes, bindings, explain.
+//
+// A new one is a member and a line of its list, here; what it means is for checks.cpp, problem.cpp and the reference.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,12 +11,87 @@
 #include <string>
 #include <string_view>
 #include <tuple>
+#include <utility>
 
 namespace flash_ext {
 
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
-using GradMask = std::array<bool, 5>;  // query, key, value, bias, alibi_slopes
+
+// ---- tensors --------------------------------------------------------------------------------------------------------
+
+// An undefined tensor is an absent one.
+struct Inputs {
+  Tensor query, key, value, mask, bias, alibi_slopes;
+};
+
+struct Input {
+  const char* name;
+  Tensor Inputs::*tensor;
+  bool required;
+  bool differentiable;
+};
+
+// In the order of the schemas: those that are required, then the others, then what came after the first version.
+inline constexpr Input kInputs[] = {
+    {"query", &Inputs::query, true, true}, {"key", &Inputs::key, true, true},
+    {"value", &Inputs::value, true, true}, {"mask", &Inputs::mask, false, false},
+    {"bias", &Inputs::bias, false, true},  {"alibi_slopes", &Inputs::alibi_slopes, false, true},
+};
+inline constexpr size_t kRequiredInputs = 3, kFirstInputs = 6;
+
+constexpr size_t count_gradients() {
+  size_t count = 0;
+  for (const Input& input : kInputs) count += input.differentiable;
+  return count;
+}
+inline constexpr size_t kGradients = count_gradients();
+
+// Of the differentiable inputs, in their order.
+using GradMask = std::array<bool, kGradients>;
+using Gradients = std::array<Tensor, kGradients>;
+
+// Which of kInputs the gradients belong to.
+inline constexpr std::array<Input, kGradients> kDifferentiable = [] {
+  std::array<Input, kGradients> result{};
+  size_t next = 0;
+  for (const Input& input : kInputs) {
+    if (input.differentiable) result[next++] = input;
+  }
+  return result;
+}();
+
+// The place of an input's gradient.
+constexpr size_t gradient_of(Tensor Inputs::*tensor) {
+  size_t place = 0;
+  while (kDifferentiable[place].tensor != tensor) ++place;
+  return place;
+}
+
+inline constexpr size_t kDq = gradient_of(&Inputs::query), kDk = gradient_of(&Inputs::key),
+                        kDv = gradient_of(&Inputs::value), kDbias = gradient_of(&Inputs::bias),
+                        kDslopes = gradient_of(&Inputs::alibi_slopes);
+
+// function(in.query, in.key, ...) of the differentiable inputs.
+template <class Function>
+decltype(auto) with_differentiable(const Inputs& in, const Function& function) {
+  return [&]<size_t... I>(std::index_sequence<I...>)->decltype(auto) {
+    return function(in.*kDifferentiable[I].tensor...);
+  }
+  (std::make_index_sequence<kGradients>());
+}
+
+// Of the gradients that are asked for, those that there are.
+inline GradMask existing(GradMask wanted, const Inputs& in) {
+  for (size_t i = 0; i < kGradients; ++i) wanted[i] = wanted[i] && (in.*kDifferentiable[i].tensor).defined();
+  return wanted;
+}
+
+inline OptionalTensor optional(const Tensor& tensor) {
+  return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
+}
+
+// ---- options --------------------------------------------------------------------------------------------------------
 
 struct Options {
   bool causal = false;
@@ -29,30 +106,45 @@ struct Options {
   std::optional<std::string_view> backend;  // none: use_backend, FLASH_EXT_BACKEND, else the first that accepts
 };
 
-// The tensors of a call; an undefined tensor is an absent one.
-struct Inputs {
-  Tensor query, key, value, mask, bias, alibi_slopes;
+template <class T>
+struct Option {
+  using Type = T;
+  const char* schema;  // type, name and default
+  T Options::*field;
 
-  Inputs() = default;
-  Inputs(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& mask_, const OptionalTensor& bias_,
-         const OptionalTensor& alibi)
-      : query(q),
-        key(k),
-        value(v),
-        mask(mask_.value_or(Tensor())),
-        bias(bias_.value_or(Tensor())),
-        alibi_slopes(alibi.value_or(Tensor())) {}
+  constexpr std::string_view name() const {
+    const std::string_view text(schema);
+    const size_t first = text.find(' ') + 1;
+    return text.substr(first, text.find('=') - first);
+  }
 };
 
-inline OptionalTensor optional(const Tensor& tensor) {
-  return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
+// In the order of the schemas.
+inline constexpr std::tuple kOptions{
+    Option{"bool causal=False", &Options::causal},
+    Option{"int? window_left=None", &Options::window_left},
+    Option{"int? window_right=None", &Options::window_right},
+    Option{"bool bottom_right=False", &Options::bottom_right},
+    Option{"float softcap=0.", &Options::softcap},
+    Option{"float dropout_p=0.", &Options::dropout_p},
+    Option{"float? scale=None", &Options::scale},
+    Option{"bool gqa=False", &Options::gqa},
+    Option{"bool? deterministic=None", &Options::deterministic},
+    Option{"str? backend=None", &Options::backend},
+};
+inline constexpr size_t kOptionCount = std::tuple_size_v<decltype(kOptions)>, kFirstOptions = 10;
+
+// function(option) for each, in order.
+template <class Function>
+void for_each_option(const Function& function) {
+  std::apply([&](const auto&... option) { (function(option), ...); }, kOptions);
 }
+
+// ---- calls ----------------------------------------------------------------------------------------------------------
 
 struct ForwardResult {
   Tensor out, lse, rng_state;
 };
-
-using Gradients = std::array<Tensor, 5>;  // query, key, value, bias, alibi_slopes
 
 // Calls through the dispatcher; with a key set, from below the key (autograd, autocast) whose kernel is calling, which
 // hands on what it gets: there a gradient that was not asked for is an empty tensor, else an undefined one.

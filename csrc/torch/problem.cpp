@@ -137,11 +137,11 @@ void ProblemBuilder::finish(Problem& problem) {
 }
 
 void set_wanted(Problem& problem, const GradMask& wanted) {
-  problem.wants_dq = wanted[0];
-  problem.wants_dk = wanted[1];
-  problem.wants_dv = wanted[2];
-  problem.wants_dbias = wanted[3];
-  problem.wants_dalibi = wanted[4];
+  problem.wants_dq = wanted[kDq];
+  problem.wants_dk = wanted[kDk];
+  problem.wants_dv = wanted[kDv];
+  problem.wants_dbias = wanted[kDbias];
+  problem.wants_dalibi = wanted[kDslopes];
 }
 
 namespace {

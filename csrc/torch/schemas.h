@@ -1,43 +1,55 @@
-// Every operator's schema, in one place. tests/test_schemas.py compares them with a golden file: arguments are only
-// ever appended, keyword-only, with defaults, so that programs exported by an older version keep loading.
+// Every operator's schema, from the lists of options.h. tests/test_schemas.py compares them with a golden file:
+// arguments are only ever appended, keyword-only, with defaults, so that programs exported by an older version keep
+// loading.
 //
 // Shapes: query (..., Hq, L, E), key (..., Hk, S, E), value (..., Hv, S, Ev); out (..., Hq, L, Ev); lse (..., Hq, L).
 #pragma once
 
+#include <span>
 #include <string>
+
+#include "torch/signatures.h"
 
 namespace flash_ext::schemas {
 
-// The options that every attention operator takes, in this order (options.h holds them as a structure).
-inline const std::string kOptions =
-    "bool causal=False, int? window_left=None, int? window_right=None, bool bottom_right=False, float softcap=0., "
-    "float dropout_p=0., float? scale=None, bool gqa=False, bool? deterministic=None, str? backend=None";
+// bool[N] grad_mask=[True, ...], of the differentiable inputs.
+inline const std::string kGradMask = [] {
+  std::string all;
+  for (size_t i = 0; i < kGradients; ++i) all += i == 0 ? "True" : ", True";
+  return "bool[" + std::to_string(kGradients) + "] grad_mask=[" + all + "]";
+}();
 
 // {seed, offset} of the dropout map of such a call, from the default generator of query's device. An operator of its
 // own, so that what is computed again, by a partitioner or in a checkpoint, uses the state that was drawn once.
-inline const std::string kDrawRngState =
-    "draw_rng_state(Tensor query, Tensor key, Tensor value, Tensor? mask=None, Tensor? bias=None, "
-    "Tensor? alibi_slopes=None) -> Tensor";
+inline const std::string kDrawRngState = [] {
+  std::string inputs;
+  for (const Input& input : std::span(kInputs).first(kFirstInputs)) {
+    inputs += (inputs.empty() ? "" : ", ") +
+              (input.required ? "Tensor " + std::string(input.name) : "Tensor? " + std::string(input.name) + "=None");
+  }
+  return "draw_rng_state(" + inputs + ") -> Tensor";
+}();
 
 // Draws rng_state ({seed, offset}; empty without dropout) from the default generator of query's device.
 // lse is empty unless return_lse.
-inline const std::string kAttention =
-    "attention(Tensor query, Tensor key, Tensor value, Tensor? mask=None, Tensor? bias=None, "
-    "Tensor? alibi_slopes=None, *, " +
-    kOptions + ", bool return_lse=False) -> (Tensor out, Tensor lse, Tensor rng_state)";
+inline const std::string kAttention = "attention(" + AttentionSignature::schema("", "", "bool return_lse=False") +
+                                      ") -> (Tensor out, Tensor lse, Tensor rng_state)";
 
 // The same with a given random state; a pure function.
 inline const std::string kAttentionWithRngState =
-    "attention_with_rng_state(Tensor query, Tensor key, Tensor value, Tensor rng_state, Tensor? mask=None, "
-    "Tensor? bias=None, Tensor? alibi_slopes=None, *, " +
-    kOptions + ", bool return_lse=False) -> (Tensor out, Tensor lse)";
+    "attention_with_rng_state(" +
+    AttentionWithRngStateSignature::schema("", "Tensor rng_state, ", "bool return_lse=False") +
+    ") -> (Tensor out, Tensor lse)";
 
-// Gradients of (query, key, value, bias, alibi_slopes); an empty tensor for each that grad_mask does not ask for.
-inline const std::string kAttentionBackward =
-    "attention_backward(Tensor? grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, "
-    "Tensor lse, Tensor rng_state, Tensor? mask=None, Tensor? bias=None, Tensor? alibi_slopes=None, "
-    "*, " +
-    kOptions + ", bool[5] grad_mask=[True, True, True, True, True]) -> (Tensor, Tensor, Tensor, Tensor, Tensor)";
+// Gradients of the differentiable inputs; an empty tensor for each that grad_mask does not ask for.
+inline const std::string kAttentionBackward = [] {
+  std::string results;
+  for (size_t i = 0; i < kGradients; ++i) results += i == 0 ? "Tensor" : ", Tensor";
+  return "attention_backward(" +
+         AttentionBackwardSignature::schema("Tensor? grad_out, Tensor? grad_lse, ",
+                                            "Tensor out, Tensor lse, Tensor rng_state, ", kGradMask) +
+         ") -> (" + results + ")";
+}();
 
 // True where dropout keeps: element (n, i, j) belongs to flat head n, query q0 + i and key k0 + j.
 inline const std::string kDropoutMask =
@@ -51,9 +63,7 @@ inline const std::string kScaledDotProductAttention =
 
 // JSON: what would run and why; launches nothing. `device` plans for a card that is not there ("" = the tensors').
 inline const std::string kExplain =
-    "explain(Tensor query, Tensor key, Tensor value, Tensor? mask=None, Tensor? bias=None, Tensor? alibi_slopes=None, "
-    "*, " +
-    kOptions + ", str device=\"\", bool[5] grad_mask=[True, True, True, True, True]) -> str";
+    "explain(" + ExplainSignature::schema("", "", "str device=\"\", " + kGradMask) + ") -> str";
 
 // JSON: how this library was built.
 inline const std::string kBuildInfo = "build_info() -> str";

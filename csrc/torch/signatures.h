@@ -1,5 +1,5 @@
-// The flat C++ signatures of the operators, as schemas.h writes them, and adaptors from them to kernels that take the
-// structures of options.h. Each signature stands here once; CPU, CUDA, Meta, Autograd and Autocast share it.
+// The flat C++ signatures of the operators, as schemas.h writes them, made from the lists of options.h, and adaptors
+// between them and what takes the structures. CPU, CUDA, Meta, Autograd and Autocast share them.
 #pragma once
 
 #include <ATen/ops/empty.h>
@@ -8,82 +8,124 @@
 
 namespace flash_ext {
 
-using AttentionFn = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&,
-                                                       const OptionalTensor&, const OptionalTensor&,
-                                                       const OptionalTensor&, bool, std::optional<int64_t>,
-                                                       std::optional<int64_t>, bool, double, double,
-                                                       std::optional<double>, bool, std::optional<bool>,
-                                                       std::optional<c10::string_view>, bool);
+template <class... T>
+struct Types {};
 
-using AttentionWithRngStateFn = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-                                                           const OptionalTensor&, const OptionalTensor&,
-                                                           const OptionalTensor&, bool, std::optional<int64_t>,
-                                                           std::optional<int64_t>, bool, double, double,
-                                                           std::optional<double>, bool, std::optional<bool>,
-                                                           std::optional<c10::string_view>, bool);
-
-using AttentionBackwardFn = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>(
-    const OptionalTensor&, const OptionalTensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-    const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, bool,
-    std::optional<int64_t>, std::optional<int64_t>, bool, double, double, std::optional<double>, bool,
-    std::optional<bool>, std::optional<c10::string_view>, GradMask);
-
-// Of the gradients that are asked for, those that there are.
-inline GradMask existing(GradMask wanted, const Inputs& in) {
-  wanted[3] = wanted[3] && in.bias.defined();
-  wanted[4] = wanted[4] && in.alibi_slopes.defined();
-  return wanted;
+template <size_t kFirst, size_t... kOffsets>
+constexpr auto from(std::index_sequence<kOffsets...>) {
+  return std::index_sequence<kFirst + kOffsets...>();
 }
+// first, first + 1, ... last - 1
+template <size_t kFirst, size_t kLast>
+using Indices = decltype(from<kFirst>(std::make_index_sequence<kLast - kFirst>()));
+
+template <size_t kIndex>
+using InputArgument = std::conditional_t<kInputs[kIndex].required, const Tensor&, const OptionalTensor&>;
+template <size_t kIndex>
+using OptionArgument = typename std::tuple_element_t<kIndex, std::remove_const_t<decltype(kOptions)>>::Type;
+
+// An operator that takes a call's inputs and options and has arguments of its own among them:
+//
+//   (Lead..., required inputs, Middle..., other inputs, *, options, Last..., options and inputs of later versions)
+//
+// Arguments are only ever appended, keyword-only, so that programs exported by an older version keep loading.
+template <class Result, class Lead, class Middle, class Last, class = Indices<0, kRequiredInputs>,
+          class = Indices<kRequiredInputs, kFirstInputs>, class = Indices<0, kFirstOptions>,
+          class = Indices<kFirstOptions, kOptionCount>, class = Indices<kFirstInputs, std::size(kInputs)>>
+struct Signature;
+
+template <class Result, class... Lead, class... Middle, class... Last, size_t... kRequired, size_t... kOther,
+          size_t... kOption, size_t... kLaterOption, size_t... kLaterInput>
+struct Signature<Result, Types<Lead...>, Types<Middle...>, Types<Last...>, std::index_sequence<kRequired...>,
+                 std::index_sequence<kOther...>, std::index_sequence<kOption...>, std::index_sequence<kLaterOption...>,
+                 std::index_sequence<kLaterInput...>> {
+  using Function = Result(Lead..., InputArgument<kRequired>..., Middle..., InputArgument<kOther>...,
+                          OptionArgument<kOption>..., Last..., OptionArgument<kLaterOption>...,
+                          InputArgument<kLaterInput>...);
+
+  // What is registered for an operator: kernel(keys, inputs, options, lead..., middle..., last...).
+  template <auto kernel>
+  static Result run(c10::DispatchKeySet keys, Lead... lead, InputArgument<kRequired>... required, Middle... middle,
+                    InputArgument<kOther>... other, OptionArgument<kOption>... option, Last... last,
+                    OptionArgument<kLaterOption>... later_option, InputArgument<kLaterInput>... later_input) {
+    Inputs in;
+    ((in.*kInputs[kRequired].tensor = required), ...);
+    ((in.*kInputs[kOther].tensor = other.value_or(Tensor())), ...);
+    ((in.*kInputs[kLaterInput].tensor = later_input.value_or(Tensor())), ...);
+    Options options;
+    ((options.*std::get<kOption>(kOptions).field = option), ...);
+    ((options.*std::get<kLaterOption>(kOptions).field = later_option), ...);
+    return kernel(keys, in, options, lead..., middle..., last...);
+  }
+
+  // call(everything, flat)
+  template <class Call>
+  static Result call(const Call& call, const Inputs& in, const Options& options, Lead... lead, Middle... middle,
+                     Last... last) {
+    return call(lead..., in.*kInputs[kRequired].tensor..., middle..., optional(in.*kInputs[kOther].tensor)...,
+                options.*std::get<kOption>(kOptions).field..., last...,
+                options.*std::get<kLaterOption>(kOptions).field..., optional(in.*kInputs[kLaterInput].tensor)...);
+  }
+
+  // The arguments in a schema's words, where `lead` and `middle` end with a comma and `last` does not.
+  static std::string schema(const std::string& lead, const std::string& middle, const std::string& last) {
+    std::string text = lead;
+    ((text += std::string("Tensor ") + kInputs[kRequired].name + ", "), ...);
+    text += middle;
+    ((text += std::string("Tensor? ") + kInputs[kOther].name + "=None, "), ...);
+    text += "*, ";
+    ((text += std::string(std::get<kOption>(kOptions).schema) + ", "), ...);
+    text += last;
+    ((text += std::string(", ") + std::get<kLaterOption>(kOptions).schema), ...);
+    ((text += std::string(", Tensor? ") + kInputs[kLaterInput].name + "=None"), ...);
+    return text;
+  }
+};
+
+template <size_t>
+using TensorAt = Tensor;
+template <size_t... kIndex>
+std::tuple<TensorAt<kIndex>...> as_tuple(Gradients&& grads, std::index_sequence<kIndex...>) {
+  return {std::move(grads[kIndex])...};
+}
+using GradientTuple = decltype(as_tuple({}, std::make_index_sequence<kGradients>()));
+
+using AttentionSignature = Signature<std::tuple<Tensor, Tensor, Tensor>, Types<>, Types<>, Types<bool>>;
+using AttentionWithRngStateSignature =
+    Signature<std::tuple<Tensor, Tensor>, Types<>, Types<const Tensor&>, Types<bool>>;
+using AttentionBackwardSignature = Signature<GradientTuple, Types<const OptionalTensor&, const OptionalTensor&>,
+                                             Types<const Tensor&, const Tensor&, const Tensor&>, Types<GradMask>>;
+using ExplainSignature = Signature<std::string, Types<>, Types<>, Types<c10::string_view, GradMask>>;
+
+// Kernels of an operator, which take structures, as what is registered for it.
 
 template <ForwardResult (*kernel)(c10::DispatchKeySet, const Inputs&, const Options&, bool)>
-std::tuple<Tensor, Tensor, Tensor> attention_op(c10::DispatchKeySet keys, const Tensor& query, const Tensor& key,
-                                                const Tensor& value, const OptionalTensor& mask,
-                                                const OptionalTensor& bias, const OptionalTensor& alibi_slopes,
-                                                bool causal, std::optional<int64_t> window_left,
-                                                std::optional<int64_t> window_right, bool bottom_right, double softcap,
-                                                double dropout_p, std::optional<double> scale, bool gqa,
-                                                std::optional<bool> deterministic,
-                                                std::optional<c10::string_view> backend, bool return_lse) {
-  ForwardResult result = kernel(
-      keys, Inputs(query, key, value, mask, bias, alibi_slopes),
-      Options{causal, window_left, window_right, bottom_right, softcap, dropout_p, scale, gqa, deterministic, backend},
-      return_lse);
+std::tuple<Tensor, Tensor, Tensor> attention_op(c10::DispatchKeySet keys, const Inputs& in, const Options& options,
+                                                bool return_lse) {
+  ForwardResult result = kernel(keys, in, options, return_lse);
   return {std::move(result.out), std::move(result.lse), std::move(result.rng_state)};
 }
 
 template <ForwardResult (*kernel)(c10::DispatchKeySet, const Inputs&, const Tensor&, const Options&, bool)>
-std::tuple<Tensor, Tensor> attention_with_rng_state_op(
-    c10::DispatchKeySet keys, const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& rng_state,
-    const OptionalTensor& mask, const OptionalTensor& bias, const OptionalTensor& alibi_slopes, bool causal,
-    std::optional<int64_t> window_left, std::optional<int64_t> window_right, bool bottom_right, double softcap,
-    double dropout_p, std::optional<double> scale, bool gqa, std::optional<bool> deterministic,
-    std::optional<c10::string_view> backend, bool return_lse) {
-  ForwardResult result = kernel(
-      keys, Inputs(query, key, value, mask, bias, alibi_slopes), rng_state,
-      Options{causal, window_left, window_right, bottom_right, softcap, dropout_p, scale, gqa, deterministic, backend},
-      return_lse);
+std::tuple<Tensor, Tensor> attention_with_rng_state_op(c10::DispatchKeySet keys, const Inputs& in,
+                                                       const Options& options, const Tensor& rng_state,
+                                                       bool return_lse) {
+  ForwardResult result = kernel(keys, in, rng_state, options, return_lse);
   return {std::move(result.out), std::move(result.lse)};
 }
 
 // An operator returns tensors: an empty one stands for a gradient that was not asked for.
 template <Gradients (*kernel)(c10::DispatchKeySet, const Tensor&, const Tensor&, const Inputs&, const ForwardResult&,
                               const Options&, const GradMask&)>
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward_op(
-    c10::DispatchKeySet keys, const OptionalTensor& grad_out, const OptionalTensor& grad_lse, const Tensor& query,
-    const Tensor& key, const Tensor& value, const Tensor& out, const Tensor& lse, const Tensor& rng_state,
-    const OptionalTensor& mask, const OptionalTensor& bias, const OptionalTensor& alibi_slopes, bool causal,
-    std::optional<int64_t> window_left, std::optional<int64_t> window_right, bool bottom_right, double softcap,
-    double dropout_p, std::optional<double> scale, bool gqa, std::optional<bool> deterministic,
-    std::optional<c10::string_view> backend, GradMask grad_mask) {
-  const Inputs in(query, key, value, mask, bias, alibi_slopes);
-  Gradients grads = kernel(
-      keys, grad_out.value_or(Tensor()), grad_lse.value_or(Tensor()), in, {out, lse, rng_state},
-      Options{causal, window_left, window_right, bottom_right, softcap, dropout_p, scale, gqa, deterministic, backend},
-      existing(grad_mask, in));
+GradientTuple attention_backward_op(c10::DispatchKeySet keys, const Inputs& in, const Options& options,
+                                    const OptionalTensor& grad_out, const OptionalTensor& grad_lse, const Tensor& out,
+                                    const Tensor& lse, const Tensor& rng_state, GradMask grad_mask) {
+  Gradients grads = kernel(keys, grad_out.value_or(Tensor()), grad_lse.value_or(Tensor()), in, {out, lse, rng_state},
+                           options, existing(grad_mask, in));
   for (Tensor& grad : grads) {
-    if (!grad.defined()) grad = at::empty({0}, query.options());
+    if (!grad.defined()) grad = at::empty({0}, in.query.options());
   }
-  return {std::move(grads[0]), std::move(grads[1]), std::move(grads[2]), std::move(grads[3]), std::move(grads[4])};
+  return as_tuple(std::move(grads), std::make_index_sequence<kGradients>());
 }
 
 }  // namespace flash_ext
