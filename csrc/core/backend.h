@@ -33,6 +33,8 @@ struct Backend {
   // Empty, or a clause about which backend behind it in the list is faster at a pass that this one accepts, too. Asked
   // only where no backend is named, and heeded where another one accepts. Null: it is the fastest at all it accepts.
   std::string (*yields)(const Problem& problem, Pass pass) = nullptr;
+  // Whether backward leaves the gradient of the bias to another backend, which then makes it alone. Null: never.
+  bool (*leaves_bias_gradient)(const Problem& problem) = nullptr;
 };
 
 }  // namespace flash_ext

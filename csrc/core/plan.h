@@ -1,14 +1,17 @@
 // How a backend will compute a problem: made before anything is allocated, shown by explain and handed to the run.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <cstring>
+#include <type_traits>
 
 namespace flash_ext {
 
 enum class Pass : uint8_t { kForward, kBackward };
 
-// What explain prints and the operator executes. Plain data: making one costs no allocation. Sizes in elements,
-// memory in bytes.
+// What explain prints, what the caller provides, and what the backend has chosen, which is the backend's own. Plain
+// data: making one costs no allocation. Sizes in elements, memory in bytes.
 struct Plan {
   struct Use {
     const char* name = nullptr;
@@ -18,12 +21,9 @@ struct Plan {
   const char* schedule = "";  // how products, softmax and tiles take turns; empty where the notion does not exist
   int64_t block_m = 0, block_n = 0;  // queries, keys
   int stages = 0;                    // 0 where the notion does not exist
-  bool small_tiles = false;          // of a backend that has two tiles for a pass, the smaller
-  bool tensor_maps = false;          // of a backend that can do without, tiles are copied by TMA
-  int splits = 0;       // parts of a tile's keys, each the work of a block; 0 where the notion does not exist
-  int split_tiles = 0;  // tiles of keys a part
-  int head_rows = 0;    // of a tile that heads of a group share, for each of them; 0: they do not
-  Use on_chip[10];      // shared memory (CPU: cache) by what it holds; ends at the first null name
+  int splits = 1;                    // parts of a tile's keys, each the work of a block
+  int64_t split_keys = 0;            // of a part, where there are several
+  Use on_chip[10];                   // shared memory (CPU: cache) by what it holds; ends at the first null name
   int64_t on_chip_limit = 0;
   int64_t on_chip_bytes() const {
     int64_t bytes = 0;
@@ -33,7 +33,6 @@ struct Plan {
   int64_t scratch_bytes = 0;  // memory beside inputs and outputs
   bool narrow_dbias = false;  // dbias is wanted in the bias's own dtype, not in float
   int64_t grid = 0;           // work items
-  int64_t processors = 0;     // of them that run at a time on the device; 0: not known
   double waves = 0.0;
   int64_t l2_section = 0;  // key heads whose tiles run together, so that their K and V stay in the L2 cache; 0: no such
   int producer_registers = 0;  // of a thread that loads, where roles have their own numbers
@@ -43,6 +42,22 @@ struct Plan {
   int64_t static_bytes = 0;  // shared memory beside on_chip
   int resident_blocks = 0;   // on a multiprocessor at a time
   double occupancy = 0.0;    // their threads over those that a multiprocessor can have
+
+  // The choice, as the backend wrote it: a plain structure, which nobody else reads.
+  template <class Choice>
+  void choose(const Choice& value) {
+    static_assert(std::is_trivially_copyable_v<Choice> && sizeof(Choice) <= sizeof(choice));
+    std::memcpy(choice, &value, sizeof(Choice));
+  }
+  template <class Choice>
+  Choice chosen() const {
+    Choice value;
+    std::memcpy(&value, choice, sizeof(Choice));
+    return value;
+  }
+
+ private:
+  alignas(8) std::byte choice[64] = {};
 };
 
 }  // namespace flash_ext

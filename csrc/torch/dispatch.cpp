@@ -139,6 +139,22 @@ const Backend* select_backend(const BackwardArgs& args, const DeviceInfo& device
   return select({args.fwd, &args}, device, name);
 }
 
+std::optional<BiasGradientStep> bias_gradient_step(const Backend& backend, const BackwardArgs& args,
+                                                   const DeviceInfo& device) {
+  if (backend.leaves_bias_gradient == nullptr || !backend.leaves_bias_gradient(args.fwd.problem)) return std::nullopt;
+  BiasGradientStep step{nullptr, args, {}};
+  Problem& problem = step.args.fwd.problem;
+  problem.wants_dq = problem.wants_dk = problem.wants_dv = problem.wants_dalibi = false;
+  step.args.dq = step.args.dk = step.args.dv = TensorView();
+  step.args.dalibi = nullptr;
+  step.backend = select(Asked{step.args.fwd, &step.args}, device, std::nullopt);
+  if (step.backend == nullptr || step.backend == &backend) {
+    throw AttentionError(backend.name, "leaves the gradient of the bias to another backend, and none takes it");
+  }
+  step.plan = step.backend->plan(problem, Pass::kBackward, device);
+  return step;
+}
+
 std::vector<Refusal> refusals(const ForwardArgs& args, const DeviceInfo& device, std::optional<std::string_view> name) {
   return all_refusals({args}, device, name);
 }

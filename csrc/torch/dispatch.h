@@ -33,6 +33,16 @@ DeviceInfo device_info(const c10::Device& device);
 const Backend* select_backend(const ForwardArgs& args, const DeviceInfo& device, std::optional<std::string_view> name);
 const Backend* select_backend(const BackwardArgs& args, const DeviceInfo& device, std::optional<std::string_view> name);
 
+// What makes the gradient of a bias that `backend` leaves: a backend, the arguments for it and its plan. None where it
+// leaves nothing.
+struct BiasGradientStep {
+  const Backend* backend;
+  BackwardArgs args;
+  Plan plan;
+};
+std::optional<BiasGradientStep> bias_gradient_step(const Backend& backend, const BackwardArgs& args,
+                                                   const DeviceInfo& device);
+
 struct Refusal {
   std::string backend, reason;
   bool yields;  // it accepts, and was passed over for a faster one

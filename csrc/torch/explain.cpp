@@ -29,7 +29,7 @@ std::string json_string(std::string_view text) {
 // Comma-separated, so that a first element needs no care.
 void append(std::string& list, const std::string& element) { list += (list.empty() ? "" : ", ") + element; }
 
-std::string json(const std::string& backend, const Plan& plan) {
+std::string json(const std::string& backend, const std::string& kernel, const Plan& plan) {
   const auto field = [](const char* name, auto value) {
     return ", " + json_string(name) + ": " + std::to_string(value);
   };
@@ -38,16 +38,15 @@ std::string json(const std::string& backend, const Plan& plan) {
     if (use.name == nullptr) break;
     append(uses, "[" + json_string(use.name) + ", " + std::to_string(use.bytes) + "]");
   }
-  return "{\"backend\": " + json_string(backend) + ", \"kernel\": " + json_string(plan.kernel) +
+  return "{\"backend\": " + json_string(backend) + ", \"kernel\": " + json_string(kernel) +
          ", \"schedule\": " + json_string(plan.schedule) + field("block_m", plan.block_m) +
          field("block_n", plan.block_n) + field("stages", plan.stages) + ", \"on_chip\": [" + uses + "]" +
          field("on_chip_limit", plan.on_chip_limit) + field("scratch_bytes", plan.scratch_bytes) +
          field("grid", plan.grid) + field("waves", plan.waves) + field("registers", plan.registers) +
          field("producer_registers", plan.producer_registers) + field("local_bytes", plan.local_bytes) +
          field("static_bytes", plan.static_bytes) + field("resident_blocks", plan.resident_blocks) +
-         field("occupancy", plan.occupancy) + field("l2_section", plan.l2_section) +
-         field("splits", std::max(plan.splits, 1)) +
-         field("split_keys", plan.splits > 1 ? plan.split_tiles * plan.block_n : 0) + "}";
+         field("occupancy", plan.occupancy) + field("l2_section", plan.l2_section) + field("splits", plan.splits) +
+         field("split_keys", plan.split_keys) + "}";
 }
 
 c10::Device planned_device(const Tensor& query, std::string_view device) {
@@ -139,25 +138,31 @@ std::string explain(const Inputs& in, const Options& options, std::string_view d
       append(refused, "[" + json_string(refusal.backend) + ", " + json_string(pass_name) + ", " +
                           json_string(refusal.reason) + ", " + (refusal.yields ? "true" : "false") + "]");
     }
-    const auto add_plan = [&](std::string_view backend, const Plan& plan) {
-      plans += json_string(pass_name) + ": " + json(std::string(backend), plan) + ", ";
+    const auto add_plan = [&](std::string_view backend, const Plan& plan, const std::string& kernel) {
+      plans += json_string(pass_name) + ": " + json(std::string(backend), kernel, plan) + ", ";
     };
     Plan plan;
     // A call that needs no backward is not wrong where only that is refused.
     const auto is_named = [&](const Refusal& refusal) { return refusal.backend == name; };
     if (pass == Pass::kBackward && std::any_of(reasons.begin(), reasons.end(), is_named)) {
-      plan.kernel = "none: the backend that is asked for refuses";
-      return add_plan("none", plan);
+      return add_plan("none", plan, "none: the backend that is asked for refuses");
     }
     const Backend* backend = select_backend(args, device, name);
-    plan.kernel = "composite of torch operations over blocks of queries";
+    std::string kernel = "composite of torch operations over blocks of queries";
     if (backend != nullptr) {
       plan = backend->plan(problem, pass, device);
+      kernel = plan.kernel;
       inspect(*backend, problem, pass, planned, device, plan);
+      if constexpr (std::is_same_v<std::decay_t<decltype(args)>, BackwardArgs>) {
+        if (const auto step = bias_gradient_step(*backend, args, device)) {
+          kernel += std::string(", ") + step->backend->name + ".bias_gradient";
+          plan.scratch_bytes = std::max(plan.scratch_bytes, step->plan.scratch_bytes);
+        }
+      }
     }
     composite = composite || backend == nullptr;
     kernels = kernels || backend != nullptr;
-    add_plan(backend != nullptr ? backend->name : kChunked, plan);
+    add_plan(backend != nullptr ? backend->name : kChunked, plan, kernel);
   };
   add_pass(Pass::kForward, "forward", forward, forward.problem);
   add_pass(Pass::kBackward, "backward", backward, backward.fwd.problem);

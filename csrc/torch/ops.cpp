@@ -6,6 +6,7 @@
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <limits>
 
 #include "core/fold_heads.h"
@@ -184,14 +185,23 @@ Gradients backward(c10::DispatchKeySet, const Tensor& grad_out, const Tensor& gr
   if (options.dropout_p > 0) args.fwd.rng_state = saved.rng_state.const_data_ptr<int64_t>();
   args.fwd.stream = current_stream(in.query);
   const Plan plan = backend->plan(problem, Pass::kBackward, device);
+  std::optional<BiasGradientStep> bias_step = bias_gradient_step(*backend, args, device);
   if (wanted[kDbias]) {
-    dbias = allocate(in.bias.sizes(), in.query, plan.narrow_dbias ? in.bias.scalar_type() : accumulate);
+    const bool narrow = bias_step.has_value() ? bias_step->plan.narrow_dbias : plan.narrow_dbias;
+    dbias = allocate(in.bias.sizes(), in.query, narrow ? in.bias.scalar_type() : accumulate);
     args.dbias.data = dbias.mutable_data_ptr();
   }
   {
-    // Given back before the sums and casts below: the stream orders who writes to its memory next.
-    const Tensor workspace = make_workspace(in.query, plan.scratch_bytes);
-    backend->backward(args, plan, workspace.defined() ? workspace.mutable_data_ptr() : nullptr);
+    // Given back before the sums and casts below: the stream orders who writes to its memory next, as it does for the
+    // two steps, which share it.
+    const int64_t beside = bias_step.has_value() ? bias_step->plan.scratch_bytes : 0;
+    const Tensor workspace = make_workspace(in.query, std::max(plan.scratch_bytes, beside));
+    void* const scratch = workspace.defined() ? workspace.mutable_data_ptr() : nullptr;
+    backend->backward(args, plan, scratch);
+    if (bias_step.has_value()) {
+      bias_step->args.dbias.data = args.dbias.data;
+      bias_step->backend->backward(bias_step->args, bias_step->plan, scratch);
+    }
   }
 
   Gradients result;

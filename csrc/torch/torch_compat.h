@@ -1,4 +1,4 @@
-// What torch changed between 2.9 and 2.15 in what csrc/api uses, and nothing else. Each entry says which version
+// What torch changed between 2.9 and 2.15 in what csrc/torch uses, and nothing else. Each entry says which version
 // changed what; the code elsewhere knows no version.
 #pragma once
 

@@ -1,5 +1,5 @@
-// csrc/sm90's pure functions: where TMA and wgmma find an element of a tile, the bits of a descriptor, and what the
-// tiles of each head dimension take.
+// csrc/kernels/sm90's pure functions: where TMA and wgmma find an element of a tile, the bits of a descriptor, and what
+// the tiles of each head dimension take.
 #include <gtest/gtest.h>
 
 #include <algorithm>

@@ -1,5 +1,5 @@
-// csrc/sm90's wrappers against the CPU: each wgmma shape and operand form in use, on tiles whose bytes the host has
-// laid out by descriptor.h; TMA loads and stores of strided tensors with tails and broadcasts; bulk copies and
+// csrc/kernels/sm90's wrappers against the CPU: each wgmma shape and operand form in use, on tiles whose bytes the host
+// has laid out by descriptor.h; TMA loads and stores of strided tensors with tails and broadcasts; bulk copies and
 // additions; stmatrix.
 //
 // A program of its own, because it needs a GPU of compute capability 9.0 and no torch (CMakeLists.txt beside it):

@@ -4,14 +4,12 @@
 //   fp32, fp16   fp32              brgemm, else loops     (fp16 brgemm reaches half of fp32's speed without AMX-FP16)
 //   bf16         bf16, else fp32   brgemm, else loops
 //   fp64         fp64              loops
-// Called by torch/dispatch.cpp. Invariant: plan() alone decides; a plan's kernel is one of kFlavours and is what runs.
+// Called by torch/dispatch.cpp. Invariant: plan() alone decides; what it chose, a plan's Choice, is what runs.
 #include "kernels/cpu/passes.h"
 #include "kernels/cpu/work.h"
 
 namespace flash_ext::cpu {
 namespace {
-
-enum class Type : uint8_t { kF32, kBf16, kF64 };
 
 struct Flavour {
   const char* forward;
@@ -34,13 +32,6 @@ const Flavour& choose_flavour(DType dtype) {
   return kFlavours[allowed && brgemm_works_f32() ? 0 : 1];
 }
 
-const Flavour& flavour_of(const Plan& plan) {
-  for (const Flavour& flavour : kFlavours) {
-    if (plan.kernel == flavour.forward || plan.kernel == flavour.backward) return flavour;
-  }
-  return kFlavours[1];
-}
-
 template <class Function>
 void with_compute(Type type, const Function& function) {
   switch (type) {
@@ -61,25 +52,25 @@ Plan plan(const Problem& problem, Pass pass, const DeviceInfo& device) {
   Plan plan;
   plan.kernel = pass == Pass::kForward ? flavour.forward : flavour.backward;
   with_compute(flavour.type, [&]<class Compute>(Compute) {
+    Choice choice;
+    choice.type = flavour.type, choice.engine = flavour.engine;
     if (pass == Pass::kForward) {
-      plan_forward<Compute>(problem, threads, plan);
+      plan_forward<Compute>(problem, threads, choice, plan);
     } else {
-      plan_backward<Compute>(problem, threads, plan);
+      plan_backward<Compute>(problem, threads, choice, plan);
     }
   });
   return plan;
 }
 
 void forward(const ForwardArgs& args, const Plan& plan, void* workspace) {
-  const Flavour& flavour = flavour_of(plan);
-  with_compute(flavour.type,
-               [&]<class Compute>(Compute) { run_forward<Compute>(args, plan, flavour.engine, workspace); });
+  with_compute(plan.chosen<Choice>().type,
+               [&]<class Compute>(Compute) { run_forward<Compute>(args, plan, workspace); });
 }
 
 void backward(const BackwardArgs& args, const Plan& plan, void* workspace) {
-  const Flavour& flavour = flavour_of(plan);
-  with_compute(flavour.type,
-               [&]<class Compute>(Compute) { run_backward<Compute>(args, plan, flavour.engine, workspace); });
+  with_compute(plan.chosen<Choice>().type,
+               [&]<class Compute>(Compute) { run_backward<Compute>(args, plan, workspace); });
 }
 
 }  // namespace

@@ -323,7 +323,7 @@ Partition cut_sweep(const Problem& problem, int64_t threads) {
 }  // namespace
 
 template <class Compute>
-void plan_backward(const Problem& problem, int64_t threads, Plan& plan) {
+void plan_backward(const Problem& problem, int64_t threads, Choice choice, Plan& plan) {
   if (work_flops(problem, 5) < kSerialFlops) threads = 1;
   BackwardLayout<Compute> layout(problem, cut_sweep<Compute>(problem, threads));
   if (!problem.wants_dbias) threads = std::clamp<int64_t>(layout.cut.items, 1, threads);
@@ -344,20 +344,25 @@ void plan_backward(const Problem& problem, int64_t threads, Plan& plan) {
   plan.grid = layout.cut.items;
   if (layout.cut.key_parts > 1) {
     plan.splits = static_cast<int>(layout.cut.key_parts);
-    plan.split_tiles = static_cast<int>((layout.n_blocks + plan.splits - 1) / plan.splits);
+    plan.split_keys = (layout.n_blocks + plan.splits - 1) / plan.splits * plan.block_n;
   }
   plan.waves = static_cast<double>(plan.grid) / static_cast<double>(threads);
+  choice.threads = threads;
+  choice.scratch = plan.scratch_bytes;
+  choice.set_cut(layout.cut);
+  plan.choose(choice);
 }
 
 template <class Compute>
-void run_backward(const BackwardArgs& args, const Plan& plan, Engine engine, void* workspace) {
+void run_backward(const BackwardArgs& args, const Plan& plan, void* workspace) {
   const Problem& problem = args.fwd.problem;
-  const int64_t threads = threads_of(plan);
-  BackwardLayout<Compute> layout(problem, partition_of(problem, static_cast<int>(plan.block_m), plan));
+  const auto choice = plan.chosen<Choice>();
+  const int64_t threads = choice.threads;
+  BackwardLayout<Compute> layout(problem, choice.cut(problem));
   const int64_t shared = layout.carve_shared(problem, workspace);
-  const int64_t worker_bytes = (plan.scratch_bytes - shared) / threads;
+  const int64_t worker_bytes = (choice.scratch - shared) / threads;
   char* worker_base = static_cast<char*>(workspace) + shared;
-  const Products<Compute> product(engine, vector_table().get<Compute>());
+  const Products<Compute> product(choice.engine, vector_table().get<Compute>());
   const auto done = [&] { product.release(); };
 
   const BiasRoute bias(args, layout.cut, threads);
@@ -406,11 +411,11 @@ void run_backward(const BackwardArgs& args, const Plan& plan, Engine engine, voi
   if (bias.kind == BiasRoute::kPass) run_bias_gradient<Compute>(args, layout.tiles, product, threads, worker_base);
 }
 
-template void plan_backward<ComputeF32>(const Problem&, int64_t, Plan&);
-template void plan_backward<ComputeBf16>(const Problem&, int64_t, Plan&);
-template void plan_backward<ComputeF64>(const Problem&, int64_t, Plan&);
-template void run_backward<ComputeF32>(const BackwardArgs&, const Plan&, Engine, void*);
-template void run_backward<ComputeBf16>(const BackwardArgs&, const Plan&, Engine, void*);
-template void run_backward<ComputeF64>(const BackwardArgs&, const Plan&, Engine, void*);
+template void plan_backward<ComputeF32>(const Problem&, int64_t, Choice, Plan&);
+template void plan_backward<ComputeBf16>(const Problem&, int64_t, Choice, Plan&);
+template void plan_backward<ComputeF64>(const Problem&, int64_t, Choice, Plan&);
+template void run_backward<ComputeF32>(const BackwardArgs&, const Plan&, void*);
+template void run_backward<ComputeBf16>(const BackwardArgs&, const Plan&, void*);
+template void run_backward<ComputeF64>(const BackwardArgs&, const Plan&, void*);
 
 }  // namespace flash_ext::cpu

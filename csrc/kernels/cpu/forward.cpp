@@ -270,7 +270,7 @@ class ForwardWorker {
 }  // namespace
 
 template <class Compute>
-void plan_forward(const Problem& problem, int64_t threads, Plan& plan) {
+void plan_forward(const Problem& problem, int64_t threads, Choice choice, Plan& plan) {
   if (work_flops(problem, 2) < kSerialFlops) threads = 1;
   ForwardLayout<Compute> layout(
       problem, make_partition(problem, tile_m<Compute>(problem, threads), threads, /*may_split=*/true, kMaxChunkRows));
@@ -288,14 +288,19 @@ void plan_forward(const Problem& problem, int64_t threads, Plan& plan) {
   plan.scratch_bytes = threads * layout.carve(problem, nullptr);
   plan.grid = layout.cut.items;
   plan.waves = static_cast<double>(plan.grid) / static_cast<double>(threads);
+  choice.threads = threads;
+  choice.scratch = plan.scratch_bytes;
+  choice.set_cut(layout.cut);
+  plan.choose(choice);
 }
 
 template <class Compute>
-void run_forward(const ForwardArgs& args, const Plan& plan, Engine engine, void* workspace) {
-  const int64_t threads = threads_of(plan);
-  const ForwardLayout<Compute> layout(args.problem, partition_of(args.problem, static_cast<int>(plan.block_m), plan));
-  const int64_t scratch = plan.scratch_bytes / threads;
-  const Products<Compute> product(engine, vector_table().get<Compute>());
+void run_forward(const ForwardArgs& args, const Plan& plan, void* workspace) {
+  const auto choice = plan.chosen<Choice>();
+  const int64_t threads = choice.threads;
+  const ForwardLayout<Compute> layout(args.problem, choice.cut(args.problem));
+  const int64_t scratch = choice.scratch / threads;
+  const Products<Compute> product(choice.engine, vector_table().get<Compute>());
   Dropout dropout;
   if (args.problem.dropout_p > 0.0) {
     dropout = make_dropout(args.rng_state[0], args.rng_state[1], args.problem.dropout_p);
@@ -310,11 +315,11 @@ void run_forward(const ForwardArgs& args, const Plan& plan, Engine engine, void*
       [&] { product.release(); });
 }
 
-template void plan_forward<ComputeF32>(const Problem&, int64_t, Plan&);
-template void plan_forward<ComputeBf16>(const Problem&, int64_t, Plan&);
-template void plan_forward<ComputeF64>(const Problem&, int64_t, Plan&);
-template void run_forward<ComputeF32>(const ForwardArgs&, const Plan&, Engine, void*);
-template void run_forward<ComputeBf16>(const ForwardArgs&, const Plan&, Engine, void*);
-template void run_forward<ComputeF64>(const ForwardArgs&, const Plan&, Engine, void*);
+template void plan_forward<ComputeF32>(const Problem&, int64_t, Choice, Plan&);
+template void plan_forward<ComputeBf16>(const Problem&, int64_t, Choice, Plan&);
+template void plan_forward<ComputeF64>(const Problem&, int64_t, Choice, Plan&);
+template void run_forward<ComputeF32>(const ForwardArgs&, const Plan&, void*);
+template void run_forward<ComputeBf16>(const ForwardArgs&, const Plan&, void*);
+template void run_forward<ComputeF64>(const ForwardArgs&, const Plan&, void*);
 
 }  // namespace flash_ext::cpu

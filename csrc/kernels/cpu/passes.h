@@ -7,23 +7,19 @@
 
 #include "core/backend.h"
 #include "kernels/cpu/product.h"
+#include "kernels/cpu/work.h"
 
 namespace flash_ext::cpu {
 
-// Fills tiles, uses, scratch and grid of a plan.
+// Fills all of a plan but its kernel's name. threads: the most; choice comes with type and engine.
 template <class Compute>
-void plan_forward(const Problem& problem, int64_t threads, Plan& plan);
+void plan_forward(const Problem& problem, int64_t threads, Choice choice, Plan& plan);
 template <class Compute>
-void plan_backward(const Problem& problem, int64_t threads, Plan& plan);
+void plan_backward(const Problem& problem, int64_t threads, Choice choice, Plan& plan);
 
 template <class Compute>
-void run_forward(const ForwardArgs& args, const Plan& plan, Engine engine, void* workspace);
+void run_forward(const ForwardArgs& args, const Plan& plan, void* workspace);
 template <class Compute>
-void run_backward(const BackwardArgs& args, const Plan& plan, Engine engine, void* workspace);
-
-// Workers that a plan counted on: waves is items per worker.
-inline int64_t threads_of(const Plan& plan) {
-  return plan.waves > 0.0 ? static_cast<int64_t>(static_cast<double>(plan.grid) / plan.waves + 0.5) : 1;
-}
+void run_backward(const BackwardArgs& args, const Plan& plan, void* workspace);
 
 }  // namespace flash_ext::cpu

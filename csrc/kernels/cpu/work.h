@@ -13,6 +13,7 @@
 #include "core/band.h"
 #include "core/library.h"
 #include "kernels/cpu/config.h"
+#include "kernels/cpu/product.h"
 
 namespace flash_ext::cpu {
 
@@ -72,14 +73,26 @@ inline Partition make_partition(const Problem& problem, int tile_m, int64_t thre
   return cut;
 }
 
-// The cut that a plan was made with.
-inline Partition partition_of(const Problem& problem, int tile_m, const Plan& plan) {
-  Partition cut = make_partition(problem, tile_m, 1, /*may_split=*/false, 1);
-  cut.key_parts = std::max(plan.splits, 1);
-  if (cut.items > 0) cut.chunks = plan.grid / (cut.units * cut.key_parts);
-  cut.items = plan.grid;
-  return cut;
-}
+enum class Type : uint8_t { kF32, kBf16, kF64 };
+
+// What a plan has chosen, for the run.
+struct Choice {
+  Type type = Type::kF32;
+  Engine engine = Engine::kLoops;
+  int64_t threads = 1;                             // workers
+  int64_t scratch = 0;                             // bytes of the whole workspace
+  int64_t block_m = 0, chunks = 1, key_parts = 1;  // of the cut
+  int64_t items = 0;
+
+  void set_cut(const Partition& cut) {
+    block_m = cut.block_m, chunks = cut.chunks, key_parts = cut.key_parts, items = cut.items;
+  }
+  Partition cut(const Problem& problem) const {
+    Partition cut = make_partition(problem, static_cast<int>(block_m), 1, /*may_split=*/false, 1);
+    cut.chunks = chunks, cut.key_parts = key_parts, cut.items = items;
+    return cut;
+  }
+};
 
 // Hands out pieces of the workspace; without one it only counts.
 class Arena {

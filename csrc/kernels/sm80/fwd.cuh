@@ -331,10 +331,10 @@ auto with_forward_traits(const Problem& problem, bool small, const Fn& fn) {
 }
 
 template <class Traits>
-ForwardSmem forward_smem_of(const Problem& problem, const Plan& plan) {
+ForwardSmem forward_smem_of(const Problem& problem, int stages) {
   constexpr TileShape kTile = Traits::kTile;
   return forward_smem(kTile, Traits::kHeadDim, sizeof(typename Traits::T), bias_bytes_of(problem), problem.has_mask,
-                      plan.stages);
+                      stages);
 }
 
 inline TileSchedule forward_schedule(const Problem& problem, int block_m, int element_bytes, int64_t processors) {
@@ -345,12 +345,12 @@ inline TileSchedule forward_schedule(const Problem& problem, int block_m, int el
 
 template <class Element, int kHeadDim>
 Plan plan_forward(const Problem& problem, const DeviceInfo& device) {
+  const bool small = takes_small_tiles(problem, Pass::kForward, kHeadDim, device);
   const auto make = [&]<class Traits>(Traits) {
     constexpr int kBytes = sizeof(typename Traits::T);
     Plan plan;
     plan.stages = forward_stages(problem, Traits::kTile, kHeadDim, kBytes, Traits::kMinBlocks, device);
-    plan.tensor_maps = has_tensor_maps(device, kBytes, kHeadDim);
-    const ForwardSmem smem = forward_smem_of<Traits>(problem, plan);
+    const ForwardSmem smem = forward_smem_of<Traits>(problem, plan.stages);
     constexpr bool kTf32 = std::is_same_v<Element, Tf32>;
     plan.kernel = kTf32 ? (Traits::kPlain ? "sm80.forward.plain.tf32" : "sm80.forward.general.tf32")
                         : (Traits::kPlain ? "sm80.forward.plain" : "sm80.forward.general");
@@ -364,35 +364,36 @@ Plan plan_forward(const Problem& problem, const DeviceInfo& device) {
     if (smem.total > smem.mask) plan.on_chip[next++] = {"mask", smem.total - smem.mask};
     plan.on_chip_limit = device.shared_memory_per_block;
     plan.grid = block_count(problem.len_q, Traits::kBlockM) * problem.batch * problem.heads_q;
-    plan.processors = device.multiprocessors * Traits::kMinBlocks;
-    if (plan.processors > 0) plan.waves = static_cast<double>(plan.grid) / static_cast<double>(plan.processors);
+    const int64_t processors = int64_t{device.multiprocessors} * Traits::kMinBlocks;
+    if (processors > 0) plan.waves = static_cast<double>(plan.grid) / static_cast<double>(processors);
+    plan.choose(ForwardChoice{small, has_tensor_maps(device, kBytes, kHeadDim), plan.stages, processors});
     return plan;
   };
-  const bool small = takes_small_tiles(problem, Pass::kForward, kHeadDim, device);
-  Plan plan = with_forward_traits<Element, kHeadDim>(problem, small, make);
-  plan.small_tiles = small;
-  return plan;
+  return with_forward_traits<Element, kHeadDim>(problem, small, make);
 }
 
 template <class Element, int kHeadDim>
 void run_forward(const ForwardArgs& args, const Plan& plan) {
   const Problem& problem = args.problem;
-  with_forward_traits<Element, kHeadDim>(problem, plan.small_tiles, [&]<class Traits>(Traits) {
-    TileSchedule schedule = forward_schedule(problem, Traits::kBlockM, sizeof(typename Traits::T), plan.processors);
+  const auto choice = plan.chosen<ForwardChoice>();
+  with_forward_traits<Element, kHeadDim>(problem, choice.small_tiles, [&]<class Traits>(Traits) {
+    TileSchedule schedule = forward_schedule(problem, Traits::kBlockM, sizeof(typename Traits::T), choice.processors);
     schedule.batch_inner = batch_shares_scores(problem, args);
     cuda::launch(forward_kernel<Traits>, cuda::grid_of(schedule.size()), Traits::kThreads,
-                 forward_smem_of<Traits>(problem, plan).total, args.stream, args, schedule,
+                 forward_smem_of<Traits>(problem, choice.stages).total, args.stream, args, schedule,
                  ScoreOptions::of(args, Traits::kPlain || sizeof(typename Traits::T) == 2),
                  box_copies(problem, {args.k, problem.heads_k, problem.len_k, problem.head_dim},
                             {args.v, problem.heads_v, problem.len_k, problem.head_dim_v}, Traits::kBlockN,
-                            plan.tensor_maps, plan.stages));
+                            choice.tensor_maps, choice.stages));
   });
 }
 
 template <class Element, int kHeadDim>
 void inspect_forward(const Problem& problem, Plan& plan) {
-  with_forward_traits<Element, kHeadDim>(problem, plan.small_tiles, [&]<class Traits>(Traits) {
-    cuda::inspect(forward_kernel<Traits>, Traits::kThreads, forward_smem_of<Traits>(problem, plan).total, plan);
+  const auto choice = plan.chosen<ForwardChoice>();
+  with_forward_traits<Element, kHeadDim>(problem, choice.small_tiles, [&]<class Traits>(Traits) {
+    cuda::inspect(forward_kernel<Traits>, Traits::kThreads, forward_smem_of<Traits>(problem, choice.stages).total,
+                  plan);
   });
 }
 

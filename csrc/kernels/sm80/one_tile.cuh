@@ -355,18 +355,25 @@ Plan plan_one_tile(Traits, const Problem& problem, const DeviceInfo& device) {
     plan.grid = std::min(plan.grid, int64_t{device.multiprocessors} * Traits::kBlocksPerSm);
     plan.waves = static_cast<double>(plan.grid) / device.multiprocessors;
   }
+  plan.choose(BackwardChoice{.one_tile = true,
+                             .small_tiles = false,
+                             .narrow_dbias = false,
+                             .shared_limit = plan.on_chip_limit,
+                             .shared_bytes = smem.total,
+                             .grid = plan.grid,
+                             .processors = device.multiprocessors});
   return plan;
 }
 
 template <class Traits>
-void run_one_tile(Traits, const BackwardArgs& args, const Plan& plan, void* workspace) {
+void run_one_tile(Traits, const BackwardArgs& args, int64_t grid, void* workspace) {
   const Problem& problem = args.fwd.problem;
   // Items whose bias is the same follow each other.
   BiasGradientPlan order =
-      make_bias_gradient_plan(problem, problem.wants_dbias ? args.dbias : args.fwd.bias, kOneTile, kOneTile, plan.grid);
+      make_bias_gradient_plan(problem, problem.wants_dbias ? args.dbias : args.fwd.bias, kOneTile, kOneTile, grid);
   const bool in_parts = problem.wants_dbias && order.parts > 1;
   if (in_parts) order.partial = static_cast<float*>(workspace);
-  cuda::launch(one_tile_backward_kernel<Traits>, cuda::grid_of(plan.grid), Traits::kThreads,
+  cuda::launch(one_tile_backward_kernel<Traits>, cuda::grid_of(grid), Traits::kThreads,
                one_tile_smem(Traits::kHeadDim, bias_bytes_of(problem), problem.has_mask).total, args.fwd.stream, args,
                order, problem.wants_dbias, features_of(args.fwd));
   if (in_parts) {

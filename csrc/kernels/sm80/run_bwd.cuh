@@ -71,10 +71,10 @@ inline BackwardArgs without_values(BackwardArgs args, float* zeros) {
 
 // How many launches the main kernel takes for the gradient of the bias, or 0 where it does not make it.
 template <class Traits>
-int dbias_launches(const BackwardArgs& args, const Plan& plan) {
+int dbias_launches(const BackwardArgs& args, const BackwardChoice& choice) {
   const Problem& problem = args.fwd.problem;
   const TensorView& view = args.dbias;
-  if (!plan.narrow_dbias || args.d_lse != nullptr) return 0;
+  if (!choice.narrow_dbias || args.d_lse != nullptr) return 0;
   if (!cuda::is_made_for(backward_kernel<Traits>, 90)) return 0;  // a later card's, made of PTX of 8.0, has no boxes
   if (!problem.wants_dq && !problem.wants_dk && !problem.wants_dv) return 0;  // then that pass is less work
   if (problem.heads_k != problem.heads_v && problem.wants_dv) return 0;       // which is two launches as it is
@@ -88,8 +88,9 @@ int dbias_launches(const BackwardArgs& args, const Plan& plan) {
   }
   // Launches that do not fill the card are what it must not cost.
   const int64_t blocks = block_count(problem.len_k, Traits::kBlockN) * problem.heads_k;
-  const int64_t apart = problem.batch * block_count(blocks, plan.processors);
-  return 10 * apart <= 12 * block_count(blocks * problem.batch, plan.processors) ? static_cast<int>(problem.batch) : 0;
+  const int64_t apart = problem.batch * block_count(blocks, choice.processors);
+  return 10 * apart <= 12 * block_count(blocks * problem.batch, choice.processors) ? static_cast<int>(problem.batch)
+                                                                                   : 0;
 }
 
 template <class Traits>
@@ -129,14 +130,12 @@ BackwardScratch backward_scratch(const Problem& problem, void* workspace) {
   return scratch;
 }
 
-// fn(Traits) and true where one_tile.cuh serves the problem.
+// fn(Traits) of one_tile.cuh where it serves, and whether it does.
 template <class Element, int kHeadDim, class Fn>
-bool with_one_tile(const Problem& problem, int64_t shared_limit, const Fn& fn) {
+bool with_one_tile(bool serves, const Fn& fn) {
   if constexpr (sizeof(StorageOf<Element>) == 2 && kHeadDim <= 64) {
-    if (is_one_tile(problem, kHeadDim, shared_limit)) {
-      fn(OneTileTraits<Element, kHeadDim>());
-      return true;
-    }
+    if (serves) fn(OneTileTraits<Element, kHeadDim>());
+    return serves;
   }
   return false;
 }
@@ -144,10 +143,11 @@ bool with_one_tile(const Problem& problem, int64_t shared_limit, const Fn& fn) {
 template <class Element, int kHeadDim>
 Plan plan_backward(const Problem& problem, const DeviceInfo& device) {
   Plan one_tile;
-  if (with_one_tile<Element, kHeadDim>(problem, device.shared_memory_per_block,
+  if (with_one_tile<Element, kHeadDim>(is_one_tile(problem, kHeadDim, device.shared_memory_per_block),
                                        [&](auto traits) { one_tile = plan_one_tile(traits, problem, device); })) {
     return one_tile;
   }
+  const bool small = takes_small_tiles(problem, Pass::kBackward, kHeadDim, device);
   const auto make = [&]<class Traits>(Traits) {
     const BackwardSmem smem = backward_smem_of<Traits>(problem, device);
     Plan plan;
@@ -176,24 +176,28 @@ Plan plan_backward(const Problem& problem, const DeviceInfo& device) {
     plan.scratch_bytes = backward_scratch<Traits>(problem, nullptr).bytes;
     plan.narrow_dbias = has_narrow_dbias<Traits>(problem, device);
     plan.grid = block_count(problem.len_k, Traits::kBlockN) * problem.batch * problem.heads_k;
-    plan.processors = device.multiprocessors;  // mostly one block each
     if (device.multiprocessors > 0) plan.waves = static_cast<double>(plan.grid) / device.multiprocessors;
+    plan.choose(BackwardChoice{.one_tile = false,
+                               .small_tiles = small,
+                               .narrow_dbias = plan.narrow_dbias,
+                               .shared_limit = plan.on_chip_limit,
+                               .shared_bytes = plan.on_chip_bytes(),
+                               .grid = plan.grid,
+                               .processors = device.multiprocessors});  // mostly one block each
     return plan;
   };
-  const bool small = takes_small_tiles(problem, Pass::kBackward, kHeadDim, device);
-  Plan plan = with_backward_traits<Element, kHeadDim>(problem, small, make);
-  plan.small_tiles = small;
-  return plan;
+  return with_backward_traits<Element, kHeadDim>(problem, small, make);
 }
 
 template <class Element, int kHeadDim>
 void run_backward(const BackwardArgs& given, const Plan& plan, void* workspace) {
   const Problem& problem = given.fwd.problem;
-  if (with_one_tile<Element, kHeadDim>(problem, plan.on_chip_limit,
-                                       [&](auto traits) { run_one_tile(traits, given, plan, workspace); })) {
+  const auto choice = plan.chosen<BackwardChoice>();
+  if (with_one_tile<Element, kHeadDim>(choice.one_tile,
+                                       [&](auto traits) { run_one_tile(traits, given, choice.grid, workspace); })) {
     return;
   }
-  with_backward_traits<Element, kHeadDim>(problem, plan.small_tiles, [&]<class Traits>(Traits) {
+  with_backward_traits<Element, kHeadDim>(problem, choice.small_tiles, [&]<class Traits>(Traits) {
     BackwardScratch scratch = backward_scratch<Traits>(problem, workspace);
     BackwardArgs args = has_one_float_key(problem) ? without_values(given, scratch.zeros) : given;
     if (scratch.zeroed_bytes > 0) {
@@ -208,16 +212,16 @@ void run_backward(const BackwardArgs& given, const Plan& plan, void* workspace) 
       run_measure<Element, kHeadDim>(args, scratch);
       if (!finds_far_rows(problem)) args.fwd.lse = scratch.shift;
     }
-    const int by_boxes = problem.wants_dbias ? dbias_launches<Traits>(args, plan) : 0;
-    scratch.direct_dbias = problem.wants_dbias && !plan.narrow_dbias && is_whole(problem, args.dbias);
+    const int by_boxes = problem.wants_dbias ? dbias_launches<Traits>(args, choice) : 0;
+    scratch.direct_dbias = problem.wants_dbias && !choice.narrow_dbias && is_whole(problem, args.dbias);
     if (by_boxes > 0) {
       scratch.dbias_map = cuda::make_tensor_map(problem, args.dbias, problem.heads_q, problem.len_q, problem.len_k,
                                                 Traits::kBlockM, cuda::Promotion::k128, 1, kDbiasCols);
     } else if (problem.wants_dbias && !scratch.direct_dbias) {
-      run_bias_gradient<Element, kHeadDim>(args, scratch, plan.on_chip_limit, plan.narrow_dbias);
+      run_bias_gradient<Element, kHeadDim>(args, scratch, choice.shared_limit, choice.narrow_dbias);
     }
     if (scratch.direct_dbias || (by_boxes > 0 && !make_band(problem).unbounded())) {  // some tiles are not visited
-      const int64_t bytes = bias_elements(problem, args.dbias) * (plan.narrow_dbias ? 2 : 4);
+      const int64_t bytes = bias_elements(problem, args.dbias) * (choice.narrow_dbias ? 2 : 4);
       cuda::check(cudaMemsetAsync(args.dbias.data, 0, bytes, static_cast<cudaStream_t>(args.fwd.stream)), "memset");
     }
     if (scratch.direct_dq && !make_band(problem).unbounded()) {  // some tiles of queries see no key
@@ -236,12 +240,12 @@ void run_backward(const BackwardArgs& given, const Plan& plan, void* workspace) 
                           (part_scratch.direct_dbias ? kBiasGradient : 0u) | (by_boxes > 0 ? kBiasBoxes : 0u) |
                           (backward_needs(problem, kHeadDim, false).p_apart ? kPApart : 0u);
       const int64_t batch = by_boxes > 1 ? 1 : problem.batch;
-      TileSchedule schedule = backward_schedule<Traits>(problem, batch, groups, plan.processors);
+      TileSchedule schedule = backward_schedule<Traits>(problem, batch, groups, choice.processors);
       schedule.batch_inner = batch > 1 && batch_shares_scores(problem, part.fwd);
       BackwardScratch now = part_scratch;
       for (; now.first_batch < problem.batch; now.first_batch += static_cast<int>(batch)) {
         now.adds_dbias = now.first_batch > 0;
-        cuda::launch(backward_kernel<Traits>, cuda::grid_of(schedule.size()), Traits::kThreads, plan.on_chip_bytes(),
+        cuda::launch(backward_kernel<Traits>, cuda::grid_of(schedule.size()), Traits::kThreads, choice.shared_bytes,
                      args.fwd.stream, part, now, schedule, options);
       }
     };
@@ -266,13 +270,14 @@ void run_backward(const BackwardArgs& given, const Plan& plan, void* workspace) 
 
 template <class Element, int kHeadDim>
 void inspect_backward(const Problem& problem, Plan& plan) {
-  const bool one_tile = with_one_tile<Element, kHeadDim>(problem, plan.on_chip_limit, [&]<class Traits>(Traits) {
+  const auto choice = plan.chosen<BackwardChoice>();
+  const bool one_tile = with_one_tile<Element, kHeadDim>(choice.one_tile, [&]<class Traits>(Traits) {
     const int bytes = one_tile_smem(kHeadDim, bias_bytes_of(problem), problem.has_mask).total;
     cuda::inspect(one_tile_backward_kernel<Traits>, Traits::kThreads, bytes, plan);
   });
   if (one_tile) return;
-  with_backward_traits<Element, kHeadDim>(problem, plan.small_tiles, [&]<class Traits>(Traits) {
-    cuda::inspect(backward_kernel<Traits>, Traits::kThreads, plan.on_chip_bytes(), plan);
+  with_backward_traits<Element, kHeadDim>(problem, choice.small_tiles, [&]<class Traits>(Traits) {
+    cuda::inspect(backward_kernel<Traits>, Traits::kThreads, choice.shared_bytes, plan);
     if (may_be_inexact(problem)) cuda::inspect_beside(measure_kernel<MeasureTraits<Element, kHeadDim>>, plan);
     if (problem.wants_dbias) {
       cuda::inspect_beside(bias_gradient_kernel<BiasGradientTraits<Element, kHeadDim, false>>, plan);

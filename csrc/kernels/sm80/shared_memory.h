@@ -14,6 +14,22 @@
 
 namespace flash_ext::sm80 {
 
+// What a plan has chosen, for the run.
+struct ForwardChoice {
+  bool small_tiles;
+  bool tensor_maps;  // tiles are copied by TMA
+  int stages;
+  int64_t processors;  // blocks that run at a time; 0: not known
+};
+
+struct BackwardChoice {
+  bool one_tile;
+  bool small_tiles;
+  bool narrow_dbias;
+  int64_t shared_limit, shared_bytes;  // of a block of the main kernel: what it may have, what it has
+  int64_t grid, processors;            // blocks; of them that run at a time, 0: not known
+};
+
 // What a kernel declares statically, from above: only the compiler knows; measure.cuh has as much.
 constexpr int64_t kStaticSharedBytes = 1024;
 

@@ -56,9 +56,8 @@ std::string refuses_head_dim(const Problem& problem, Pass pass, const char* name
   return size % 8 == 0 ? "" : clause("not a multiple of 8");
 }
 
-// The gradient of a bias is a pass of its own, bias_gradient.cuh; beside a mask or dropout or in float that of sm80,
-// which reads the same lse.
-bool takes_sm80(const Problem& problem) { return problem.wants_dbias && !has_bias_gradient(problem); }
+// The gradient of a bias is a pass of its own, bias_gradient.cuh; beside a mask or dropout or in float it is left.
+bool leaves_bias_gradient(const Problem& problem) { return problem.wants_dbias && !has_bias_gradient(problem); }
 
 // What forward serves and backward does not.
 std::string refuses_backward(const Problem& problem) {
@@ -172,7 +171,7 @@ std::string refuses_views(const ForwardArgs& args, const BackwardArgs* backward)
     if (in_accum) return std::string("the gradient of a broadcast ") + name + " is not supported";
   }
   if (!backward->d_out) return "a backward without grad_out is not supported";
-  if (takes_sm80(problem) && is_whole(problem, backward->dbias)) {
+  if (leaves_bias_gradient(problem) && is_whole(problem, backward->dbias)) {
     return "the gradient of a bias that is not broadcast is not supported beside a mask or dropout or in float32";
   }
   ask("grad_out", backward->d_out, problem.heads_q, problem.len_q);
@@ -204,10 +203,13 @@ Plan plan_of(const char* kernel, int threads, int registers, int producer_regist
 void set_grid(Plan& plan, const TileSchedule& schedule, int64_t items, bool persistent, const DeviceInfo& device) {
   plan.grid = items;
   plan.l2_section = std::min(schedule.section, schedule.kv_heads);
-  plan.processors = device.multiprocessors;  // one block each
   if (device.multiprocessors == 0) return;
   plan.waves = static_cast<double>(items) / device.multiprocessors;
   if (persistent) plan.grid = std::min<int64_t>(items, device.multiprocessors);
+}
+
+void choose_backward(Plan& plan, const DeviceInfo& device) {
+  plan.choose(BackwardLaunch{plan.grid, device.multiprocessors});
 }
 
 Plan plan_forward(const Problem& problem, const DeviceInfo& device) {
@@ -222,10 +224,10 @@ Plan plan_forward(const Problem& problem, const DeviceInfo& device) {
   const char* const kernel = scored ? "sm90.forward.scored" : splits.count > 1 ? "sm90.forward.split" : "sm90.forward";
   Plan plan = plan_of(kernel, shape.threads(), shape.consumer_registers(), shape.producer_registers(), device);
   plan.schedule = schedule_name(shape.schedule, order.counted, splits.head_rows > 0);
-  plan.small_tiles = tiles == Tiles::kFew;
-  plan.splits = splits.count;
-  plan.split_tiles = splits.tiles;
-  plan.head_rows = splits.head_rows;
+  if (splits.count > 1) {
+    plan.splits = splits.count;
+    plan.split_keys = int64_t{splits.tiles} * shape.block_n;
+  }
   plan.block_m = shape.block_m();
   plan.block_n = shape.block_n;
   plan.stages = shape.stages;
@@ -238,6 +240,7 @@ Plan plan_forward(const Problem& problem, const DeviceInfo& device) {
   plan.scratch_bytes = order.counted ? kCounterBytes : split_scratch_bytes(problem, splits);
   set_grid(plan, order.schedule, order.schedule.size() * std::max(splits.count, 1), false, device);
   plan.grid = order.grid;
+  plan.choose(ForwardLaunch{tiles, splits, static_cast<int>(std::min<int64_t>(plan.grid, INT32_MAX))});
   return plan;
 }
 
@@ -259,17 +262,8 @@ Plan plan_wide_backward(const Problem& problem, const Instance& instance, const 
   plan.on_chip[6] = {"barriers and alignment", smem.total - smem.barriers};
   plan.scratch_bytes = instance.backward_scratch_bytes(problem);
   set_grid(plan, schedule, schedule.size(), false, device);
+  choose_backward(plan, device);
   return plan;
-}
-
-Problem bias_part_of(Problem problem) {
-  problem.wants_dq = problem.wants_dk = problem.wants_dv = false;
-  return problem;
-}
-
-// The workspace of the other part comes first.
-int64_t own_scratch_bytes(const Problem& problem) {
-  return (instance_of(problem, Pass::kBackward).backward_scratch_bytes(problem) + 127) / 128 * 128;
 }
 
 Plan plan_backward(const Problem& problem, const DeviceInfo& device) {
@@ -281,11 +275,10 @@ Plan plan_backward(const Problem& problem, const DeviceInfo& device) {
   const BackwardSmem smem = backward_smem(shape, instance.head_dim);
   const bool ordered = is_ordered(problem);
   const TileSchedule schedule = narrow_schedule(problem, shape.block_n, device.multiprocessors);
-  const char* const kernel = takes_sm80(problem)          ? "sm90.backward.scored, sm80.bias_gradient"
-                             : has_bias_gradient(problem) ? "sm90.backward.scored, sm90.bias_gradient"
-                             : scored                     ? "sm90.backward.scored"
-                             : added == Added::kCap       ? "sm90.backward.softcap"
-                                                          : "sm90.backward";
+  const char* const kernel = has_bias_gradient(problem) ? "sm90.backward.scored, sm90.bias_gradient"
+                             : scored                   ? "sm90.backward.scored"
+                             : added == Added::kCap     ? "sm90.backward.softcap"
+                                                        : "sm90.backward";
   Plan plan = plan_of(kernel, shape.threads, shape.consumer_registers(), shape.producer_registers(), device);
   const bool persistent = ordered || is_backward_persistent(problem, device.multiprocessors);
   plan.schedule = ordered ? "dq in order, persistent" : persistent ? "persistent" : "a tile of keys a block";
@@ -304,12 +297,8 @@ Plan plan_backward(const Problem& problem, const DeviceInfo& device) {
   plan.on_chip[next] = {"barriers and alignment", smem.total - smem.barriers};
   plan.scratch_bytes = instance.backward_scratch_bytes(problem);
   plan.narrow_dbias = has_bias_gradient(problem);
-  if (takes_sm80(problem)) {
-    const Plan part = sm80_backend.plan(bias_part_of(problem), Pass::kBackward, device);
-    plan.scratch_bytes = own_scratch_bytes(problem) + part.scratch_bytes;
-    plan.small_tiles = part.small_tiles;
-  }
   set_grid(plan, schedule, schedule.size(), persistent, device);
+  choose_backward(plan, device);
   return plan;
 }
 
@@ -318,23 +307,11 @@ Plan plan(const Problem& problem, Pass pass, const DeviceInfo& device) {
 }
 
 void forward(const ForwardArgs& args, const Plan& plan, void* workspace) {
-  const ForwardLaunch how = {.tiles = is_scored(args.problem) ? Tiles::kScored
-                                      : plan.splits > 0       ? Tiles::kSplit
-                                      : plan.small_tiles      ? Tiles::kFew
-                                                              : Tiles::kMany,
-                             .splits = {plan.splits, plan.split_tiles, plan.head_rows},
-                             .grid = static_cast<int>(std::min<int64_t>(plan.grid, INT32_MAX))};
-  instance_of(args.problem, Pass::kForward).run_forward(args, how, workspace);
+  instance_of(args.problem, Pass::kForward).run_forward(args, plan.chosen<ForwardLaunch>(), workspace);
 }
 
 void backward(const BackwardArgs& args, const Plan& plan, void* workspace) {
-  const Problem& problem = args.fwd.problem;
-  instance_of(problem, Pass::kBackward).run_backward(args, {plan.grid, plan.processors}, workspace);
-  if (!takes_sm80(problem)) return;
-  BackwardArgs part = args;
-  part.fwd.problem = bias_part_of(problem);
-  part.dq = part.dk = part.dv = TensorView();
-  sm80_backend.backward(part, plan, static_cast<char*>(workspace) + own_scratch_bytes(problem));
+  instance_of(args.fwd.problem, Pass::kBackward).run_backward(args, plan.chosen<BackwardLaunch>(), workspace);
 }
 
 }  // namespace
@@ -349,6 +326,7 @@ extern const Backend sm90_backend = {.name = "sm90",
                                      .forward = sm90::forward,
                                      .backward = sm90::backward,
                                      .refuses_views = sm90::refuses_views,
-                                     .yields = sm90::yields};
+                                     .yields = sm90::yields,
+                                     .leaves_bias_gradient = sm90::leaves_bias_gradient};
 
 }  // namespace flash_ext

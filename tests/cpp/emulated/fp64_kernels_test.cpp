@@ -1,5 +1,5 @@
-// The float64 backward of csrc/sm80, run on the host by emulator.h: what sums of numbers cannot show, because a formula
-// that is right for numbers takes the place of a sum.
+// The float64 backward of csrc/kernels/sm80, run on the host by emulator.h: what sums of numbers cannot show, because a
+// formula that is right for numbers takes the place of a sum.
 #include <gtest/gtest.h>
 
 #include <random>

@@ -1,6 +1,6 @@
-// The kernels of csrc/sm80, run on the host by emulator.h: forward and backward of small problems with every feature,
-// against the formulas in double. What must hold: every element of every result is written and near the reference,
-// nothing beside it is touched, and deterministic gradients do not depend on the order in which threads run.
+// The kernels of csrc/kernels/sm80, run on the host by emulator.h: forward and backward of small problems with every
+// feature, against the formulas in double. What must hold: every element of every result is written and near the
+// reference, nothing beside it is touched, and deterministic gradients do not depend on the order in which threads run.
 #include "attention_call.h"
 #include "kernels/sm80/fwd.cuh"
 #include "kernels/sm80/run_bwd.cuh"

@@ -1,6 +1,6 @@
-// The kernels of csrc/sm90, run on the host by emulator.h as sm80_kernels_test.cpp runs those of sm80: TMA, mbarriers
-// and asynchronous products included. The whole backend is here, so that its own plans choose tiles, orders and
-// kernels.
+// The kernels of csrc/kernels/sm90, run on the host by emulator.h as sm80_kernels_test.cpp runs those of sm80: TMA,
+// mbarriers and asynchronous products included. The whole backend is here, so that its own plans choose tiles, orders
+// and kernels.
 #include "attention_call.h"
 #include "gpu/host/tensor_map.cpp"
 #include "kernels/sm90/backend.cpp"
@@ -9,9 +9,6 @@
 #include "kernels/stages/combine.cu"
 
 namespace flash_ext {
-
-// What sm90 leaves to sm80 is not tested here.
-extern const Backend sm80_backend = {.name = "sm80", .device = DeviceType::kCuda};
 
 namespace {
 
