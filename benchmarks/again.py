@@ -7,7 +7,7 @@
 
 Commands run in the repository's root, where --out is meant, too. One that fails, or takes longer than --limit, does not
 stop the others; it is told, and the exit status is 1. What was put together from several (sweep/) or written elsewhere
-(profiling/, docs/profiling.md has its commands) is named and left out.
+(profiling/, docs/learn/profiling.md has its commands) is named and left out.
 """
 
 from __future__ import annotations

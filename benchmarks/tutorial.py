@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the tables of docs/profiling.md from the files that its commands wrote.
+"""Writes the tables of docs/learn/profiling.md from the files that its commands wrote.
 
     python benchmarks/tutorial.py             fills in every block
     python benchmarks/tutorial.py --check     changes nothing; fails where the page and the files disagree
@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs/profiling.md"
+PAGE = ROOT / "docs/learn/profiling.md"
 RESULTS = ROOT / "benchmarks/results/nvidia-h200/profiling"
 MISSING = "Not measured yet."
 BLOCK = re.compile(r"(<!-- (table|lines): ([^,\n]+), ([^\n]+?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -60,7 +60,7 @@ def main() -> None:
     old = PAGE.read_text()
     new = fill(old, RESULTS)
     if args.check and new != old:
-        sys.exit("error: docs/profiling.md is not what its files say; run python benchmarks/tutorial.py")
+        sys.exit("error: docs/learn/profiling.md is not what its files say; run python benchmarks/tutorial.py")
     PAGE.write_text(new)
 
 

@@ -1,4 +1,4 @@
-"""Promise: the tables of docs/shared-memory.md follow from that page's words (tests/cpp asks the code)."""
+"""Promise: the tables of docs/learn/5-shared-memory.md follow from that page's words (tests/cpp asks the code)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-DOC = (Path(__file__).resolve().parent.parent / "docs/shared-memory.md").read_text()
+DOC = (Path(__file__).resolve().parent.parent / "docs/learn/5-shared-memory.md").read_text()
 ROWS = 32
 CHUNK, LINE = 16, 128
 

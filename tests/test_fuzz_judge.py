@@ -1,4 +1,4 @@
-"""Promise: the judge of random calls (tests/fuzz/) allows what docs/numerics.md says, and finds larger faults."""
+"""Promise: the judge of random calls (tests/fuzz/) allows what docs/use/numerics.md says, and finds larger faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Promise: the tables of docs/profiling.md are those of the files that its commands wrote."""
+"""Promise: the tables of docs/learn/profiling.md are those of the files that its commands wrote."""
 
 from __future__ import annotations
 

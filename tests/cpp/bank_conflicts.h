@@ -1,5 +1,5 @@
 // What the accesses of mma.sync kernels to tiles in shared memory cost: a model of its banks, counted on the host.
-// bank_conflicts_test.cpp holds it against counts made by hand and makes the tables of docs/shared-memory.md with it.
+// bank_conflicts_test.cpp holds it against counts made by hand and makes the tables of docs/learn/5-shared-memory.md.
 #pragma once
 
 #include <algorithm>

@@ -1,5 +1,5 @@
 // core/smem.h and bank_conflicts.h: the swizzles, the bank-conflict model against counts made by hand, and the
-// conflicts of every access of the kernels, which are also the tables of docs/shared-memory.md.
+// conflicts of every access of the kernels, which are also the tables of docs/learn/5-shared-memory.md.
 #include "bank_conflicts.h"
 
 #include <gtest/gtest.h>
@@ -225,14 +225,14 @@ TEST(BankConflicts, NoFloatAccessConflictsInATileSwizzledForFloats) {
 }
 
 TEST(BankConflicts, DocumentShowsTheseCounts) {
-  std::ifstream file(GOLDEN_DIR "/../../docs/shared-memory.md");
-  ASSERT_TRUE(file) << "docs/shared-memory.md is missing";
+  std::ifstream file(GOLDEN_DIR "/../../docs/learn/5-shared-memory.md");
+  ASSERT_TRUE(file) << "docs/learn/5-shared-memory.md is missing";
   std::stringstream text;
   text << file.rdbuf();
   for (const std::string& expected :
        {table(accesses(), all_tiles(), false), table(float_accesses(), float_tiles(), true)}) {
     EXPECT_NE(text.str().find("\n\n" + expected + "\n"), std::string::npos)
-        << "docs/shared-memory.md should hold, between empty lines:\n"
+        << "docs/learn/5-shared-memory.md should hold, between empty lines:\n"
         << expected;
   }
 }

@@ -1,4 +1,4 @@
-"""Attention in the arithmetic that fused kernels share: a second yardstick beside eager attention (docs/numerics.md).
+"""Attention in the arithmetic of fused kernels: a second yardstick beside eager attention (docs/use/numerics.md).
 
 `Fused` is a mode under which reference.attention computes, in float32 (float64 for float64), with
 

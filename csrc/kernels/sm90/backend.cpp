@@ -121,7 +121,7 @@ std::string refuses(const Problem& problem, Pass pass, const DeviceInfo& device)
 
 // A tile of 64 queries takes this backend 3 to 4 us however little of it there is. In forward, sm80 is faster up to
 // head dim 128 where heads are many, and as fast where they are few; in backward, where it has its kernel of one tile
-// (kernels/sm80/shared_memory.h, is_one_tile). docs/hopper-forward.md and hopper-backward.md have the measurements.
+// (kernels/sm80/shared_memory.h, is_one_tile). docs/lab/2026-11-22-short-calls.md has the measurements.
 std::string yields(const Problem& problem, Pass pass) {
   constexpr int64_t kTile = 64;
   const int64_t head_dim = std::max(problem.head_dim, problem.head_dim_v);

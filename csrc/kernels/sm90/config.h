@@ -54,7 +54,7 @@ enum class Tiles : uint8_t {
             // consumer, where registers allow it
 };
 
-// See docs/hopper-forward.md for what else was measured.
+// docs/lab/2026-11-21-hopper-forward.md says what else was measured.
 constexpr ForwardShape forward_shape(int head_dim, Tiles tiles) {
   if (tiles == Tiles::kSplit) {
     if (head_dim <= 64) return {3, 128, 6, 1, Schedule::kPingPong, 128, true};
