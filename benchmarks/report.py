@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Writes the README's tables of results, and pictures, from the CSVs in benchmarks/results/<device>/.
+"""Writes docs/numbers/results.md, and pictures, from the CSVs in benchmarks/results/<device>/.
 
-    python benchmarks/report.py            the README between its markers, and a .png beside every CSV
-    python benchmarks/report.py --check    writes nothing; exit status 1 when the README says something else
+    python benchmarks/report.py            the page between its markers, its charts, and a .png beside every CSV
+    python benchmarks/report.py --check    writes nothing; exit status 1 when the page or a chart says something else
 
 A folder is named after the device that its rows tell (nvidia-h200, amd-epyc-2-threads). It gives at most three tables:
-attention alone (all attention_*.csv), the host time of a call, and steps of a language model (all train_lm*.csv). One
-table takes results of one commit and one build of the library; results of two are refused.
+attention alone (all attention_*.csv), the host time of a call, and steps of a language model (all train_lm*.csv); and
+where it has the suite grid, a chart of it (chart.py). One table takes results of one commit and one build of the
+library; results of two are refused.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from chart import SUITE, chart_table, draw_chart, drawn_from
 from figures import OURS, Rows, best_ratio, by_case, grouped, number, picture_of
 from harness import BenchmarkError, device_slug, geomean, run_main
 from tables import Table, read_csv
 
 ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs/numbers/results.md"
 BEGIN = "<!-- results: written by benchmarks/report.py from benchmarks/results -->"
 END = "<!-- end of results -->"
 VERSIONS = ("torch", "cuda", "cudnn", "driver")
@@ -123,9 +126,22 @@ KINDS: tuple[tuple[str, str, str, Callable[[Rows], Table]], ...] = (
 )
 
 
+CHART = "Times faster, suite grid, geometric mean over head dims and masks (lowest case)"
+
+
+def chart_rows(folder: Path) -> Rows:
+    """The rows that the chart of one device shows; none where the suite grid was not measured there."""
+    path = folder / f"attention_{SUITE}.csv"
+    return read_csv(path) if path.is_file() else []
+
+
 def report_of(folder: Path) -> str:
     """The Markdown of one device."""
-    files, parts = read_folder(folder), [f"**{folder.name}**"]
+    files, parts = read_folder(folder), [f"## {folder.name}"]
+    grid = chart_rows(folder)
+    if grid:
+        parts += [f"![Times faster than cuDNN and FlashAttention-2]({folder.name}.png)", caption(CHART, grid)]
+        parts += [chart_table(grid)]
     for title, pattern, column, table in KINDS:
         chosen = {path: rows for path, rows in files.items() if path.match(pattern) and column in rows[0]}
         if chosen:
@@ -142,20 +158,18 @@ def report(results: Path) -> str:
     return "\n\n".join(report_of(folder) for folder in folders)
 
 
-def split(readme: Path) -> tuple[str, str, str]:
-    """The README before its results, the results, and what follows; the markers belong to what is around."""
-    text = readme.read_text() if readme.is_file() else ""
+def split(page: Path) -> tuple[str, str, str]:
+    """The page before its results, the results, and what follows; the markers belong to what is around."""
+    text = page.read_text() if page.is_file() else ""
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise BenchmarkError(
-            f"--readme {readme} does not have the markers {BEGIN!r} and {END!r} once each, in this order."
-        )
+        raise BenchmarkError(f"--page {page} does not have the markers {BEGIN!r} and {END!r} once each, in this order.")
     before, rest = text.split(BEGIN)
     found, after = rest.split(END)
     return before + BEGIN, found, END + after
 
 
 def first_difference(found: str, expected: str) -> str:
-    """The first line that the README has wrong, and what it should be."""
+    """The first line that the page has wrong, and what it should be."""
     pairs = zip([*found.splitlines(), ""], [*expected.splitlines(), ""], strict=False)
     wrong, right = next(((a, b) for a, b in pairs if a != b), ("", ""))
     return f"it says {wrong!r} where the CSVs give {right!r}"
@@ -165,24 +179,33 @@ def main() -> None:
     """Writes, or with --check compares."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--check", action="store_true", help="compare only; exit status 1 when the README disagrees with the CSVs")
+    add("--check", action="store_true", help="compare only; exit status 1 when the page disagrees with the CSVs")
     add("--results", type=Path, metavar="DIR", default=ROOT / "benchmarks/results", help="default: benchmarks/results")
-    add("--readme", type=Path, metavar="FILE", default=ROOT / "README.md", help="default: README.md")
+    add("--page", type=Path, metavar="FILE", default=PAGE, help="default: docs/numbers/results.md")
     add("--no-pictures", dest="pictures", action="store_false", help="do not draw the pictures again")
     args = parser.parse_args()
     expected = f"\n\n{report(args.results)}\n\n"
-    before, found, after = split(args.readme)
+    before, found, after = split(args.page)
+    charts = {args.page.with_name(f"{path.name}.png"): chart_rows(path) for path in sorted(args.results.iterdir())}
     if args.check:
         if found != expected:
             print(
-                f"report.py: {args.readme} is not what {args.results} gives: {first_difference(found, expected)}; "
+                f"report.py: {args.page} is not what {args.results} gives: {first_difference(found, expected)}; "
                 "run benchmarks/report.py.",
                 file=sys.stderr,
             )
             sys.exit(1)
+        for path, rows in charts.items():
+            if rows and drawn_from(path) != chart_table(rows):
+                print(f"report.py: {path} is not drawn from {args.results}; run benchmarks/report.py.", file=sys.stderr)
+                sys.exit(1)
         return
-    args.readme.write_text(before + expected + after)
-    print(f"Written: {args.readme}")
+    args.page.write_text(before + expected + after)
+    print(f"Written: {args.page}")
+    for path, rows in charts.items() if args.pictures else ():
+        if rows:
+            draw_chart(rows, caption(f"Suite {SUITE}, {', '.join(sorted({row['dtype'] for row in rows}))}", rows), path)
+            print(f"Written: {path}")
     for path in sorted(args.results.glob("*/*.csv")) if args.pictures else ():
         rows = read_csv(path)
         drawing = picture_of(rows) if rows else None

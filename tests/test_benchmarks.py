@@ -263,7 +263,7 @@ def test_help(bench, monkeypatch, capsys, name):
     with pytest.raises(SystemExit, match="0"):
         getattr(bench, name).main()
     told = capsys.readouterr().out
-    assert ("--readme FILE" if name == "report" else "--out DIR") in told
+    assert ("--page FILE" if name == "report" else "--out DIR") in told
     assert f"python benchmarks/{name}.py" in told
 
 

@@ -1,4 +1,4 @@
-"""Promise: the README's tables of results are those of the CSVs in benchmarks/results, and mix no commits or builds."""
+"""Promise: docs/numbers has the tables and charts of the CSVs in benchmarks/results, and mixes no commits or builds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from commands import BENCHMARKS
 
 pytest.importorskip("matplotlib")
-README = BENCHMARKS.parent / "README.md"
+PAGE = BENCHMARKS.parent / "docs/numbers/results.md"
 RESULTS = BENCHMARKS / "results"
 
 
@@ -29,26 +29,27 @@ def run(bench, monkeypatch, capsys):
     return report
 
 
-def test_the_readme_says_what_the_results_say(run):
+def test_the_page_says_what_the_results_say(run):
     status, told = run("--check")
     assert status == 0, told
 
 
-def test_a_changed_number_is_found_in_the_readme_and_in_a_csv(run, tmp_path):
-    readme, results = tmp_path / "README.md", tmp_path / "results"
-    shutil.copy(README, readme)
+def test_a_changed_number_is_found_in_the_page_and_in_a_csv(run, tmp_path):
+    page, results = tmp_path / PAGE.name, tmp_path / "results"
+    for path in PAGE.parent.glob("*.*"):
+        shutil.copy(path, tmp_path)
     shutil.copytree(RESULTS, results)
-    where = ("--readme", readme, "--results", results)
+    where = ("--page", page, "--results", results)
     assert run("--check", *where) == (0, "")
-    before, after = readme.read_text().split("<!-- results:")
+    before, after = page.read_text().split("<!-- results:")
     number = re.search(r"\| (\d+\.\d+) \|", after).group(1)
-    readme.write_text(f"{before}<!-- results:{after.replace(number, f'{float(number) + 1:.2f}', 1)}")
+    page.write_text(f"{before}<!-- results:{after.replace(number, f'{float(number) + 1:.2f}', 1)}")
     status, told = run("--check", *where)
     assert status == 1
     assert "where the CSVs give" in told and "run benchmarks/report.py." in told
     assert run(*where, "--no-pictures")[0] == 0
     assert run("--check", *where) == (0, "")
-    assert readme.read_text() == README.read_text()
+    assert page.read_text() == PAGE.read_text()
 
     path = sorted(results.glob("*/attention_*.csv"))[0]
     lines = path.read_text().splitlines()
@@ -87,18 +88,20 @@ def test_commits_and_builds_are_not_mixed_and_devices_not_confused(bench, run, t
         "threads": "2",
     }
     origin |= {"torch": "2.11.0", "cuda": "13.0", "cudnn": "91900", "driver": "580", "command": "python"}
-    folder, readme = tmp_path / "nvidia-h200", tmp_path / "README.md"
-    readme.write_text(f"before\n{bench.report.BEGIN}\n{bench.report.END}\nafter\n")
-    where = ("--readme", readme, "--results", tmp_path)
+    results, page = tmp_path / "results", tmp_path / "page.md"
+    folder = results / "nvidia-h200"
+    page.write_text(f"before\n{bench.report.BEGIN}\n{bench.report.END}\nafter\n")
+    where = ("--page", page, "--results", results)
     make_results(bench, folder, {"grid": {}, "short": {}}, **origin)
     assert run(*where)[0] == 0
-    text = readme.read_text()
+    text = page.read_text()
     assert "| grid, D 64 | bfloat16 | fwd | 1 | 2.00 | 2.00 | 80 | 0.50 |" in text
     assert (
         f"NVIDIA H200; commit {'a' * 12}, library {'1' * 12}; torch 2.11.0, cuda 13.0, cudnn 91900, driver 580." in text
     )
     assert text.startswith("before\n") and text.endswith("after\n")
     assert (folder / "attention_grid.png").stat().st_size > 5000
+    assert "| forward | FlashAttention-2 | 2.00 (2.00) | 2.00 (2.00) |" in text
 
     make_results(bench, folder, {"grid": {}, "short": {"commit": "b" * 12}}, **origin)
     assert run("--check", *where) == (
@@ -112,7 +115,36 @@ def test_commits_and_builds_are_not_mixed_and_devices_not_confused(bench, run, t
     assert "has rows of nvidia-h100, but lies in the folder nvidia-h200." in run("--check", *where)[1]
 
 
-def test_a_readme_without_markers_and_no_results_are_told(run, tmp_path):
-    (tmp_path / "README.md").write_text("nothing")
-    assert "does not have the markers" in run("--readme", tmp_path / "README.md")[1]
+def test_a_page_without_markers_and_no_results_are_told(run, tmp_path):
+    (tmp_path / "page.md").write_text("nothing")
+    assert "does not have the markers" in run("--page", tmp_path / "page.md")[1]
     assert run("--results", tmp_path)[1] == f"report.py: --results {tmp_path} has no folder with a CSV.\n"
+
+
+def test_a_chart_of_other_numbers_is_found(bench, run, tmp_path):
+    """The picture carries its table: one that was drawn from other numbers, and a missing one, fail the check."""
+    for path in PAGE.parent.glob("*.*"):
+        shutil.copy(path, tmp_path)
+    where = ("--check", "--page", tmp_path / PAGE.name)
+    chart = tmp_path / "nvidia-h200.png"
+    assert chart.stat().st_size < 100_000 and run(*where) == (0, "")
+    rows = bench.report.chart_rows(RESULTS / "nvidia-h200")
+    slower = [{**row, "ms": str(2 * float(row["ms"]))} if row["peer"] == "flash_ext" else row for row in rows]
+    bench.chart.draw_chart(slower, "slower", chart)
+    assert "(0.5" in bench.chart.drawn_from(chart)
+    assert run(*where)[0] == 1
+    chart.unlink()
+    assert f"{chart} is not drawn from" in run(*where)[1]
+
+
+def test_the_chart_is_the_geometric_mean_and_shows_the_lowest_case(bench):
+    same = {"dtype": "bfloat16", "causal": "0", "Sq": "512", "pass": "fwd"}
+    rows = [
+        {**same, "D": d, "peer": peer, "ms": ms}
+        for d, peer, ms in (
+            ("64", "torch-cudnn", "4.0"), ("64", "flash_ext", "1.0"),
+            ("128", "torch-cudnn", "0.5"), ("128", "flash_ext", "1.0"),
+            ("256", "torch-cudnn", "OOM"), ("256", "flash_ext", "1.0"),
+        )
+    ]  # fmt: skip
+    assert bench.chart.chart_table(rows).splitlines()[2:] == ["| forward | cuDNN | 1.41 (0.50) | 1.41 (0.50) |"]
