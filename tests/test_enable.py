@@ -166,7 +166,7 @@ def test_need_weights_stays_pytorchs(device: str) -> None:
         assert calls_of(lambda: module(x, x, x, need_weights=True)) == 0
         torch.testing.assert_close(module(x, x, x, need_weights=True), expected)
         assert calls_of(lambda: module(x, x, x, need_weights=False)) == 1
-        # Rows with no key, as the README tells: PyTorch's are NaN, ours are the projection of 0.
+        # Rows with no key, as docs/use/errors.md says: PyTorch's are NaN, ours are the projection of 0.
         nothing = torch.ones(x.shape[:2], dtype=torch.bool, device=device)
         assert module(x, x, x, key_padding_mask=nothing, need_weights=True)[0].isnan().all()
         out = module(x, x, x, key_padding_mask=nothing, need_weights=False)[0]

@@ -122,7 +122,7 @@ def drop_in_calls(draw: st.DrawFn, device: str) -> tuple[Inputs, dict[str, Any]]
     elif kind == "float":
         inputs["attn_mask"] = draw(views(broadcastable(draw, scores), dtype, device, 0.0))
     if draw(st.booleans()):
-        options["scale"] = draw(st.sampled_from([0.0, -0.2, 0.05, 0.3]))  # larger ones saturate the softmax, see README
+        options["scale"] = draw(st.sampled_from([0.0, -0.2, 0.05, 0.3]))  # larger saturate: docs/use/numerics.md
     return inputs, options
 
 
