@@ -12,24 +12,34 @@ stop the others; it is told, and the exit status is 1. What was put together fro
 
 from __future__ import annotations
 
-import argparse
 import re
 import shlex
 import subprocess
 import sys
 import time
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
-from harness import BenchmarkError, run_main
+from harness import BenchmarkError, command_line, run_main
 from tables import read_csv
+from tyro.conf import Positional
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
+@dataclass
+class Args:
+    folder: Positional[Path]  # whose CSVs, also those of folders inside
+    out: Path | None = None  # where the results go (None: the folder)
+    only: str = ""  # regular expression: commands in which it is found
+    limit: float | None = None  # seconds of each command
+    dry_run: bool = False  # print the commands
+
+
 def own_command(path: Path) -> list[str] | None:
     """The words of the command that writes this CSV, or this folder's CSVs; None where the rows name no such one."""
-    commands = {row.get("command", "") for row in read_csv(path)}
+    commands = set(read_csv(path).get("command", []))
     words = shlex.split(commands.pop()) if len(commands) == 1 else []
     if words[:1] != ["python"] or "--out" not in words[:-1]:
         return None
@@ -55,14 +65,7 @@ def failure_of(words: list[str], limit: float | None) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("folder", type=Path, metavar="FOLDER", help="whose CSVs, also those of folders inside")
-    add("--out", type=Path, metavar="DIR", help="where the results go (default: FOLDER)")
-    add("--only", metavar="REGEX", default="", help="commands in which it is found")
-    add("--limit", type=float, metavar="SECONDS", help="for each command")
-    add("--dry-run", action="store_true", help="print the commands")
-    args = parser.parse_args()
+    args = command_line(Args)
     folder = (ROOT / args.folder).resolve()
     files = sorted(folder.rglob("*.csv"))
     if not files:

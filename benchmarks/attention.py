@@ -22,7 +22,6 @@ forward and backward (of a forward in suites that have no backward), inputs excl
 
 from __future__ import annotations
 
-import argparse
 import math
 import re
 import sys
@@ -30,11 +29,11 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -47,6 +46,7 @@ from harness import (
     BenchmarkError,
     Reporter,
     Timing,
+    command_line,
     interleave,
     is_lost,
     load_flash_ext,
@@ -61,6 +61,7 @@ from shapes import Case, Inputs, make_inputs
 from suites import DETERMINISTIC, OURS, SUITES, Suite, cases_of
 from tables import Table, csv_path, write_csv, write_results
 from torch import Tensor
+from tyro.conf import arg
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PASSES = ("fwd", "bwd", "e2e")
@@ -197,7 +198,7 @@ def end_to_end_call(peer: Peer, case: Case, x: Inputs) -> Callable[[], tuple[Ten
 CALLS = {"fwd": forward_call, "bwd": backward_call, "e2e": end_to_end_call}
 
 
-def checked(peer: Peer, case: Case, x: Inputs, found: Truth | None, args: argparse.Namespace) -> Check:
+def checked(peer: Peer, case: Case, x: Inputs, found: Truth | None, args: Args) -> Check:
     """Errors of each pass, infinite where the peer fails, and on a GPU the memory."""
     on_gpu = args.device == "cuda"
 
@@ -238,7 +239,7 @@ def truth_of(case: Case, x: Inputs) -> Truth | None:
         return None
 
 
-def measure(case: Case, dtype: torch.dtype, peers: dict[str, Peer], args: argparse.Namespace) -> list[Cell]:
+def measure(case: Case, dtype: torch.dtype, peers: dict[str, Peer], args: Args) -> list[Cell]:
     """All peers and passes of one case in one dtype."""
     x = make_inputs(case, dtype, args.device)
     small = score_elements(case) <= CHECK_ELEMENTS[args.device]
@@ -262,33 +263,40 @@ def measure(case: Case, dtype: torch.dtype, peers: dict[str, Peer], args: argpar
     ]
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
+@dataclass
+class Args:
+    """The command line, and what follows from it."""
+
+    suite: Literal[tuple(SUITES)] = "cpu"  # set of cases
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: the suite's, for some the GPU when there is one
+    dtypes: tuple[Literal[tuple(DTYPES)], ...] = ()  # none: the suite's (cpu: fp32 bf16 fp16)
+    passes: tuple[Literal[PASSES], ...] = ()  # none: the suite's (mostly fwd bwd)
+    peers: tuple[Literal[tuple(PEERS)], ...] = ()  # ratios are of the others to the last one; none: the suite's
+    backend: str | None = None  # flash_ext's backend, such as sm90 (None: its own choice)
+    case: str = ""  # only cases whose name has this text, such as 2048x64 or dropout
+    only: str = ""  # only cases in whose name this regular expression is found
+    threads: int = 2  # CPU threads of PyTorch
+    rounds: int | None = None  # interleaved rounds of a cell (None: 7, on a GPU 5; other suites on a CPU 3)
+    # time after which a cell takes at most 3 rounds (None: 3, on a GPU 10; other suites on a CPU 0.5)
+    seconds: float | None = None
+    calls: int | None = None  # exactly so many timed calls a cell (None: what fits; suite scaling on a GPU 100)
+    time_budget: Annotated[float, arg(metavar="SECONDS")] = math.inf  # start no case after this
+    quick: bool = False  # one small case of each kind, 3 rounds: a minute, for CI
+    check: bool = True  # with --no-check no err is computed
+    host: bool = True  # with --no-host the host time of tiny calls is not taken (suites cpu and short)
+    # folder of attention_SUITE and host_overhead, each .csv, .md, .tex, .png; or FILE.csv, others beside it
+    out: Annotated[Path | None, arg(metavar="DIR")] = None
+
+    sample: float = field(init=False)
+    cases: list[Case] = field(init=False)
+    limits: Limits = field(init=False)
+    csv: Path | None = field(init=False)
+    host_csv: Path = field(init=False)
+
+
+def parse(argv: list[str] | None = None) -> Args:
     """Arguments, checked and with their suite's defaults and cases."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--suite", choices=SUITES, default="cpu", help="set of cases (default cpu)")
-    add("--device", choices=("cpu", "cuda"), help="default: the suite's, which for some is the GPU when there is one")
-    add("--dtypes", nargs="+", choices=DTYPES, help="default: the suite's (cpu: fp32 bf16 fp16)")
-    add("--passes", nargs="+", choices=PASSES, help="default: the suite's (mostly fwd bwd)")
-    add("--peers", nargs="+", choices=PEERS, help="ratios are of the others to the last one; default: the suite's")
-    add("--backend", metavar="NAME", help="flash_ext's backend, such as sm90 (default: its own choice)")
-    add("--case", metavar="TEXT", default="", help="only cases whose name has this text, such as 2048x64 or dropout")
-    add("--only", metavar="REGEX", default="", help="only cases in whose name this regular expression is found")
-    add("--threads", type=int, default=2, help="CPU threads of PyTorch (default 2)")
-    add("--rounds", type=int, help="interleaved rounds of a cell (default 7, on a GPU 5; other suites on a CPU 3)")
-    enough = "time after which a cell takes at most 3 rounds (default 3, on a GPU 10; other suites on a CPU 0.5)"
-    add("--seconds", type=float, help=enough)
-    add("--calls", type=int, help="exactly so many timed calls a cell (default: what fits; suite scaling on a GPU 100)")
-    budget = "start no case after this (default: none)"
-    add("--time-budget", type=float, default=math.inf, metavar="SECONDS", help=budget)
-    add("--quick", action="store_true", help="one small case of each kind, 3 rounds: a minute, for CI")
-    add("--no-check", dest="check", action="store_false", help="do not compute err")
-    add("--no-host", dest="host", action="store_false", help="skip the host time of tiny calls (suites cpu and short)")
-    add(
-        "--out", type=Path, metavar="DIR",
-        help="folder of attention_SUITE and host_overhead, each .csv, .md, .tex, .png; or FILE.csv, others beside it",
-    )  # fmt: skip
-    args = parser.parse_args(argv)
+    args = command_line(Args, argv)
     suite = SUITES[args.suite]
     args.device = device_of(args, suite)
     on_gpu = args.device == "cuda"
@@ -298,7 +306,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args.seconds = args.seconds if args.seconds is not None else 10.0 if on_gpu else 0.5 if hurried else 3.0
     args.calls = args.calls if args.calls is not None else suite.calls if on_gpu and not args.quick else None
     args.dtypes, args.passes = args.dtypes or list(suite.dtypes), args.passes or list(suite.passes)
-    args.peers = args.peers or peers_of(suite, on_gpu)
+    args.peers = list(args.peers) or peers_of(suite, on_gpu)
     for name in ("threads", "rounds", "seconds", *(["calls"] if args.calls is not None else [])):
         if not 0 < getattr(args, name) < math.inf:
             raise BenchmarkError(f"--{name} {getattr(args, name)} must be above 0.")
@@ -319,9 +327,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def device_of(args: argparse.Namespace, suite: Suite) -> str:
+def device_of(args: Args, suite: Suite) -> str:
     """--device, or the suite's: a suite for both takes the GPU when there is one."""
-    device = args.device or suite.device
+    device = suite.device if args.device == "auto" else args.device
     if device == "both":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
@@ -337,7 +345,7 @@ def peers_of(suite: Suite, on_gpu: bool) -> list[str]:
     return others if "torch" in others else ["torch", *others]
 
 
-def chosen_cases(args: argparse.Namespace) -> list[Case]:
+def chosen_cases(args: Args) -> list[Case]:
     """The suite's cases that --case and --only leave."""
     hurried = args.device == "cpu" and SUITES[args.suite].device == "both"
     cases = cases_of(args.suite, args.quick, CPU_FLOP if hurried else math.inf)
@@ -351,7 +359,7 @@ def chosen_cases(args: argparse.Namespace) -> list[Case]:
     return chosen
 
 
-def measure_all(peers: dict[str, Peer], origin: dict[str, str], args: argparse.Namespace) -> list[Cell]:
+def measure_all(peers: dict[str, Peer], origin: dict[str, str], args: Args) -> list[Cell]:
     """Every cell that the time budget allows, one case at least; the CSV is written after each, so that it is kept."""
     start = time.monotonic()
     todo = [(name, case) for name in args.dtypes for case in args.cases]
@@ -376,7 +384,7 @@ def measure_all(peers: dict[str, Peer], origin: dict[str, str], args: argparse.N
     return cells
 
 
-def tables_of(cells: list[Cell], args: argparse.Namespace) -> list[Table]:
+def tables_of(cells: list[Cell], args: Args) -> list[Table]:
     """The suite cpu's tables have goals; the others' have every peer, limits and memory."""
     if args.suite == "cpu" and args.device == "cpu":
         return [*(cell_table(cells, DTYPES[name], args) for name in args.dtypes), summary_table(cells, args)]

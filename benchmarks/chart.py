@@ -9,36 +9,37 @@ is seen. Called by report.py. Invariant: the picture carries the table that it w
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
-from figures import OURS, Rows, grouped, number
+import pandas as pd
+from figures import OURS, number
 from harness import geomean
 
 SUITE = "grid"
 RIVALS = {"torch-cudnn": "cuDNN", "torch-flash": "FlashAttention-2"}
 PASSES = {"fwd": "forward", "bwd": "backward"}
-CASE = ("dtype", "D", "causal", "Sq", "pass")
+CASE = ["dtype", "D", "causal", "Sq", "pass"]
 Ratios = dict[tuple[str, str], dict[int, list[float]]]
 
 
-def ratios_of(rows: Rows) -> Ratios:
+def ratios_of(rows: pd.DataFrame) -> Ratios:
     """{(pass, peer): {sequence length: the ratio of every case}} for the rivals that were measured."""
+    times = rows.assign(ms=number(rows["ms"]), Sq=rows["Sq"].astype(int)).pivot(index=CASE, columns="peer", values="ms")
     result: Ratios = {}
-    for key, of_case in grouped(rows, *CASE).items():
-        times = {row["peer"]: number(row["ms"]) for row in of_case}
-        for peer in RIVALS:
-            ratio = times.get(peer, math.nan) / times.get(OURS, math.nan)
-            if not math.isnan(ratio):
-                result.setdefault((key[-1], peer), {}).setdefault(int(key[-2]), []).append(ratio)
-    return {(way, peer): result[way, peer] for way in PASSES for peer in RIVALS if (way, peer) in result}
+    for way in PASSES:
+        for peer in filter(times.columns.__contains__, RIVALS):
+            ratios = (times[peer] / times[OURS]).dropna()
+            ratios = ratios[ratios.index.get_level_values("pass") == way]
+            if len(ratios):
+                result[way, peer] = {length: list(of_length) for length, of_length in ratios.groupby(level="Sq")}
+    return result
 
 
 def length_name(length: int) -> str:
     return f"{length // 1024}k" if length % 1024 == 0 else str(length)
 
 
-def chart_table(rows: Rows) -> str:
+def chart_table(rows: pd.DataFrame) -> str:
     """The numbers of the chart in Markdown: geometric mean, and in brackets the lowest case; last, all lengths."""
     ratios = ratios_of(rows)
     lengths = sorted({length for of_line in ratios.values() for length in of_line})
@@ -52,7 +53,7 @@ def chart_table(rows: Rows) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def draw_chart(rows: Rows, caption: str, path: Path) -> None:
+def draw_chart(rows: pd.DataFrame, caption: str, path: Path) -> None:
     """One panel a pass: a group of bars a sequence length, one bar a rival."""
     import matplotlib
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 from typing import TYPE_CHECKING
 
 import torch
 from gpu_tables import coloured, groups
 from harness import geomean
-from tables import Table
+from tables import Table, make_table
 
 if TYPE_CHECKING:
-    from attention import Cell
+    from attention import Args, Cell
 
 # Per group of the suite cpu: the least that the geometric mean of a pass's ratios should be, and that of any cell
 GOALS = {
@@ -28,15 +27,11 @@ def ratio(cells: list[Cell], best: bool = False) -> float:
     return theirs.best / ours.best if best else theirs.median / ours.median
 
 
-def cell_table(cells: list[Cell], dtype: torch.dtype, args: argparse.Namespace) -> Table:
+def cell_table(cells: list[Cell], dtype: torch.dtype, args: Args) -> Table:
     """One line a case: milliseconds of every peer, ratio of medians (of bests in brackets) and err, for each pass."""
     title = f"{str(dtype).removeprefix('torch.')}, median milliseconds of interleaved rounds, {args.device}"
-    table = Table("B x H x S x D", "options", title=title)
-    for direction in args.passes:
-        for name in args.peers:
-            table.add_column(f"{direction}\n{name}", justify="right")
-        table.add_column(f"{direction}\nratio\n(best)", justify="right")
-        table.add_column(f"{direction}\nerr", justify="right")
+    headers = [f"{direction}\n{name}" for direction in args.passes for name in (*args.peers, "ratio\n(best)", "err")]
+    table = make_table("B x H x S x D", "options", right=headers, title=title)
     kind = ""
     for (case,), of_case in groups([c for c in cells if c.dtype == dtype], "case").items():
         if kind and kind != case.group:
@@ -54,11 +49,10 @@ def cell_table(cells: list[Cell], dtype: torch.dtype, args: argparse.Namespace) 
     return table
 
 
-def summary_table(cells: list[Cell], args: argparse.Namespace) -> Table:
+def summary_table(cells: list[Cell], args: Args) -> Table:
     """Geometric means of the ratios per dtype, pass and group of cases, and the lowest ratio of each."""
-    table = Table("dtype", "pass", "group", "cells", title=f"{args.peers[0]} time / {args.peers[-1]} time")
-    for name in ("geomean", "of bests", "goal", "lowest"):
-        table.add_column(name, justify="right")
+    title = f"{args.peers[0]} time / {args.peers[-1]} time"
+    table = make_table("dtype", "pass", "group", "cells", right=("geomean", "of bests", "goal", "lowest"), title=title)
     table.add_column("in")
     for (dtype, direction), of_pass in groups(cells, "dtype", "direction").items():
         for group, goals in GOALS.items():

@@ -11,14 +11,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from shapes import Case
 
-Rows = list[dict[str, str]]
 OURS = "flash_ext"
 BAR = 0.8  # of the room that a group of bars has
 MOST_PANELS = 24
 GROWING = ("scaling", "flash", "grid")  # suites whose cases differ in length
-KIND = ("dtype", "D", "causal", "pass")
+KIND = ["dtype", "D", "causal", "pass"]
 
 
 @contextmanager
@@ -41,66 +41,59 @@ def figure(path: Path, rows: int, columns: int, size: tuple[float, float], **opt
         plt.close(drawing)
 
 
-def number(text: str) -> float:
-    """A cell as a number; NaN for what is none, such as "OOM"."""
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
+def number(column: pd.Series) -> pd.Series:
+    """Cells as numbers; NaN for what is none, such as "OOM"."""
+    return pd.to_numeric(column, errors="coerce")
 
 
-def grouped(rows: Rows, *names: str) -> dict[tuple[str, ...], Rows]:
-    """Rows by the named columns, in order of appearance."""
-    result: dict[tuple[str, ...], Rows] = {}
-    for row in rows:
-        result.setdefault(tuple(row[name] for name in names), []).append(row)
-    return result
+def wide(rows: pd.DataFrame, index: pd.Series, values: str) -> pd.DataFrame:
+    """One column of figures: a row for each value of `index`, a column for each peer, both in order of appearance."""
+    figures = number(rows[values]).groupby([index, rows["peer"]]).last().unstack()
+    return figures.reindex(index=index.unique(), columns=rows["peer"].unique())
 
 
-def case_name(row: dict[str, str]) -> str:
-    """The case of a row of attention.py; made from its columns where a file is older than the column "name"."""
-    if "name" in row:
-        return row["name"]
+def case_name(row: pd.Series) -> str:
+    """The case of a row of attention.py that is older than the column "name"."""
     b, h, sq, d, hkv, sk, dv = (int(row[column]) for column in ("B", "H", "Sq", "D", "Hkv", "Sk", "Ev"))
     options = {"causal": row["causal"] == "1", "mask": row["mask"], "dropout": float(row["dropout"])}
     return Case(b, h, sq, d, hkv=hkv, sk=sk, dv=dv, **options).name
 
 
-def by_case(rows: Rows) -> dict[str, Rows]:
-    """Rows of one suite, dtype and pass by case: {name: rows}."""
-    result: dict[str, Rows] = {}
-    for row in rows:
-        result.setdefault(case_name(row), []).append(row)
-    return result
+def best_ratios(rows: pd.DataFrame) -> pd.Series:
+    """Time of the fastest other peer over flash_ext's (the last peer's, where that is another), by case.
+
+    Takes rows of one suite, dtype and pass.
+    """
+    times = wide(rows, rows["name"] if "name" in rows else rows.apply(case_name, axis=1), "ms")
+    ours = times.pop(OURS if OURS in times else times.columns[-1])
+    return times.min(axis=1) / ours
 
 
-def draw_attention(rows: Rows, path: Path) -> None:
+def draw_attention(rows: pd.DataFrame, path: Path) -> None:
     """Against the length where a suite's cases grow in it, else one bar a case."""
-    (draw_growth if rows[0]["suite"] in GROWING else draw_ratios)(rows, path)
+    (draw_growth if rows["suite"][0] in GROWING else draw_ratios)(rows, path)
 
 
-def draw_growth(rows: Rows, path: Path) -> None:
+def draw_growth(rows: pd.DataFrame, path: Path) -> None:
     """By length: milliseconds, and for the suite scaling what forward keeps for backward, where that was measured.
 
     One panel a kind of case, one line a peer, both axes logarithmic; a line ends where memory ran out.
     """
-    kinds = grouped(rows, *KIND)
-    panels = [(key, "ms", of_kind) for key, of_kind in kinds.items()]
-    if rows[0]["suite"] == "scaling" and any(row.get("saved_mib") for row in rows):
-        panels += [(key, "saved_mib", of_kind) for key, of_kind in kinds.items() if key[-1] == "bwd"]
+    kinds = list(rows.groupby(KIND, sort=False))
+    panels = [(key, "ms", of_kind) for key, of_kind in kinds]
+    if rows["suite"][0] == "scaling" and "saved_mib" in rows and rows["saved_mib"].any():
+        panels += [(key, "saved_mib", of_kind) for key, of_kind in kinds if key[-1] == "bwd"]
     panels = panels[:MOST_PANELS]
     columns = min(4, len(panels))
     height = math.ceil(len(panels) / columns)
-    colours = {peer: f"C{index}" for index, (peer,) in enumerate(grouped(rows, "peer"))}
+    colours = {peer: f"C{index}" for index, peer in enumerate(rows["peer"].unique())}
     with figure(path, height, columns, size=(3.6 * columns, 3 * height)) as axes:
         for axis in axes.flat[len(panels) :]:
             axis.set_visible(False)
         for axis, ((dtype, d, causal, direction), column, of_panel) in zip(axes.flat, panels, strict=False):
-            for (peer,), of_peer in grouped(of_panel, "peer").items():
-                points = sorted((int(row["Sq"]), number(row[column])) for row in of_peer)
-                lengths = [length for length, value in points if value > 0]
-                values = [value for _, value in points if value > 0]
-                axis.plot(lengths, values, "o-", ms=3, lw=2.5 if peer == OURS else 1.2, color=colours[peer])
+            for peer, of_peer in of_panel.groupby("peer", sort=False):
+                line = number(of_peer[column]).set_axis(number(of_peer["Sq"])).sort_index()
+                axis.plot(line[line > 0], "o-", ms=3, lw=2.5 if peer == OURS else 1.2, color=colours[peer])
             axis.set_xscale("log", base=2)
             axis.set_yscale("log", base=2)
             axis.xaxis.set_major_formatter("{x:g}")
@@ -112,78 +105,55 @@ def draw_growth(rows: Rows, path: Path) -> None:
         axes[0][0].legend(handles=lines, fontsize=7)
 
 
-def draw_ratios(rows: Rows, path: Path) -> None:
+def draw_ratios(rows: pd.DataFrame, path: Path) -> None:
     """The fastest other peer's time over flash_ext's, one bar a case; above the line at 1 flash_ext is faster."""
-    panels = grouped(rows, "dtype", "pass")
-    cases = max(len(by_case(of_panel)) for of_panel in panels.values())
-    width = max(4.0, 0.22 * cases)
-    columns = len(grouped(rows, "pass"))
+    panels = {key: best_ratios(of_panel) for key, of_panel in rows.groupby(["dtype", "pass"], sort=False)}
+    width = max(4.0, 0.22 * max(map(len, panels.values())))
+    columns = rows["pass"].nunique()
     height = math.ceil(len(panels) / columns)
     with figure(path, height, columns, size=(width * columns, 2.4 * height + 1.5), sharex=True, sharey=True) as axes:
-        for axis, ((dtype, direction), of_panel) in zip(axes.flat, panels.items(), strict=False):
-            ratios = [best_ratio(of_case) for of_case in by_case(of_panel).values()]
-            names = list(by_case(of_panel))
-            colours = ["C2" if ratio >= 1 else "C3" for ratio in ratios]
-            axis.bar(range(len(names)), [ratio - 1 for ratio in ratios], BAR, bottom=1, color=colours)
+        for axis, ((dtype, direction), ratios) in zip(axes.flat, panels.items(), strict=False):
+            places = range(len(ratios))
+            axis.bar(places, ratios - 1, BAR, bottom=1, color=["C2" if ratio >= 1 else "C3" for ratio in ratios])
             axis.axhline(1, color="black", lw=1)
             axis.set_yscale("log", base=2)
             axis.yaxis.set_major_formatter("{x:g}")
             axis.set(title=f"{direction}, {dtype}", ylabel="best other / flash_ext")
-            axis.set_xticks(range(len(names)), names, rotation=90, fontsize=6)
+            axis.set_xticks(places, ratios.index, rotation=90, fontsize=6)
 
 
-def best_ratio(of_case: Rows) -> float:
-    """Time of the fastest other peer over flash_ext's (the last peer's, where that is another), for one case."""
-    times = {row["peer"]: number(row["ms"]) for row in of_case}
-    ours = times.pop(OURS if OURS in times else of_case[-1]["peer"])
-    return min((ms for ms in times.values() if not math.isnan(ms)), default=math.nan) / ours
-
-
-def draw_host_overhead(rows: Rows, path: Path) -> None:
+def draw_host_overhead(rows: pd.DataFrame, path: Path) -> None:
     """Microseconds of one call: one group of bars a pass and arguments, one bar a peer."""
-    groups = grouped(rows, "pass", "arguments")
-    peers = list(grouped(rows, "peer"))
+    calls = wide(rows, (rows["pass"] + " " + rows["arguments"]).str.strip(), "us")
     with figure(path, 1, 1, size=(8, 3.5)) as axes:
-        axis = axes[0][0]
-        for index, (peer,) in enumerate(peers):
-            places = [place + BAR * (index / len(peers) - 0.5) for place in range(len(groups))]
-            values = [next(number(row["us"]) for row in of if row["peer"] == peer) for of in groups.values()]
-            axis.bar(places, values, BAR / len(peers), align="edge", label=peer)
-        axis.set_xticks(range(len(groups)), [" ".join(filter(None, key)) for key in groups], fontsize=7)
-        axis.set(ylabel="microseconds")
-        axis.legend(fontsize=8)
+        calls.plot.bar(ax=axes[0][0], width=BAR, rot=0, fontsize=7, grid=True, xlabel="", ylabel="microseconds")
+        axes[0][0].legend(fontsize=8)
 
 
-def draw_steps(rows: Rows, path: Path) -> None:
+def draw_steps(rows: pd.DataFrame, path: Path) -> None:
     """One bar a setting, its phases stacked, the step's standard deviation at its end; "OOM" where memory ran out."""
-    names = ("size", "batch", "context", "attention", "precision", "mode", "warmup", "compile", "checkpoint")
-    shown = [name for name in names if len(grouped(rows, name)) > 1] or ["attention"]
-    labels = [
-        ", ".join(f"{name} {row[name]}" if row[name].isdecimal() else row[name] for name in shown) for row in rows
-    ]
+    names = ["size", "batch", "context", "attention", "precision", "mode", "warmup", "compile", "checkpoint"]
+    shown = [name for name in names if rows[name].nunique() > 1] or ["attention"]
+    words = rows[shown].apply(lambda column: (column.name + " " + column).where(column.str.isdecimal(), column))
+    phases = ["forward", "loss", "backward", "optimizer"]
+    times = rows[[f"{phase}_ms" for phase in phases]].apply(number).fillna(0).set_axis(phases, axis=1)
     with figure(path, 1, 1, size=(9, 1.4 + 0.35 * len(rows))) as axes:
-        axis, starts = axes[0][0], [0.0] * len(rows)
-        for phase in ("forward", "loss", "backward", "optimizer"):
-            widths = [0.0 if math.isnan(number(row[f"{phase}_ms"])) else number(row[f"{phase}_ms"]) for row in rows]
-            if any(widths):
-                axis.barh(range(len(rows)), widths, BAR, left=starts, label=phase)
-            starts = [start + width for start, width in zip(starts, widths, strict=True)]
-        for place, row in enumerate(rows):
+        axis = axes[0][0]
+        times.set_axis(words.agg(", ".join, axis=1)).plot.barh(ax=axis, stacked=True, width=BAR, fontsize=8, grid=True)
+        for place, row in enumerate(rows.to_dict("records")):
             if row["status"] == "OOM":
                 axis.text(0, place, " OOM", va="center", color="C3")
             elif row["step_std"]:
-                axis.errorbar(number(row["step_ms"]), place, xerr=number(row["step_std"]), color="black", capsize=3)
-        axis.set_yticks(range(len(rows)), labels, fontsize=8)
+                axis.errorbar(float(row["step_ms"]), place, xerr=float(row["step_std"]), color="black", capsize=3)
         axis.invert_yaxis()
-        axis.set(xlabel="milliseconds of a step")
+        axis.set(xlabel="milliseconds of a step", ylabel="")
         axis.legend(fontsize=8, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1))
 
 
-def draw_losses(rows: Rows, path: Path) -> None:
+def draw_losses(rows: pd.DataFrame, path: Path) -> None:
     """The loss curves in one picture; for two runs their |difference| below them, on a log axis."""
-    curves: dict[str, list[float]] = {}
-    for row in rows:
-        curves.setdefault(row["attention"], []).append(number(row["loss"]))  # NaN, which is not drawn, for OOM
+    losses = number(rows["loss"]).groupby(rows["attention"], sort=False)
+    curves = {name: of_run.tolist() for name, of_run in losses}  # NaN, which is not drawn, for OOM
     pair = len(curves) == 2
     size = (8, 6) if pair else (8, 4.5)
     with figure(path, 1 + pair, 1, size=size, sharex=True, height_ratios=[3, 1][: 1 + pair]) as axes:
@@ -192,7 +162,7 @@ def draw_losses(rows: Rows, path: Path) -> None:
             curves.items(), ({"lw": 4, "alpha": 0.45}, {"lw": 1.2, "ls": "--", "color": "black"}), strict=False
         ):
             top.plot(range(1, len(losses) + 1), losses, label=name, **style)
-        top.set(title="{size}, {precision}, {batch} x {context} bytes".format(**rows[0]))
+        top.set(title="{size}, {precision}, {batch} x {context} bytes".format(**rows.iloc[0]))
         top.set(ylabel="training loss (nats per byte)")
         top.legend()
         if pair:
@@ -202,7 +172,7 @@ def draw_losses(rows: Rows, path: Path) -> None:
         bottom.set(xlabel="step")
 
 
-DRAWINGS: dict[str, Callable[[Rows, Path], None]] = {  # by a column that only that kind of CSV has
+DRAWINGS: dict[str, Callable[[pd.DataFrame, Path], None]] = {  # by a column that only that kind of CSV has
     "each_step_ms": draw_steps,
     "Sq": draw_attention,
     "us": draw_host_overhead,
@@ -210,6 +180,6 @@ DRAWINGS: dict[str, Callable[[Rows, Path], None]] = {  # by a column that only t
 }
 
 
-def picture_of(rows: Rows) -> Callable[[Rows, Path], None] | None:
+def picture_of(rows: pd.DataFrame) -> Callable[[pd.DataFrame, Path], None] | None:
     """The drawing that fits the columns of a benchmark's CSV; None for columns of something else."""
-    return next((drawing for column, drawing in DRAWINGS.items() if column in rows[0]), None)
+    return next((drawing for column, drawing in DRAWINGS.items() if column in rows), None)

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from harness import geomean
-from tables import Table
+from tables import Table, make_table
 
 if TYPE_CHECKING:
     from attention import Cell
@@ -53,20 +53,9 @@ def to_best(of_pass: list[Cell]) -> float:
 def gpu_table(cells: list[Cell], peers: list[str]) -> Table:
     """One line a case, dtype and pass: every peer's milliseconds, then what the last one's time means."""
     title = f"median milliseconds of interleaved rounds; TFLOP/s to peak MiB are {peers[-1]}'s"
-    table = Table("B x H x S x D", "dtype", "pass", title=title)
     headers = [peer.replace("-", "-\n") for peer in peers]
-    for header in (
-        *headers,
-        "TFLOP/s",
-        "GB/s",
-        "% of\nlimit",
-        "best /\nours",
-        "err",
-        "spread",
-        "peak\nMiB",
-        "best\nMiB",
-    ):
-        table.add_column(header, justify="right")
+    ours = ("TFLOP/s", "GB/s", "% of\nlimit", "best /\nours", "err", "spread", "peak\nMiB", "best\nMiB")
+    table = make_table("B x H x S x D", "dtype", "pass", right=(*headers, *ours), title=title)
     for (case, dtype, direction), of_pass in groups(cells, "case", "dtype", "direction").items():
         ours = of_pass[-1]
         table.add_row(
@@ -82,11 +71,9 @@ def gpu_table(cells: list[Cell], peers: list[str]) -> Table:
 def scaling_table(cells: list[Cell]) -> Table:
     """One line a case, dtype and peer, in order of the length: milliseconds of each pass and what forward keeps."""
     passes = [direction for (direction,) in groups(cells, "direction")]
-    table = Table(
-        "B x H x S x D", "dtype", "peer", title="median milliseconds; memory in use before backward and at its peak"
-    )
-    for header in (*passes, "before\nbackward\nMiB", "peak\nMiB"):
-        table.add_column(header, justify="right")
+    title = "median milliseconds; memory in use before backward and at its peak"
+    figures = (*passes, "before\nbackward\nMiB", "peak\nMiB")
+    table = make_table("B x H x S x D", "dtype", "peer", right=figures, title=title)
     for (case, dtype), of_case in groups(cells, "case", "dtype").items():
         for (peer,), of_peer in groups(of_case, "peer").items():
             memory = (_figure(value, ".0f") for value in (of_peer[0].check.saved_mib, of_peer[0].check.peak_mib))
@@ -98,9 +85,9 @@ def scaling_table(cells: list[Cell]) -> Table:
 
 def gpu_summary(cells: list[Cell], peers: list[str]) -> Table:
     """Per dtype, head dim and pass: geometric mean (lowest) of the ratios to each peer and to the best one."""
-    table = Table("dtype", "D", "pass", "cells", title=f"time of a peer / time of {peers[-1]}: geometric mean (lowest)")
-    for name in (*peers[:-1], "best"):
-        table.add_column(name.replace("-", "-\n"), justify="right")
+    title = f"time of a peer / time of {peers[-1]}: geometric mean (lowest)"
+    others = [name.replace("-", "-\n") for name in (*peers[:-1], "best")]
+    table = make_table("dtype", "D", "pass", "cells", right=others, title=title)
     for (dtype, d, direction), of_group in groups(cells, "dtype", "head_dim", "direction").items():
         by_case = list(groups(of_group, "case").values())
         columns = []

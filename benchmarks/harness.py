@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import io
 import math
 import os
 import platform
@@ -20,14 +21,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import redirect_stderr
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import groupby
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from tables import Console, progress_bar
+import tyro
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 CYCLES_PER_SECOND = 2e9  # about a GPU's clock; what it idles for need not be exact
 GPU_CALLS = 20  # a sample's calls at most
@@ -62,6 +68,35 @@ def run_main(main: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
+
+
+Args = TypeVar("Args")
+
+
+def command_line(kind: type[Args], argv: list[str] | None = None) -> Args:
+    """A command line as a dataclass, by tyro, whose comments are the help; a refusal is a BenchmarkError."""
+    told = io.StringIO()
+    try:
+        with redirect_stderr(told):
+            return tyro.cli(
+                kind, prog=Path(sys.argv[0]).name, description=sys.modules[kind.__module__].__doc__, args=argv,
+                config=(tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone),
+            )  # fmt: skip
+    except SystemExit as end:
+        if not end.code:  # --help
+            raise
+        # A box: its title, in ASCII a rule, what is wrong, and after a rule or an empty line how to get help
+        box = [line.strip("│| ") for line in Text.from_ansi(told.getvalue()).plain.splitlines()[1:]]
+        parts = groupby(box, lambda line: bool(line.strip("─-")))
+        raise BenchmarkError(next(" ".join(lines) for has_words, lines in parts if has_words)) from None
+
+
+def word(read: Callable[[str], Any], metavar: str) -> tyro.constructors.PrimitiveConstructorSpec:
+    """To annotate an argument of one word that `read` understands; what it cannot is a ValueError."""
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1, metavar=metavar, instance_from_str=lambda words: read(words[0]), is_instance=lambda value: True,
+        str_from_instance=lambda value: [",".join(map(str, value)) if isinstance(value, list) else str(value)],
+    )  # fmt: skip
 
 
 def pick_device(name: str) -> str:
@@ -324,7 +359,8 @@ class Reporter:
 
     def __enter__(self) -> Reporter:
         if self.console.is_terminal:
-            self.bar = progress_bar(self.console)
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            self.bar = Progress(*columns, TextColumn("{task.fields[note]}"), console=self.console, transient=True)
             self.bar.start()
             self.task = self.bar.add_task(self.title, total=self.total, note="")
         return self

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pandas as pd
 import torch
 import torch.nn.functional as F
 from harness import interleave
-from tables import Table
+from tables import Table, make_table
 from torch import Tensor
 
 TENSORS = {"cpu": ((1, 2, 4, 16), torch.float32), "cuda": ((1, 8, 128, 64), torch.bfloat16)}  # (B, H, S, D), dtype
@@ -56,12 +57,11 @@ def host_overhead(ours: Callable[..., Tensor] | None, device: str, rounds: int) 
 
 def host_table(rows: list[dict[str, Any]]) -> Table:
     """Microseconds per call, one line a (pass, arguments), and ours over each of PyTorch's."""
-    table = Table("tensors", "pass", "arguments", title="Host time of one call, microseconds (median)")
     names = list(dict.fromkeys(row["peer"] for row in rows))
-    for name in [*names, *([f"ours / {n}" for n in names if n != OURS] if OURS in names else [])]:
-        table.add_column(name, justify="right")
-    for key in dict.fromkeys((row["tensors"], row["pass"], row["arguments"]) for row in rows):
-        us = {row["peer"]: float(row["us"]) for row in rows if (row["tensors"], row["pass"], row["arguments"]) == key}
-        ratios = [f"{us[OURS] / us[n]:.2f}" for n in names if n != OURS] if OURS in us else []
-        table.add_row(*key, *(f"{us[n]:.2f}" for n in names), *ratios)
+    others = [name for name in names if name != OURS] if OURS in names else []
+    title = "Host time of one call, microseconds (median)"
+    table = make_table("tensors", "pass", "arguments", right=(*names, *(f"ours / {n}" for n in others)), title=title)
+    for key, of_line in pd.DataFrame(rows).groupby(["tensors", "pass", "arguments"], sort=False):
+        us = of_line.set_index("peer")["us"].astype(float)
+        table.add_row(*key, *(f"{us[n]:.2f}" for n in names), *(f"{us[OURS] / us[n]:.2f}" for n in others))
     return table

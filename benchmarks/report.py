@@ -12,17 +12,19 @@ library; results of two are refused.
 
 from __future__ import annotations
 
-import argparse
-import math
 import statistics
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+import pandas as pd
 from chart import SUITE, chart_table, draw_chart, drawn_from
-from figures import OURS, Rows, best_ratio, by_case, grouped, number, picture_of
-from harness import BenchmarkError, device_slug, geomean, run_main
-from tables import Table, read_csv
+from figures import OURS, best_ratios, number, picture_of
+from harness import BenchmarkError, command_line, device_slug, geomean, run_main
+from tables import Table, make_table, markdown, read_csv
+from tyro.conf import arg
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs/numbers/results.md"
@@ -31,26 +33,31 @@ END = "<!-- end of results -->"
 VERSIONS = ("torch", "cuda", "cudnn", "driver")
 
 
-def read_folder(folder: Path) -> dict[Path, Rows]:
+@dataclass
+class Args:
+    check: bool = False  # compare only; exit status 1 when the page disagrees with the CSVs
+    results: Annotated[Path, arg(metavar="DIR")] = ROOT / "benchmarks/results"
+    page: Annotated[Path, arg(metavar="FILE")] = PAGE
+    pictures: bool = True  # with --no-pictures they are not drawn again
+
+
+def read_folder(folder: Path) -> dict[Path, pd.DataFrame]:
     """The CSVs of one device, each with its rows; rows of another device are refused."""
-    found = {path: rows for path in sorted(folder.glob("*.csv")) if (rows := read_csv(path))}
+    found = {path: rows for path in sorted(folder.glob("*.csv")) if len(rows := read_csv(path))}
     for path, rows in found.items():
-        for row in rows:
+        for row in rows[["gpu", "cpu", "threads"]].drop_duplicates().to_dict("records"):
             if device_slug(row) != folder.name:
                 raise BenchmarkError(f"{path} has rows of {device_slug(row)}, but lies in the folder {folder.name}.")
     return found
 
 
-def together(files: dict[Path, Rows]) -> Rows:
+def together(files: dict[Path, pd.DataFrame]) -> pd.DataFrame:
     """All rows of the files, which must be of one commit and of one build where they used the library."""
-    rows = [{**row, "file": path.name} for path, of_file in files.items() for row in of_file]
+    rows = pd.concat([of_file.assign(file=path.name) for path, of_file in files.items()], ignore_index=True).fillna("")
     for column, word in (("commit", "commit"), ("library", "build")):
-        seen: dict[str, str] = {}
-        for row in rows:
-            if row[column]:
-                seen.setdefault(row[column], row["file"])
+        seen = rows[rows[column] != ""].drop_duplicates(column)[[column, "file"]].values
         if len(seen) > 1:
-            (one, of_one), (two, of_two) = list(seen.items())[:2]
+            (one, of_one), (two, of_two) = seen[:2]
             raise BenchmarkError(
                 f"{next(iter(files)).parent}: {of_one} is of {word} {one} and {of_two} of {word} {two}, and one table "
                 f"takes one {word}; measure one of them again."
@@ -58,58 +65,53 @@ def together(files: dict[Path, Rows]) -> Rows:
     return rows
 
 
-def caption(title: str, rows: Rows) -> str:
+def caption(title: str, rows: pd.DataFrame) -> str:
     """Where a table's figures come from, in one line above it."""
-    row = next((row for row in rows if row["library"]), rows[0])
+    row = rows.iloc[(rows["library"] != "").argmax()]  # the first that used the library, if any
     device = row["gpu"] or f"{row['cpu']}, {row['threads']} threads"
-    dirty = " with changes" if any(row["dirty"] == "1" for row in rows) else ""
+    dirty = " with changes" if (rows["dirty"] == "1").any() else ""
     versions = ", ".join(f"{name} {row[name]}" for name in VERSIONS if row.get(name))
     return f"{title}: {device}; commit {row['commit']}{dirty}, library {row['library']}; {versions}."
 
 
-def _shown(values: Iterable[float], reduce: Callable[[list[float]], float], digits: str) -> str:
-    numbers = [value for value in values if not math.isnan(value)]
-    return f"{reduce(numbers):{digits}}" if numbers else "-"
+def _shown(values: pd.Series, reduce: Callable[[pd.Series], float], digits: str) -> str:
+    values = values.dropna()
+    return f"{reduce(values):{digits}}" if len(values) else "-"
 
 
-def attention_table(rows: Rows) -> Table:
+def attention_table(rows: pd.DataFrame) -> Table:
     """One line a suite, dtype and pass, in the suite grid also a head dim: flash_ext against the fastest other peer."""
-    table = Table("suite", "dtype", "pass")
-    for header in ("cases", "best other / flash_ext, geomean", "lowest", "% of limit, median", "err, largest"):
-        table.add_column(header, justify="right")
-    for row in rows:
-        row["part"] = f"{row['suite']}, D {row['D']}" if row["suite"] == "grid" else row["suite"]
-    for (part, dtype, direction), of_line in grouped(rows, "part", "dtype", "pass").items():
-        ratios = [best_ratio(of_case) for of_case in by_case(of_line).values()]
-        ours = [row for row in of_line if row["peer"] == OURS]
-        limits = _shown((number(row.get("percent_of_limit", "")) for row in ours), statistics.median, ".0f")
-        errors = _shown((number(row["err"]) for row in ours), max, ".2f")
-        figures = (_shown(ratios, geomean, ".2f"), _shown(ratios, min, ".2f"), limits, errors)
-        table.add_row(part, dtype, direction, str(len(ratios)), *figures)
+    headers = ("cases", "best other / flash_ext, geomean", "lowest", "% of limit, median", "err, largest")
+    table = make_table("suite", "dtype", "pass", right=headers)
+    part = rows["suite"].where(rows["suite"] != "grid", "grid, D " + rows["D"])
+    for key, of_line in rows.groupby([part, "dtype", "pass"], sort=False):
+        ratios, ours = best_ratios(of_line), of_line[of_line["peer"] == OURS]
+        limits = number(ours["percent_of_limit"]) if "percent_of_limit" in ours else pd.Series()
+        table.add_row(
+            *key, str(len(ratios)), _shown(ratios, geomean, ".2f"), _shown(ratios, min, ".2f"),
+            _shown(limits, statistics.median, ".0f"), _shown(number(ours["err"]), max, ".2f"),
+        )  # fmt: skip
     return table
 
 
-def host_table(rows: Rows) -> Table:
+def host_table(rows: pd.DataFrame) -> Table:
     """One line a kind of tensors, pass and arguments: microseconds of every peer."""
-    peers = [peer for (peer,) in grouped(rows, "peer")]
-    table = Table("tensors", "pass", "arguments")
-    for peer in peers:
-        table.add_column(f"{peer}, us", justify="right")
-    for key, of_line in grouped(rows, "tensors", "pass", "arguments").items():
-        table.add_row(*key, *(next(row["us"] for row in of_line if row["peer"] == peer) for peer in peers))
+    peers = rows["peer"].unique()
+    table = make_table("tensors", "pass", "arguments", right=[f"{peer}, us" for peer in peers])
+    for key, of_line in rows.groupby(["tensors", "pass", "arguments"], sort=False):
+        table.add_row(*key, *of_line.set_index("peer")["us"][peers])
     return table
 
 
-STEP_KEYS = ("size", "batch", "context", "precision", "mode", "compile", "checkpoint", "attention")
+STEP_KEYS = ["size", "batch", "context", "precision", "mode", "compile", "checkpoint", "attention"]
 
 
-def step_table(rows: Rows) -> Table:
+def step_table(rows: pd.DataFrame) -> Table:
     """One line a setting, the one with most warm-up: the step, its throughput, MFU and peak memory."""
-    table = Table("size", "batch x context", "precision", "mode", "attention")
-    for header in ("step, ms", "tokens/s", "MFU %", "peak MiB"):
-        table.add_column(header, justify="right")
-    for of_setting in grouped(rows, *STEP_KEYS).values():
-        row = max(of_setting, key=lambda row: int(row["warmup"]))
+    figures = ("step, ms", "tokens/s", "MFU %", "peak MiB")
+    table = make_table("size", "batch x context", "precision", "mode", "attention", right=figures)
+    for _, of_setting in rows.groupby(STEP_KEYS, sort=False):
+        row = of_setting.loc[of_setting["warmup"].astype(int).idxmax()]
         options = "".join(f", {name}" for name in ("compile", "checkpoint") if row[name] == "1")
         step = row["status"] if row["status"] != "ok" else f"{row['step_ms']} ± {row['step_std'] or '-'}"
         costs = (row[name] or "-" for name in ("tokens_s", "mfu_percent", "peak_mib"))
@@ -119,7 +121,7 @@ def step_table(rows: Rows) -> Table:
 
 
 # title, which files, which of their columns tell that they are of this kind, the table
-KINDS: tuple[tuple[str, str, str, Callable[[Rows], Table]], ...] = (
+KINDS: tuple[tuple[str, str, str, Callable[[pd.DataFrame], Table]], ...] = (
     ("Attention alone", "attention_*.csv", "Sq", attention_table),
     ("Host time of one call", "*host_overhead.csv", "us", host_table),
     ("A language model's step", "train_lm*.csv", "step_ms", step_table),
@@ -129,24 +131,24 @@ KINDS: tuple[tuple[str, str, str, Callable[[Rows], Table]], ...] = (
 CHART = "Times faster, suite grid, geometric mean over head dims and masks (lowest case)"
 
 
-def chart_rows(folder: Path) -> Rows:
+def chart_rows(folder: Path) -> pd.DataFrame:
     """The rows that the chart of one device shows; none where the suite grid was not measured there."""
     path = folder / f"attention_{SUITE}.csv"
-    return read_csv(path) if path.is_file() else []
+    return read_csv(path) if path.is_file() else pd.DataFrame()
 
 
 def report_of(folder: Path) -> str:
     """The Markdown of one device."""
     files, parts = read_folder(folder), [f"## {folder.name}"]
     grid = chart_rows(folder)
-    if grid:
+    if len(grid):
         parts += [f"![Times faster than cuDNN and FlashAttention-2]({folder.name}.png)", caption(CHART, grid)]
         parts += [chart_table(grid)]
     for title, pattern, column, table in KINDS:
-        chosen = {path: rows for path, rows in files.items() if path.match(pattern) and column in rows[0]}
+        chosen = {path: rows for path, rows in files.items() if path.match(pattern) and column in rows}
         if chosen:
             rows = together(chosen)
-            parts += [caption(title, rows), table(rows).markdown()]
+            parts += [caption(title, rows), markdown(table(rows))]
     return "\n\n".join(parts)
 
 
@@ -177,13 +179,7 @@ def first_difference(found: str, expected: str) -> str:
 
 def main() -> None:
     """Writes, or with --check compares."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--check", action="store_true", help="compare only; exit status 1 when the page disagrees with the CSVs")
-    add("--results", type=Path, metavar="DIR", default=ROOT / "benchmarks/results", help="default: benchmarks/results")
-    add("--page", type=Path, metavar="FILE", default=PAGE, help="default: docs/numbers/results.md")
-    add("--no-pictures", dest="pictures", action="store_false", help="do not draw the pictures again")
-    args = parser.parse_args()
+    args = command_line(Args)
     expected = f"\n\n{report(args.results)}\n\n"
     before, found, after = split(args.page)
     charts = {args.page.with_name(f"{path.name}.png"): chart_rows(path) for path in sorted(args.results.iterdir())}
@@ -196,19 +192,20 @@ def main() -> None:
             )
             sys.exit(1)
         for path, rows in charts.items():
-            if rows and drawn_from(path) != chart_table(rows):
+            if len(rows) and drawn_from(path) != chart_table(rows):
                 print(f"report.py: {path} is not drawn from {args.results}; run benchmarks/report.py.", file=sys.stderr)
                 sys.exit(1)
         return
     args.page.write_text(before + expected + after)
     print(f"Written: {args.page}")
     for path, rows in charts.items() if args.pictures else ():
-        if rows:
-            draw_chart(rows, caption(f"Suite {SUITE}, {', '.join(sorted({row['dtype'] for row in rows}))}", rows), path)
+        if len(rows):
+            dtypes = ", ".join(sorted(rows["dtype"].unique()))
+            draw_chart(rows, caption(f"Suite {SUITE}, {dtypes}", rows), path)
             print(f"Written: {path}")
     for path in sorted(args.results.glob("*/*.csv")) if args.pictures else ():
         rows = read_csv(path)
-        drawing = picture_of(rows) if rows else None
+        drawing = picture_of(rows) if len(rows) else None
         if drawing is not None:
             drawing(rows, path.with_suffix(".png"))
             print(f"Written: {path.with_suffix('.png')}")

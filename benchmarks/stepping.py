@@ -23,7 +23,7 @@ import torch
 from harness import BenchmarkError, Reporter, is_out_of_memory, load_flash_ext, release_memory, synchronize
 from limits import float32_products
 from model import ATTENTIONS, SIZES, Size, TransformerLM, mark_ranges, named_range
-from tables import Table
+from tables import Table, make_table
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import AdamW
@@ -287,9 +287,8 @@ def step_table(rows: list[dict[str, Any]], device: str) -> Table:
     same = [f"{name} {rows[0][name]}" for name in SETTING_COLUMNS if name not in different]
     title = f"Milliseconds, mean ± standard deviation of {rows[0]['steps']} steps, {device}: {', '.join(same)}"
     phases = [name for name in PHASES["train-step"] if any(row[f"{name}_ms"] for row in rows)]
-    table = Table(*different, title=title)
-    for header in (*phases, "step", "tokens/s", "MFU %", "peak MiB"):
-        table.add_column(header, justify="right")
+    headers = (*phases, "step", "tokens/s", "MFU %", "peak MiB")
+    table = make_table(*different, right=headers, title=title)
     for row in rows:
         times = [_shown(row[f"{name}_ms"], row[f"{name}_std"]) for name in (*phases, "step")]
         if row["status"] == "OOM":

@@ -15,7 +15,6 @@ is a row with the reason, and the exit status is 1. At the end --out has all row
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import itertools
 import os
@@ -24,14 +23,17 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from figures import Rows, picture_of
-from harness import BenchmarkError, Reporter, make_folder, provenance, run_main, stdout_console
-from tables import Table, read_csv, write_results
+import pandas as pd
+from figures import picture_of
+from harness import BenchmarkError, Reporter, command_line, make_folder, provenance, run_main, stdout_console, word
+from rich.markup import escape
+from tables import Table, make_table, read_csv, write_results
+from tyro.conf import Positional, UseAppendAction, arg
 
 if TYPE_CHECKING:
     from submitit import AutoExecutor
@@ -69,7 +71,7 @@ def run_point(command: tuple[str, ...], folder: str, environment: dict[str, str 
     return ""
 
 
-def points_of(args: argparse.Namespace) -> list[Point]:
+def points_of(args: Args) -> list[Point]:
     """The grid's points; a folder's name has a hash of command and commit: another of either is another point."""
     names, commit, points = [name for name, _ in args.grid], provenance("cpu")["commit"], []
     for values in itertools.product(*(values for _, values in args.grid)):
@@ -83,7 +85,7 @@ def points_of(args: argparse.Namespace) -> list[Point]:
     return points
 
 
-def make_executor(args: argparse.Namespace) -> AutoExecutor:
+def make_executor(args: Args) -> AutoExecutor:
     """submitit's executor: processes here, or jobs of Slurm where a partition is named."""
     if find_spec("submitit") is None:
         raise BenchmarkError("submitit is not installed; it is in the extra: pip install 'flash-ext[bench]'.")
@@ -110,7 +112,7 @@ def outcome(job: Any) -> str:
         return (str(error) or type(error).__name__).splitlines()[0]
 
 
-def run_points(points: list[Point], args: argparse.Namespace) -> dict[Point, str]:
+def run_points(points: list[Point], args: Args) -> dict[Point, str]:
     """Runs the points that have not finished, so many at once; returns why those failed that did."""
     waiting = [point for point in points if not point.finished]
     print(f"{len(points)} points, {len(points) - len(waiting)} of them finished before", file=sys.stderr)
@@ -139,66 +141,65 @@ def run_points(points: list[Point], args: argparse.Namespace) -> dict[Point, str
     return failures
 
 
-def joined(points: list[Point], failures: dict[Point, str]) -> list[dict[str, str]]:
+def joined(points: list[Point], failures: dict[Point, str]) -> pd.DataFrame:
     """The rows of all points with the point's name before them; a point without a result is one row with the reason."""
-    rows: list[dict[str, str]] = []
+    parts = []
     for point in points:
-        if point in failures or not (point.folder / RESULT).exists():
-            rows.append({"point": point.name, "failure": failures.get(point, f"it wrote no {RESULT}")})
-        else:
-            rows += [{"point": point.name, "failure": "", **row} for row in read_csv(point.folder / RESULT)]
-    columns = dict.fromkeys(column for row in rows for column in row)
-    return [{column: row.get(column, "") for column in columns} for row in rows]
+        path = point.folder / RESULT
+        failure = failures.get(point, "" if path.exists() else f"it wrote no {RESULT}")
+        parts.append(pd.DataFrame([{}]) if failure else read_csv(path))
+        parts[-1].insert(0, "point", point.name)
+        parts[-1].insert(1, "failure", failure)
+    return pd.concat(parts, ignore_index=True).fillna("")
 
 
-def table_of(rows: Rows) -> Table:
+def table_of(rows: pd.DataFrame) -> Table:
     """The point and the first columns in which rows differ, but for where a row comes from and what is too wide."""
-    left_out = {"point", "failure", *provenance("cpu")}
-    columns = [
-        column
-        for column in rows[0]
-        if column not in left_out
-        and len({row[column] for row in rows if not row["failure"]}) > 1
-        and max(len(row[column]) for row in rows) <= WIDEST_CELL
-    ][:MOST_COLUMNS]
-    failed = any(row["failure"] for row in rows)
-    table = Table("point", *columns, *(["failure"] if failed else []), title="All points of the sweep")
-    for row in rows:
-        cells = [row["point"], *(row[column] for column in columns), *([row["failure"]] if failed else [])]
-        table.add_row(*(cell.replace("[", "(").replace("]", ")") for cell in cells))  # brackets would be markup
+    result = rows.drop(columns=["point", "failure", *provenance("cpu")], errors="ignore")
+    differ = (result[rows.failure == ""].nunique() > 1) & (result.map(len).max() <= WIDEST_CELL)
+    columns = ["point", *result.columns[differ][:MOST_COLUMNS], *(["failure"] if rows.failure.any() else [])]
+    table = make_table(*columns, title="All points of the sweep")
+    for line in rows[columns].values:
+        table.add_row(*map(escape, line))
     return table
 
 
 def axis(text: str) -> tuple[str, list[str]]:
-    """argparse type of --grid: NAME=VALUE,VALUE."""
+    """An argument of --grid: NAME=VALUE,VALUE."""
     name, _, values = text.partition("=")
     if not name or not all(values.split(",")):
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form NAME=VALUE,VALUE")
+        raise ValueError(f"{text!r} is not of the form NAME=VALUE,VALUE")
     return name.removeprefix("--"), values.split(",")
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    """Arguments; what stands after -- is the command's."""
+@dataclass
+class Args:
+    """The command line; `rest` is what stands after --."""
+
+    script: Positional[Path]  # attention.py, train_lm.py, or the path of a script with --out FILE.csv
+    # an argument of the script, without its dashes, and its values; several make a product
+    grid: UseAppendAction[list[Annotated[tuple[str, list[str]], word(axis, "NAME=V,V")]]]
+    out: Annotated[Path, arg(metavar="DIR")]  # sweep.csv, .md, .tex, .png, points/ and jobs/ go here
+    at_once: int | None = None  # points that run at the same time (None: 1, on Slurm 16)
+    timeout: Annotated[int, arg(metavar="MINUTES")] = 60  # of one point
+    slurm_partition: str | None = None  # run on Slurm, in this partition (None: on this machine)
+    slurm_account: str | None = None  # whom to charge on Slurm
+    gpus: int = 1  # GPUs of a point on Slurm
+    cpus: int = 4  # CPUs of a point on Slurm
+    rest: list[str] = field(init=False)
+
+
+def parse(argv: list[str]) -> Args:
+    """Arguments, checked."""
     own, rest = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("script", type=Path, help="attention.py, train_lm.py, or the path of a script with --out FILE.csv")
-    axes = "an argument of the script, without its dashes, and its values; several make a product"
-    add("--grid", type=axis, action="append", required=True, metavar="NAME=V,V", help=axes)
-    add("--out", type=Path, metavar="DIR", required=True, help="sweep.csv, .md, .tex, .png, points/ and jobs/ go here")
-    add("--at-once", type=int, metavar="N", help="points that run at the same time (default 1, on Slurm 16)")
-    add("--timeout", type=int, default=60, metavar="MINUTES", help="of one point (default 60)")
-    slurm = parser.add_argument_group("Slurm").add_argument
-    slurm("--slurm-partition", metavar="NAME", help="run on Slurm, in this partition (default: on this machine)")
-    slurm("--slurm-account", metavar="NAME", help="whom to charge")
-    slurm("--gpus", type=int, default=1, metavar="N", help="GPUs of a point (default 1)")
-    slurm("--cpus", type=int, default=4, metavar="N", help="CPUs of a point (default 4)")
-    args = parser.parse_args(own)
+    args = command_line(Args, own)
     args.rest = rest
     beside = HERE / args.script
     args.script = beside if beside.is_file() else args.script.resolve()
     if not args.script.is_file():
         raise BenchmarkError(f"{args.script.name} is neither a benchmark in {HERE.name}/ nor a file.")
+    if not args.grid:
+        raise BenchmarkError("--grid NAME=V,V is missing: it says which arguments to run over.")
     args.at_once = args.at_once if args.at_once is not None else 16 if args.slurm_partition else 1
     for name in ("at_once", "timeout"):
         if getattr(args, name) < 1:

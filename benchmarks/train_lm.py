@@ -24,15 +24,16 @@ picture to --out.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import os
 import sys
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 # Read by OpenMP when torch loads it: threads that wait spin shortly, then sleep. Without it a step next to other busy
 # programs can take seconds (measured on 2 shared cores: mean 575 ms a step, 185 with it; 123 and 127 when left alone).
@@ -40,12 +41,23 @@ os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 from data import load_text
 from figures import draw_losses, draw_steps
-from harness import BenchmarkError, make_folder, pick_device, provenance, release_memory, run_main, stdout_console
+from harness import (
+    BenchmarkError,
+    command_line,
+    make_folder,
+    pick_device,
+    provenance,
+    release_memory,
+    run_main,
+    stdout_console,
+    word,
+)
 from limits import product_tflops
 from model import ATTENTIONS, SIZES
 from stepping import PHASES, Setting, Tools, check_tools, measure, measure_in_new_process, row_of, step_table
 from tables import csv_path, write_csv, write_results
 from training import PRECISIONS, PROMPT, loss_rows, loss_table, train
+from tyro.conf import arg
 
 DEFAULTS = {  # a CPU gets a model that learns in a minute; a GPU the smallest of the real sizes
     "cpu": {"size": ["tiny"], "context": [128], "batch": 16, "measured batch": 4},
@@ -55,103 +67,91 @@ TRAINING_STEPS, MEASURED_STEPS, WARMUP = 300, 10, 5
 MEASURING = ("mode", "warmup", "nvtx", "memory_snapshot", "torch_profiler", "time_budget")
 
 
-def positive(text: str) -> int:
-    """argparse type: an integer of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
-
-
-def count(text: str) -> int:
-    """argparse type: an integer of at least 0."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
+def whole(text: str, least: int = 1) -> int:
+    """An integer of at least so much."""
+    if not text.isdecimal() or int(text) < least:
+        raise ValueError(f"{text!r} is not a whole number of at least {least}")
     return int(text)
 
 
 def seconds(text: str) -> float:
-    """argparse type: a number above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
+    """A number above 0."""
+    value = float(text)
     if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+        raise ValueError(f"{text!r} is not a number above 0")
     return value
 
 
-def list_of(read: Callable[[str], Any] | Iterable[str]) -> Callable[[str], list[Any]]:
-    """argparse type: values with commas between them, each by a function or one of the names."""
+def list_of(read: Callable[[str], Any] | Iterable[str]) -> Any:
+    """To annotate an argument: values with commas between them, each by a function or one of the names."""
 
     def one(text: str) -> Any:
         if callable(read):
             return read(text)
         if text not in read:
-            raise argparse.ArgumentTypeError(f"invalid choice: {text!r} (choose from {', '.join(read)})")
+            raise ValueError(f"invalid choice: {text!r} (choose from {', '.join(read)})")
         return text
 
-    return lambda text: [one(part) for part in text.split(",")]
+    shown = "N" if callable(read) else f"{{{'|'.join(read)}}}"
+    return word(lambda text: [one(part) for part in text.split(",")], f"{shown}[,...]")
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """Arguments with the device's defaults filled in; `args.measuring` says which of the two things to do."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    both = parser.add_argument_group("model and run; LIST: values with commas, only one of them for training")
-    add = both.add_argument
-    names = ", ".join(ATTENTIONS)
-    add("--size", type=list_of(SIZES), metavar="LIST", help=f"{', '.join(SIZES)} (default tiny, on a GPU small)")
-    add("--attention", type=list_of(ATTENTIONS), metavar="LIST", default=["flash_ext"], help=f"{names}")
-    add("--context", type=list_of(positive), metavar="LIST", help="tokens per window (default 128, on a GPU 512)")
-    add(
-        "--precision", type=list_of(PRECISIONS), metavar="LIST", default=["fp32"],
-        help="fp32, tf32 (products of fp32), or autocast to bf16 or fp16, this with a GradScaler; weights are fp32",
-    )  # fmt: skip
-    add("--batch", type=positive, help="windows per step (default 4; to train on a CPU 16)")
-    add("--steps", type=positive, help=f"steps (default {TRAINING_STEPS} to train, {MEASURED_STEPS} to measure)")
-    add("--compile", action="store_true", help="torch.compile of the Transformer block, once for all of them")
-    add("--checkpoint", action="store_true", help="recompute each block in backward instead of keeping activations")
-    add("--seed", type=int, default=0, help="seed of weights, batches and sample (default 0)")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: the GPU when there is one")
-    add(
-        "--out", type=Path, metavar="DIR", default=Path(__file__).parent / "out",
-        help="folder of train_lm.* or train_lm_steps.*, or FILE.csv, others beside it (default: benchmarks/out)",
-    )  # fmt: skip
+@dataclass
+class Args:
+    """The command line, and what follows from it. To train, an argument that may have several values takes one."""
 
-    add = parser.add_argument_group("training").add_argument
-    add(
-        "--compare", nargs="*", metavar="NAME",
-        help=f"train twice and compare: two of {names}; one name is compared with --attention; none means sdpa",
-    )  # fmt: skip
-    add("--lr", type=float, help="peak learning rate (default: one that suits the size)")
-    add("--data", type=Path, metavar="FILE", help="UTF-8 text (default: Python's standard library sources)")
-    add("--no-sample", dest="sample", action="store_false", help="do not generate text at the end")
+    size: Annotated[list[str] | None, list_of(SIZES)] = None  # None: tiny, on a GPU small
+    attention: Annotated[list[str], list_of(ATTENTIONS)] = field(default_factory=["flash_ext"].copy)
+    context: Annotated[list[int] | None, list_of(whole)] = None  # tokens per window (None: 128, on a GPU 512)
+    # tf32: products of fp32; bf16 and fp16: autocast, fp16 with a GradScaler; weights are fp32
+    precision: Annotated[list[str], list_of(PRECISIONS)] = field(default_factory=["fp32"].copy)
+    batch: Annotated[int | None, word(whole, "N")] = None  # windows per step (None: 4; to train on a CPU 16)
+    steps: Annotated[int | None, word(whole, "N")] = None  # None: 300 to train, 10 to measure
+    compile: bool = False  # torch.compile of the Transformer block, once for all of them
+    checkpoint: bool = False  # recompute each block in backward instead of keeping activations
+    seed: int = 0  # of weights, batches and sample
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: the GPU when there is one
+    # folder of train_lm.* or train_lm_steps.*, or FILE.csv, others beside it
+    out: Annotated[Path, arg(metavar="DIR")] = Path(__file__).parent / "out"
+    # train twice and compare two attentions; one name is compared with --attention; none means sdpa
+    compare: Annotated[list[str] | None, arg(metavar="[NAME [NAME]]")] = None
+    lr: float | None = None  # training: peak learning rate (None: one that suits the size)
+    data: Annotated[Path | None, arg(metavar="FILE")] = None  # training: UTF-8 text (None: Python's own sources)
+    sample: bool = True  # training: with --no-sample no text is generated at the end
+    mode: Annotated[list[str] | None, list_of(PHASES)] = None  # measuring (None: train-step); forward has no autograd
+    # measuring: steps before those measured (None: 5); a list is a study, each in a new process
+    warmup: Annotated[list[int] | None, list_of(partial(whole, least=0))] = None
+    # measuring: start no setting after this
+    time_budget: Annotated[float | None, word(seconds, "SECONDS")] = None
+    # measuring: NVTX ranges for nsys (steps, phases, blocks, naive attention's parts); it records one setting
+    nvtx: bool = False
+    # measuring: Chrome trace of the measured steps of one setting
+    torch_profiler: Annotated[Path | None, arg(metavar="FILE")] = None
+    # measuring: allocations in the steps of one setting, on a GPU, for python -m flash_ext.profiling memory
+    memory_snapshot: Annotated[Path | None, arg(metavar="FILE")] = None
 
-    add = parser.add_argument_group("measuring (any of these measures instead of training)").add_argument
-    modes = f"{', '.join(PHASES)} (default train-step); forward alone runs without autograd"
-    add("--mode", type=list_of(PHASES), metavar="LIST", help=modes)
-    warmup = f"steps before those measured (default {WARMUP}); a list is a study, each in a new process"
-    add("--warmup", type=list_of(count), metavar="LIST", help=warmup)
-    add("--time-budget", type=seconds, metavar="SECONDS", help="start no setting after this (default: none)")
-    ranges = "NVTX ranges for nsys: measured steps, phases, blocks, naive attention's parts; it records one setting"
-    add("--nvtx", action="store_true", help=ranges)
-    add("--torch-profiler", type=Path, metavar="FILE", help="Chrome trace of the measured steps of one setting")
-    snapshot = "allocations in the measured steps of one setting, on a GPU, for python -m flash_ext.profiling memory"
-    add("--memory-snapshot", type=Path, metavar="FILE", help=snapshot)
-    args = parser.parse_args(argv)
+    asks: list[str] = field(init=False)  # what asks for measuring
+    csv: Path = field(init=False)
+    settings: list[Setting] = field(init=False)
+    tools: Tools = field(init=False)
+    attentions: list[str] = field(init=False)
 
+
+def parse(argv: list[str] | None = None) -> Args:
+    """Arguments with the device's defaults filled in."""
+    args = command_line(Args, argv)
     args.asks = [f"--{name.replace('_', '-')}" for name in MEASURING if getattr(args, name) not in (None, False)]
-    args.measuring = bool(args.asks)
     args.device = pick_device(args.device)
     defaults = DEFAULTS[args.device]
     args.size, args.context = args.size or defaults["size"], args.context or defaults["context"]
-    args.batch = args.batch or defaults["measured batch" if args.measuring else "batch"]
-    args.steps = args.steps or (MEASURED_STEPS if args.measuring else TRAINING_STEPS)
-    args.csv = csv_path(args.out, "train_lm_steps" if args.measuring else "train_lm")
-    (check_measuring if args.measuring else check_training)(args)
+    args.batch = args.batch or defaults["measured batch" if args.asks else "batch"]
+    args.steps = args.steps or (MEASURED_STEPS if args.asks else TRAINING_STEPS)
+    args.csv = csv_path(args.out, "train_lm_steps" if args.asks else "train_lm")
+    (check_measuring if args.asks else check_training)(args)
     return args
 
 
-def check_measuring(args: argparse.Namespace) -> None:
+def check_measuring(args: Args) -> None:
     """Fills in what measuring needs: `args.settings`, one a row, and `args.tools`."""
     for name in ("compare", "lr", "data"):
         if getattr(args, name) is not None:
@@ -164,7 +164,7 @@ def check_measuring(args: argparse.Namespace) -> None:
     check_tools(args.tools, args.settings)
 
 
-def check_training(args: argparse.Namespace) -> None:
+def check_training(args: Args) -> None:
     """Makes single values of the lists, and fills in `args.lr` and `args.attentions`."""
     for name in ("size", "context", "attention", "precision"):
         values = getattr(args, name)
@@ -178,7 +178,7 @@ def check_training(args: argparse.Namespace) -> None:
     args.attentions = attentions_of(args)
 
 
-def attentions_of(args: argparse.Namespace) -> list[str]:
+def attentions_of(args: Args) -> list[str]:
     """The attentions to train, in order: one, or the two of --compare."""
     if args.compare is None:
         return [args.attention]
@@ -190,7 +190,7 @@ def attentions_of(args: argparse.Namespace) -> list[str]:
     return names
 
 
-def train_all(args: argparse.Namespace) -> None:
+def train_all(args: Args) -> None:
     """Trains once or twice, prints the table and a sample, writes the curves."""
     text = load_text(args.data, args.context)
     for name in args.attentions:  # one that cannot be had is told before anything is trained
@@ -207,7 +207,7 @@ def train_all(args: argparse.Namespace) -> None:
     print(write_results(args.csv, loss_rows(runs, args), provenance(args.device), [table], draw_losses))
 
 
-def measure_all(args: argparse.Namespace) -> None:
+def measure_all(args: Args) -> None:
     """Measures every setting that the time budget allows, one at least; prints the table and writes it."""
     begin = time.monotonic()
     for name in args.attention:
@@ -233,7 +233,7 @@ def main() -> None:
     """Trains or measures, as the arguments ask."""
     args = parse()
     make_folder(args.csv.parent)
-    (measure_all if args.measuring else train_all)(args)
+    (measure_all if args.asks else train_all)(args)
 
 
 if __name__ == "__main__":

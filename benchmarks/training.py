@@ -5,7 +5,6 @@ Called by train_lm.py; stepping.py measures with the same parts of a step. Losse
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 import time
@@ -13,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -21,10 +20,13 @@ from data import Text, batches
 from harness import Reporter, is_out_of_memory, release_memory, synchronize
 from limits import float32_products
 from model import ATTENTIONS, SIZES, TransformerLM
-from tables import Table
+from tables import Table, make_table
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import AdamW
+
+if TYPE_CHECKING:
+    from train_lm import Args
 
 PRECISIONS = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 VALIDATION_BATCHES = 8
@@ -86,7 +88,7 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 # ---- training ----
 
 
-def loss_of(model: TransformerLM, batch: tuple[Tensor, Tensor], args: argparse.Namespace) -> Tensor:
+def loss_of(model: TransformerLM, batch: tuple[Tensor, Tensor], args: Args) -> Tensor:
     """Mean cross entropy of a batch of (inputs, targets), float32 scalar."""
     inputs, targets = batch
     with autocast(args.precision, args.device):
@@ -95,13 +97,13 @@ def loss_of(model: TransformerLM, batch: tuple[Tensor, Tensor], args: argparse.N
 
 
 @torch.no_grad()
-def validate(model: TransformerLM, text: Text, args: argparse.Namespace) -> float:
+def validate(model: TransformerLM, text: Text, args: Args) -> float:
     """Mean loss on a few windows of the validation text, the same for every run."""
     stream = batches(text.validation, args.batch, args.context, args.seed, args.device)
     return statistics.fmean(loss_of(model, b, args).item() for b in islice(stream, VALIDATION_BATCHES))
 
 
-def training_steps(model: TransformerLM, text: Text, args: argparse.Namespace) -> Iterator[tuple[float, float]]:
+def training_steps(model: TransformerLM, text: Text, args: Args) -> Iterator[tuple[float, float]]:
     """Trains in place; yields (loss, milliseconds) of each step."""
     optimizer, scaler = make_optimizer(model, args.lr, args.precision, args.device)
     stream = batches(text.train, args.batch, args.context, args.seed, args.device)
@@ -117,7 +119,7 @@ def training_steps(model: TransformerLM, text: Text, args: argparse.Namespace) -
         yield loss.item(), (time.perf_counter() - start) * 1e3
 
 
-def train(attention: str, text: Text, args: argparse.Namespace, sample: bool) -> Run:
+def train(attention: str, text: Text, args: Args, sample: bool) -> Run:
     """One run from the seed to the sample of generated text; running out of memory is a result, not a crash."""
     run = Run(attention)
     release_memory(args.device)
@@ -150,18 +152,17 @@ def train(attention: str, text: Text, args: argparse.Namespace, sample: bool) ->
 # ---- what is shown and left ----
 
 
-def tokens_per_second(run: Run, args: argparse.Namespace) -> float:
+def tokens_per_second(run: Run, args: Args) -> float:
     """From the median step, so that a slow first step does not count."""
     return args.batch * args.context / statistics.median(run.step_ms) * 1e3 if run.step_ms else math.nan
 
 
-def loss_table(runs: list[Run], text: Text, args: argparse.Namespace) -> Table:
+def loss_table(runs: list[Run], text: Text, args: Args) -> Table:
     """Losses at eleven steps, the validation loss, speed and, for two runs, every |difference| and the largest."""
     title = f"{args.size} on {args.device}, {args.precision}, batch {args.batch} x {args.context} bytes of {text.name}"
-    table = Table("loss in nats per byte", title=title)
     pair = len(runs) == 2
-    for name in [*(run.attention for run in runs), *(["|difference|"] if pair else [])]:
-        table.add_column(name, justify="right")
+    headers = [*(run.attention for run in runs), *(["|difference|"] if pair else [])]
+    table = make_table("loss in nats per byte", right=headers, title=title)
 
     def add(label: str, values: list[float], text: str = ".4f", end: bool = False) -> None:
         difference = [f"{abs(values[0] - values[1]):.1e}"] if pair else []
@@ -184,7 +185,7 @@ def loss_table(runs: list[Run], text: Text, args: argparse.Namespace) -> Table:
     return table
 
 
-def loss_rows(runs: list[Run], args: argparse.Namespace) -> list[dict[str, Any]]:
+def loss_rows(runs: list[Run], args: Args) -> list[dict[str, Any]]:
     """The CSV: one row a run and step, the last one "OOM" where memory ran out."""
     chosen = {name: getattr(args, name) for name in ("size", "precision", "batch", "context", "lr", "seed")}
     rows = []

@@ -12,10 +12,11 @@ end only its first N;
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from pathlib import Path
+
+import tyro
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs/learn/profiling.md"
@@ -53,16 +54,14 @@ def fill(page: str, results: Path) -> str:
     return BLOCK.sub(block, page)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="fail instead of writing")
-    args = parser.parse_args()
+def main(check: bool = False) -> None:
+    """Writes, or with --check fails instead."""
     old = PAGE.read_text()
     new = fill(old, RESULTS)
-    if args.check and new != old:
+    if check and new != old:
         sys.exit("error: docs/learn/profiling.md is not what its files say; run python benchmarks/tutorial.py")
     PAGE.write_text(new)
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__, config=(tyro.conf.FlagCreatePairsOff,))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from commands import BENCHMARKS, rows_of, start
 
-pytest.importorskip("rich")
+pytest.importorskip("tyro")
 RESULTS = BENCHMARKS / "results"
 
 

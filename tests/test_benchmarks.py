@@ -5,7 +5,6 @@ No test here reads a clock's value; what is measured is only required to be ther
 
 from __future__ import annotations
 
-import importlib
 import math
 import sys
 from dataclasses import replace
@@ -15,7 +14,7 @@ import pytest
 import torch
 from commands import rows_of, start
 
-pytest.importorskip("rich")
+pytest.importorskip("tyro")
 pytest.importorskip("pandas")
 pytest.importorskip("matplotlib")
 COLUMNS = "peer,suite,B,H,Hkv,Sq,Sk,D,dtype,causal,pass,ms,tflops,gbs,err"
@@ -176,46 +175,21 @@ def test_the_grid_has_every_cell_once_and_the_columns_that_its_readers_need(benc
     }
     peers = ["torch-cudnn", "torch-math", "flash_ext"]
     assert bench.gpu_tables.to_best(cells[:3]) == 2
-    assert len(bench.gpu_tables.gpu_table(cells, peers).rows) == 72
-    assert len(bench.gpu_tables.gpu_summary(cells, peers).rows) == 6
+    assert bench.gpu_tables.gpu_table(cells, peers).row_count == 72
+    assert bench.gpu_tables.gpu_summary(cells, peers).row_count == 6
     assert bench.gpu_tables.refusals(cells)[0].startswith("torch-math: OOM [16x16x1024x128;")
 
 
-def test_tables_are_printed_without_rich(bench, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "rich.console", None)  # an import of it raises ModuleNotFoundError
-    monkeypatch.delitem(sys.modules, "tables")
-    plain = importlib.import_module("tables")
-    table = plain.Table("name", title="The title")
-    table.add_column("two\nlines", justify="right")
-    table.add_row("one", "[green]1.5[/]")
-    table.add_section()
-    table.add_row("another", end_section=True)
-    plain.Console(width=100).print(table)
-    assert capsys.readouterr().out.splitlines() == [
-        *("The title", "name       two", "         lines", "--------------"),
-        *("one        1.5", "--------------", "another", "--------------", ""),
-    ]
-
-
 def test_a_table_is_the_same_in_markdown_and_latex(bench):
-    table = bench.tables.Table("a|b", title="50% of it")
-    table.add_column("torch-\nflash", justify="right")
+    table = bench.tables.make_table("a|b", right=["torch-\nflash"], title="50% of it")
     table.add_row("x_1", "[red]0.5[/]", end_section=True)
     table.add_row("y")
-    assert table.markdown().splitlines() == ["| a\\|b | torch-flash |", "|---|--:|", "| x_1 | 0.5 |", "| y |  |"]
-    latex = table.latex()
+    expected = ["| a\\|b | torch-flash |", "|---|--:|", "| x_1 | 0.5 |", "| y |  |"]
+    assert bench.tables.markdown(table).splitlines() == expected
+    latex = bench.tables.latex(table)
     assert "\\caption{50\\% of it}" in latex
     assert "\\begin{tabular}{lr}" in latex
     assert "x\\_1 & 0.5 \\\\" in latex
-
-
-def test_what_cannot_be_written_is_told(bench, monkeypatch, tmp_path):
-    table = bench.tables.Table("a")
-    table.add_row("1")
-    monkeypatch.setattr(bench.tables, "find_spec", lambda name: None)
-    told = bench.tables.write_results(tmp_path / "t.csv", [{"a": 1}], {"commit": "c"}, [table], lambda rows, path: None)
-    assert told == f"Written to {tmp_path}: t.csv, t.md; .tex needs pandas and jinja2; .png needs matplotlib"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["t.csv", "t.md"]
 
 
 def test_the_provenance_names_everything_that_a_figure_depends_on(bench):

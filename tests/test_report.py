@@ -9,6 +9,7 @@ import sys
 import pytest
 from commands import BENCHMARKS
 
+pytest.importorskip("tyro")
 pytest.importorskip("matplotlib")
 PAGE = BENCHMARKS.parent / "docs/numbers/results.md"
 RESULTS = BENCHMARKS / "results"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from commands import BENCHMARKS, rows_of, start
 
-pytest.importorskip("rich")
+pytest.importorskip("tyro")
 pytest.importorskip("matplotlib")
 pytest.importorskip("submitit")
 
