@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -178,6 +179,7 @@ def test_numerics_shows_what_half_precision_loses() -> None:
 
 
 def test_the_command(tmp_path: Path) -> None:
+    pytest.importorskip("tyro")
     out = tmp_path / "numerics.md"
     command = [sys.executable, "-m", "flash_ext.profiling", "numerics", "--out", str(out)]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -186,6 +188,22 @@ def test_the_command(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["nsys", "memory", "numerics"])
 def test_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("tyro")
     with pytest.raises(SystemExit):
         main([name, "--help"])
     assert capsys.readouterr().out.startswith(f"usage: python -m flash_ext.profiling {name}")
+
+
+def test_a_wrong_argument_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("tyro")
+    with pytest.raises(SystemExit, match="2"):
+        main(["numerics", "--device", "tpu"])
+    assert "invalid choice 'tpu' for argument '--device'. Expected one of ('cpu', 'cuda')." in capsys.readouterr().err
+
+
+def test_without_the_extra_only_the_commands_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tyro", None)  # an import of it raises ModuleNotFoundError
+    monkeypatch.setitem(sys.modules, "tabulate", None)
+    with pytest.raises(SystemExit, match=r"tyro is not installed; .* pip install 'flash-ext\[profiling\]'"):
+        main(["numerics"])
+    importlib.reload(profiling)

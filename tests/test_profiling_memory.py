@@ -88,6 +88,7 @@ def test_many_events_make_a_small_page(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("tyro")
     file, page = tmp_path / "s.pickle", tmp_path / "s.html"
     file.write_bytes(pickle.dumps(snapshot()))
     main(["memory", str(file), "--html", str(page)])
@@ -117,6 +118,7 @@ class Foreign:
 def test_files_that_are_no_snapshot(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: object, args: tuple[str, ...], sentence: str
 ) -> None:
+    pytest.importorskip("tyro")
     file = tmp_path / "s.pickle"
     file.write_bytes(b"" if content is None else pickle.dumps(content))
     with pytest.raises(SystemExit) as end:

@@ -55,6 +55,7 @@ def fake_nsys(folder: Path, written: str = ".nsys-rep") -> Path:
 
 
 def cli(*args: object) -> None:
+    pytest.importorskip("tyro")
     main(["nsys", *map(str, args)])
 
 

@@ -9,7 +9,6 @@ leaves it, and the next run then builds incrementally. Exits with 1 where a buil
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -20,10 +19,13 @@ import xml.etree.ElementTree as ElementTree
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
+import tyro
+from tabulate import tabulate
+
 ROOT = Path(__file__).resolve().parent.parent
 
 # One of every minor version that is supported, the oldest first.
-VERSIONS = "2.9.1 2.10.0 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0".split()
+VERSIONS = ("2.9.1", "2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 
 # tests/test_*.py that meet torch's own machinery, where versions differ; but for those marked slow or fuzz.
 TESTS = """
@@ -122,25 +124,21 @@ def check(row: Row, folder: Path) -> None:
 
 def table(rows: list[Row]) -> str:
     """In Markdown, which a terminal shows as well."""
-    cells = [HEADER, *(tuple(map(str, astuple(row))) for row in rows)]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(HEADER))]
-    lines = [
-        "| " + " | ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in cells
-    ]
-    lines.insert(1, "|" + "|".join("-" * (width + 1) + ":" for width in widths) + "|")
-    return "\n".join(lines) + "\n"
+    return tabulate(map(astuple, rows), HEADER, "pipe", disable_numparse=True, stralign="right") + "\n"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("versions", nargs="*", default=VERSIONS, help=f"of torch; default: {' '.join(VERSIONS)}")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the table there, too, in Markdown")
-    parser.add_argument("--keep", action="store_true", help="keep environments and build folders under build/torch")
-    arguments = parser.parse_args()
+def main(versions: tuple[str, ...] = VERSIONS, /, out: Path | None = None, keep: bool = False) -> int:
+    """Builds flash_ext CPU-only against several versions of torch, each in an environment of its own, and tests it.
+
+    Args:
+        versions: of torch
+        out: FILE, to write the table there, too, in Markdown
+        keep: keep environments and build folders under build/torch
+    """
     if shutil.which("uv") is None:
-        parser.error("uv is not on PATH: pip install uv")
+        sys.exit("error: uv is not on PATH: pip install uv")
     rows = []
-    for version in arguments.versions:
+    for version in versions:
         rows.append(Row(version))
         folder = ROOT / "build/torch" / version
         print(f"torch {version} in {folder.relative_to(ROOT)}", flush=True)
@@ -154,14 +152,14 @@ def main() -> int:
             )
             rows[-1].failed = rows[-1].failed if rows[-1].passed != "-" else "all"
         finally:
-            if not arguments.keep:
+            if not keep:
                 shutil.rmtree(folder / "env", ignore_errors=True)
                 shutil.rmtree(folder / "source", ignore_errors=True)
         print(table(rows), flush=True)
-    if arguments.out:
-        arguments.out.write_text(table(rows))
+    if out:
+        out.write_text(table(rows))
     return 0 if all(row.good for row in rows) else 1
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(tyro.cli(main, config=(tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)))

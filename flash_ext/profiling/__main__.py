@@ -1,11 +1,15 @@
-"""The commands of flash_ext.profiling: ``python -m flash_ext.profiling nsys | memory | numerics``, each with --help."""
+"""The commands of flash_ext.profiling: ``python -m flash_ext.profiling nsys | memory | numerics``, each with --help.
+
+They need the extra ``profiling``; importing flash_ext.profiling does not.
+"""
 
 from __future__ import annotations
 
-import argparse
+import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, Literal
 
 from flash_ext.profiling import memory, nsys
 from flash_ext.profiling.numerics import Row, numerics
@@ -13,46 +17,43 @@ from flash_ext.profiling.numerics import Row, numerics
 
 def numerics_table(rows: list[Row]) -> str:
     """Markdown, which reads well on a terminal, too."""
-    table = [("case", "values", "computed in", "result", "relative error", "why")]
-    table.append(tuple("---" for _ in table[0]))
-    for row in rows:
-        error = "" if row.error is None else f"{row.error:.1e}"
-        table.append((row.case, row.values, row.accumulator, row.result, error, row.why))
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return "\n".join("| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in table)
+    from tabulate import tabulate
+
+    errors = ["" if row.error is None else f"{row.error:.1e}" for row in rows]
+    cells = [(r.case, r.values, r.accumulator, r.result, e, r.why) for r, e in zip(rows, errors, strict=True)]
+    header = ("case", "values", "computed in", "result", "relative error", "why")
+    return tabulate(cells, header, "github", disable_numparse=True)
 
 
-def run_numerics(args: argparse.Namespace) -> None:
-    text = numerics_table(numerics(args.device))
+def run_numerics(device: Literal["cpu", "cuda"] = "cpu", out: Path | None = None) -> None:
+    """Shows where half precision loses accuracy.
+
+    Args:
+        device: whose arithmetic
+        out: FILE.md, to write the table there, too
+    """
+    text = numerics_table(numerics(device))
     print(text)
-    if args.out:
-        args.out.write_text(text + "\n")
+    if out:
+        out.write_text(text + "\n")
 
 
-def parser() -> argparse.ArgumentParser:
-    about = "Profiling of PyTorch programs; each command has --help."
-    top = argparse.ArgumentParser(prog="python -m flash_ext.profiling", description=about)
-    commands = top.add_subparsers(required=True, metavar="COMMAND")
-    for name, what, add, run in (
-        ("nsys", "run a program under Nsight Systems and report on it", nsys.add_arguments, nsys.main),
-        ("memory", "show a memory snapshot", memory.add_arguments, memory.main),
-        ("numerics", "where half precision loses accuracy", add_numerics_arguments, run_numerics),
-    ):
-        command = commands.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.")
-        add(command)
-        command.set_defaults(run=run)
-    return top
-
-
-def add_numerics_arguments(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="whose arithmetic (default cpu)")
-    command.add_argument("--out", type=Path, metavar="FILE.md", help="write the table there, too")
+def later(command: Callable[..., None]) -> Callable[..., Any]:
+    """The same arguments, but the call is returned: within tyro a ValueError would pass for a wrong argument."""
+    return functools.wraps(command)(lambda *args, **options: functools.partial(command, *args, **options))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args = parser().parse_args(argv)
+    commands = {"nsys": later(nsys.main), "memory": later(memory.main), "numerics": later(run_numerics)}
+    about = "Profiling of PyTorch programs; each command has --help."
     try:
-        args.run(args)
+        import tyro
+    except ModuleNotFoundError:
+        sys.exit("error: tyro is not installed; it is in the extra: pip install 'flash-ext[profiling]'")
+    config, prog = (tyro.conf.DisallowNone,), "python -m flash_ext.profiling"
+    run = tyro.extras.subcommand_cli_from_dict(commands, args=argv, prog=prog, description=about, config=config)
+    try:
+        run()
     except (nsys.NsysError, memory.SnapshotError) as error:
         sys.exit(f"error: {error}")
 

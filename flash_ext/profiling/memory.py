@@ -7,7 +7,6 @@ there before. Bytes are told by the line that asked for them and by phase.
 
 from __future__ import annotations
 
-import argparse
 import pickle
 import re
 from bisect import bisect_right
@@ -280,29 +279,27 @@ def text(history: History, top: int = 20) -> str:
 # ---- command --------------------------------------------------------------------------------------------------------
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("snapshot", type=Path, help="pickle of memory_snapshot or of torch.cuda.memory._dump_snapshot")
-    add("--html", type=Path, metavar="OUT", help="write the interactive page: one file, works offline")
-    add("--device", type=int, help="which GPU (default: the one with the most events)")
-    add("--top", type=int, default=20, metavar="N", help="how many lines and allocations to list (default 20)")
+def main(snapshot: Path, /, html: Path | None = None, device: int | None = None, top: int = 20) -> None:
+    """Shows a memory snapshot: prints the numbers and writes the page.
 
-
-def main(args: argparse.Namespace) -> None:
-    """Prints the numbers and writes the page.
+    Args:
+        snapshot: pickle of memory_snapshot or of torch.cuda.memory._dump_snapshot
+        html: write the interactive page there: one file, works offline
+        device: which GPU (None: the one with the most events)
+        top: how many lines and allocations to list
 
     Raises:
         SnapshotError: one sentence.
     """
     from flash_ext.profiling.memory_page import page  # which imports this module
 
-    snapshot = load(args.snapshot)
-    count = len(snapshot["device_traces"])
-    device = busiest_device(snapshot) if args.device is None else args.device
+    content = load(snapshot)
+    count = len(content["device_traces"])
+    device = busiest_device(content) if device is None else device
     if not 0 <= device < count:
         raise SnapshotError(f"--device is {device}; the snapshot has devices 0 to {count - 1}")
-    history = replay(snapshot, device)
-    print(text(history, args.top))
-    if args.html:
-        args.html.write_text(page(history, args.snapshot.name))
-        print(f"\nwritten: {args.html}")
+    history = replay(content, device)
+    print(text(history, top))
+    if html:
+        html.write_text(page(history, snapshot.name))
+        print(f"\nwritten: {html}")

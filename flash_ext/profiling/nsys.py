@@ -7,7 +7,6 @@ and of flash_ext's operators.
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shlex
@@ -103,42 +102,41 @@ def write_stats(nsys: Path, report: Path, folder: Path) -> None:
         _run([str(nsys), "stats", *names, *outputs, f"--output={folder / report.stem}", str(report)], "nsys stats")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--out", type=Path, metavar="DIR", default=Path("nsys"), help="folder for everything written (default nsys)")
-    add("--name", help="name of the files in it (default: profile, or that of the report)")
-    add("--title", help="heading of the Markdown report (default: its name)")
-    add("--top", type=int, default=15, metavar="N", help="how many kernels to list (default 15)")
-    add("--nsys", metavar="PROGRAM", help="nsys itself (default: PATH, CUDA's and Nsight's folders)")
-    add("--report", type=Path, metavar="FILE.nsys-rep", help="report on a file that nsys wrote; runs no command")
-    add("--stats-dir", type=Path, metavar="DIR", help="report on CSV files of `nsys stats`; runs nothing")
-    add("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what to run and measure")
+def main(
+    command: tuple[str, ...] = (), /, out: Path = Path("nsys"), name: str | None = None, title: str | None = None,
+    top: int = 15, nsys: str | None = None, report: Path | None = None, stats_dir: Path | None = None,
+) -> None:  # fmt: skip
+    """Runs a program under Nsight Systems and reports on it: writes NAME.nsys-rep, NAME_*.csv and NAME.md, prints that.
 
-
-def main(args: argparse.Namespace) -> None:
-    """Runs, writes NAME.nsys-rep, NAME_*.csv and NAME.md, and prints the last.
+    Args:
+        command: what to run and measure, after --
+        out: folder for everything written
+        name: of the files in it (None: profile, or that of the report)
+        title: heading of the Markdown report (None: its name)
+        top: how many kernels to list
+        nsys: the program itself (None: that of PATH, of CUDA or in Nsight's folders)
+        report: FILE.nsys-rep to report on; runs no command
+        stats_dir: folder of CSV files of `nsys stats` to report on; runs nothing
 
     Raises:
         NsysError: one sentence.
     """
-    command = args.command[1:] if args.command[:1] == ["--"] else args.command
-    if sum(map(bool, (command, args.report, args.stats_dir))) != 1:
+    if sum(map(bool, (command, report, stats_dir))) != 1:
         raise NsysError("nsys takes one of -- COMMAND, --report FILE.nsys-rep and --stats-dir DIR")
-    name = args.name or (args.report.stem if args.report else args.stats_dir.name if args.stats_dir else "profile")
-    args.out.mkdir(parents=True, exist_ok=True)
-    folder = args.stats_dir
-    if folder is None:
-        nsys = find_nsys(args.nsys)
-        report = args.report or profile(nsys, command, args.out / name)
+    name = name or (report.stem if report else stats_dir.name if stats_dir else "profile")
+    out.mkdir(parents=True, exist_ok=True)
+    if stats_dir is None:
+        program = find_nsys(nsys)
+        report = report or profile(program, list(command), out / name)
         if not report.exists():
             raise NsysError(f"--report is {str(report)!r}, which does not exist; it must be a file that nsys wrote")
-        folder = args.out / f"{name}_stats"
-        write_stats(nsys, report, folder)
+        stats_dir = out / f"{name}_stats"
+        write_stats(program, report, stats_dir)
     try:
-        text = markdown(read_stats(folder), args.title or name, shlex.join(command), args.top)
+        text = markdown(read_stats(stats_dir), title or name, shlex.join(command), top)
     except StatsError as error:
         raise NsysError(str(error)) from None
-    target = args.out / f"{name}.md"
+    target = out / f"{name}.md"
     target.write_text(text)
     print(text)
     print(f"written: {target}", file=sys.stderr)
