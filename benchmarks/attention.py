@@ -307,11 +307,10 @@ def parse(argv: list[str] | None = None) -> Args:
     args.calls = args.calls if args.calls is not None else suite.calls if on_gpu and not args.quick else None
     args.dtypes, args.passes = args.dtypes or list(suite.dtypes), args.passes or list(suite.passes)
     args.peers = list(args.peers) or peers_of(suite, on_gpu)
-    for name in ("threads", "rounds", "seconds", *(["calls"] if args.calls is not None else [])):
-        if not 0 < getattr(args, name) < math.inf:
-            raise BenchmarkError(f"--{name} {getattr(args, name)} must be above 0.")
-    if not args.time_budget > 0:
-        raise BenchmarkError(f"--time-budget {args.time_budget} must be above 0.")
+    for name in ("threads", "rounds", "seconds", "calls", "time_budget"):
+        value = getattr(args, name)
+        if value is not None and not value > 0:
+            raise BenchmarkError(f"--{name.replace('_', '-')} {value} must be above 0.")
     if len(set(args.peers)) < len(args.peers) or len(args.peers) < 2:
         raise BenchmarkError(f"--peers takes two or more different names of {', '.join(PEERS)}.")
     if args.backend and OURS not in args.peers:

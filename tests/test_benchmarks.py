@@ -301,10 +301,22 @@ def test_train_lm_tells_bad_arguments_in_one_sentence(bench, monkeypatch, capsys
     assert words in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_a_wrong_command_line_ends_without_a_traceback(tmp_path):
-    done = start("train_lm.py", "--data", tmp_path, "--out", tmp_path / "out")
-    assert done.returncode == 2
-    assert done.stderr == f"train_lm.py: --data {tmp_path} cannot be read: Is a directory.\n"
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--data", "."), "--data . cannot be read: Is a directory."),
+        (
+            ("--size", "huge"),
+            "Error parsing --size: invalid choice: 'huge' (choose from tiny, small, medium, large, xl, 10B)",
+        ),
+        (("--device", "tpu"), "invalid choice 'tpu' for argument '--device'. Expected one of ('auto', 'cpu', 'cuda')."),
+        (("--steps",), "Missing value for argument '--steps'. Expected 1 values."),
+        (("--nobody", "1"), "Unrecognized options: --nobody, 1"),
+    ],
+)
+def test_a_wrong_command_line_is_told_in_one_line(tmp_path, arguments, sentence):
+    done = start("train_lm.py", "--out", tmp_path / "out", *arguments)
+    assert (done.returncode, done.stderr) == (2, f"train_lm.py: {sentence}\n")
 
 
 def test_attention_prints_a_table_and_writes_the_grid_columns(tmp_path):
