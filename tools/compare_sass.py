@@ -1,8 +1,9 @@
 """Compares the machine code of two builds, kernel by kernel: python tools/compare_sass.py BEFORE.so AFTER.so
 
 What a refactoring of the host must not change. Kernels are the same where each architecture has the same instructions
-with the same registers; a parameter may lie elsewhere in the constant bank, if it does so for all that read it. Exit
-status 1 where a kernel differs or is in one build only. Needs cuobjdump: of the CUDA toolkit, or triton's.
+with the same registers; parameters may lie elsewhere in the constant bank, where a structure before them has become
+smaller or larger. Exit status 1 where a kernel differs or is in one build only. Needs cuobjdump: of the CUDA toolkit,
+or triton's.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
-INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);")
+INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;")
+NUMBER = re.compile(r"0x[0-9a-f]+")
 PARAMETER = re.compile(r"c\[0x0\]\[(0x[0-9a-f]+)\]")
+UNIT = re.compile(r"_GLOBAL__N__[0-9a-f]{8}_")  # names a unit by its path
 
 
 def cuobjdump() -> str:
@@ -39,7 +41,7 @@ def kernels(library: str) -> dict[tuple[str, str], list[str]]:
         if line.startswith("arch = "):
             architecture = line.split()[-1]
         elif "Function : " in line:
-            key = name = line.split()[-1]
+            key = name = UNIT.sub("_GLOBAL__N__", line.split()[-1])
             number = 0
             while (architecture, key) in result:
                 number += 1
@@ -50,23 +52,28 @@ def kernels(library: str) -> dict[tuple[str, str], list[str]]:
     return result
 
 
-def parameters(lines: list[str]) -> Iterator[str]:
-    for line in lines:
-        yield from PARAMETER.findall(line)
+def numbers(pattern: re.Pattern[str], lines: list[str]) -> list[int]:
+    return [int(number, 16) for line in lines for number in pattern.findall(line)]
 
 
 def difference(before: list[str], after: list[str]) -> str:
-    """Empty where both are the same code, "moved" where only parameters lie elsewhere, else the first that differs."""
+    """Empty where both are the same code, "moved" where only parameters lie elsewhere, else the first that differs.
+
+    Parameters that lie elsewhere, and addresses of parameters, are numbers that differ by what a structure before them
+    became smaller or larger: by one amount, or by a second where the next one is aligned.
+    """
     if before == after:
         return ""
     for number, (old, new) in enumerate(zip(before, after, strict=False)):
-        if PARAMETER.sub("", old) != PARAMETER.sub("", new):
+        if NUMBER.sub("", old) != NUMBER.sub("", new):
             return f"instruction {number}: {old}  ->  {new}"
     if len(before) != len(after):
         return f"{len(before)} instructions -> {len(after)}"
-    pairs = set(zip(parameters(before), parameters(after), strict=True))
+    shifts = {new - old for old, new in zip(numbers(NUMBER, before), numbers(NUMBER, after), strict=True)} - {0}
+    pairs = set(zip(numbers(PARAMETER, before), numbers(PARAMETER, after), strict=True))
     one_to_one = len({old for old, _ in pairs}) == len(pairs) == len({new for _, new in pairs})
-    return "moved" if one_to_one else "parameters are not read in the same places"
+    is_layout = len(shifts) <= 2 and (max(shifts) < 0 or min(shifts) > 0)
+    return "moved" if is_layout and one_to_one else f"numbers differ by {sorted(shifts)}"
 
 
 def main(before: str, after: str) -> int:

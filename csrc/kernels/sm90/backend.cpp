@@ -126,7 +126,7 @@ std::string yields(const Problem& problem, Pass pass) {
   constexpr int64_t kTile = 64;
   const int64_t head_dim = std::max(problem.head_dim, problem.head_dim_v);
   // Only sums of dQ need memory beside it, and sm80 has none where one of its tiles holds all keys.
-  constexpr int64_t kMostBytes = 3 << 20;  // of a call, that sdpa.md has no limit for
+  constexpr int64_t kMostBytes = 3 << 20;  // what a call may take beside inputs and outputs without a question
   const int64_t sum_bytes = problem.batch * problem.heads_q * problem.len_q * problem.head_dim * 4;
   if (pass == Pass::kBackward && problem.wants_dq && sum_bytes > kMostBytes && head_dim <= kTile &&
       problem.len_k <= 2 * kTile) {
