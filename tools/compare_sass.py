@@ -34,7 +34,7 @@ def cuobjdump() -> str:
 
 def kernels(library: str) -> dict[tuple[str, str], list[str]]:
     """(architecture, mangled name) -> instructions. Kernels that are static in several units are numbered."""
-    listing = subprocess.run([cuobjdump(), "-sass", library], stdout=subprocess.PIPE, text=True, check=True).stdout
+    listing = subprocess.run([cuobjdump(), "-sass", library], capture_output=True, text=True, check=True).stdout
     result: dict[tuple[str, str], list[str]] = {}
     architecture, lines = "", []
     for line in listing.splitlines():
