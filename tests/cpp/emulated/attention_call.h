@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "call_case.h"
 #include "core/args.h"
 #include "core/backend.h"
 #include "core/band.h"
@@ -14,101 +15,6 @@
 #include "gpu/host/launch.h"
 
 namespace flash_ext {
-
-enum class Operand { kNone, kQuery, kKey, kValue, kGrad, kBias };
-enum class Layout { kHeadsFirst, kRowsFirst, kOdd };  // [h, s, d], [s, h, d], and the first behind one element
-
-struct Case {
-  const char* name;
-  int head_dim = 64;  // of the instance that serves it
-  int64_t len_q = 0, len_k = 0;
-  int64_t d = 0, d_v = 0;  // 0: head_dim
-  int heads_q = 1, heads_k = 1, heads_v = 1;
-  int batch = 1;  // elements, which share bias and mask
-  bool causal = false, bottom_right = false;
-  int64_t window = kUnbounded;
-  bool bias = false, mask = false, alibi = false;
-  bool float_bias = false, one_row = false;  // of bias and mask: [h, 1, k]
-  bool one_head = false;                     // of bias and mask: [1, q, k]
-  double softcap = 0, dropout = 0;
-  bool deterministic = false, bias_gradient = false, slope_gradient = false, d_lse = false;
-  bool forward_alone = false;
-  float bias_offset = 0;     // added to all of a bias
-  bool lowest_bias = false;  // all of a bias is the lowest finite number of its type
-  double scale = 0;          // 0: 1 / sqrt(d)
-  // Scores that every dtype has exactly, so that no size of scale makes a rounding of them matter: all elements of
-  // query are `equal` and all of key too, or its negative; or query, key and a float bias over scale are integers.
-  float equal = 0;
-  bool opposite = false, integers = false;
-  int64_t large_row = -1;            // query, the others are 2^-20 times it; -1: all
-  float slope = 0;                   // a multiple of it, where not 0
-  double rounding = 0;               // of the largest scores, which is more than what their dtype is allowed
-  Operand special = Operand::kNone;  // in whose first head this number stands, which is infinite or NaN:
-  float special_value = NAN;
-  int64_t special_row = 0;
-  bool whole_row = false;  // else in the third column alone
-  Layout layout = Layout::kHeadsFirst;
-  int64_t shared_limit = 227 * 1024;
-  int multiprocessors = 1;
-};
-
-inline void PrintTo(const Case& c, std::ostream* out) { *out << c.name; }
-
-template <class T>
-class Matrices {
- public:
-  static constexpr int kGuard = 16;
-
-  Matrices(int heads, int64_t rows, int64_t cols, Layout layout)
-      : heads_(heads),
-        rows_(rows),
-        cols_(cols),
-        odd_(layout == Layout::kOdd),
-        rows_first_(layout == Layout::kRowsFirst) {
-    data_.assign(heads * rows * cols + 2 * kGuard + odd_, T(-77.f));
-  }
-  TensorView view() {
-    TensorView view;
-    view.data = data_.data() + kGuard + odd_;
-    view.head_stride = rows_first_ ? cols_ : rows_ * cols_;
-    view.row_stride = rows_first_ ? heads_ * cols_ : cols_;
-    view.col_stride = 1;
-    return view;
-  }
-  T& at(int64_t head, int64_t row, int64_t col) {
-    const TensorView v = view();
-    return static_cast<T*>(v.data)[head * v.head_stride + row * v.row_stride + col];
-  }
-  template <class Fn>
-  void fill(const Fn& fn) {
-    for (int64_t i = 0; i < heads_ * rows_ * cols_; ++i) data_[kGuard + odd_ + i] = T(static_cast<float>(fn()));
-  }
-  bool guards_hold() const {
-    bool hold = true;
-    for (int i = 0; i < kGuard; ++i) {
-      hold = hold && static_cast<float>(data_[i]) == -77.f && static_cast<float>(data_[data_.size() - 1 - i]) == -77.f;
-    }
-    return hold;
-  }
-  std::vector<float> values() {
-    std::vector<float> all;
-    for (int64_t h = 0; h < heads_; ++h)
-      for (int64_t r = 0; r < rows_; ++r)
-        for (int64_t c = 0; c < cols_; ++c) all.push_back(static_cast<float>(at(h, r, c)));
-    return all;
-  }
-
- private:
-  std::vector<T> data_;
-  int heads_;
-  int64_t rows_, cols_;
-  int odd_;
-  bool rows_first_;
-};
-
-struct Results {
-  std::vector<float> out, lse, dq, dk, dv, dbias, dalibi;
-};
 
 template <class T>
 constexpr DType kDType = std::is_same_v<T, __half>          ? DType::kFloat16
