@@ -134,5 +134,4 @@ function(flash_ext_add_cuda_units target)
   # A toolkit has lib64 or, from PyPI, lib.
   target_include_directories(${target} SYSTEM PRIVATE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
   target_link_directories(${target} PRIVATE ${CUDA_TOOLKIT_ROOT}/lib64 ${CUDA_TOOLKIT_ROOT}/lib)
-  target_link_options(${target} PRIVATE -Wl,--exclude-libs,ALL)
 endfunction()

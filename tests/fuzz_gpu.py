@@ -3,7 +3,8 @@
     python tests/fuzz_gpu.py --seed 1 --first 0 --cases 20000 --processes 16
     python tests/fuzz_gpu.py --seed 1 --first 4711 --cases 1          # case 4711 of it again
 
-Prints progress, a table of what failed with the line that reproduces it, refusals by reason, and "N passed, M failed".
+Prints progress, what fails as it comes, refusals by reason, the lines that reproduce what failed, and "N passed, M
+failed".
 A case draws its backend: mostly whichever serves the call, else one by name. One that was asked by name may refuse what
 tests/conftest.py grants it; the case is then judged on whichever serves it, so that every case is judged. A lost
 device, a crash and a hang are failures of the case that was running; another process goes on after it.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import faulthandler
 import multiprocessing
 import queue
 import sys
@@ -37,6 +39,7 @@ SHARES: dict[str, dict[str | None, float]] = {
     "cpu": {"chunked": 0.25},
 }
 HANGS_AFTER = 180.0  # seconds, the start of a process included
+SHOWS_AFTER = 60.0  # seconds of one case, after which its process prints where it is
 
 
 def backend_of(pick: float, device: str) -> str | None:
@@ -69,6 +72,7 @@ def run_case(seed: int, number: int, device: str, asked: str) -> tuple[str, str]
 def work(numbers: range, options: argparse.Namespace, results: Any) -> None:
     torch.set_num_threads(1)
     for number in numbers:
+        faulthandler.dump_traceback_later(SHOWS_AFTER)
         try:
             outcome = run_case(options.seed, number, options.device, options.backend)
         except Exception as error:
@@ -152,6 +156,7 @@ def main() -> int:
                 counts[outcome] += 1
                 if outcome == "failed":
                     failures.append((number, text))
+                    print(f"failed {number}: {text}", flush=True)
                 elif text:
                     refusals[text.split(";")[0]] += 1
         if time.monotonic() - shown > 10:
@@ -161,9 +166,9 @@ def main() -> int:
         worker.process.kill() if worker.numbers else worker.process.join()
     for reason, count in refusals.most_common():
         print(f"refused {count:6d}  {reason}")
-    for number, text in sorted(failures):
+    for number, _ in sorted(failures):
         command = f"python tests/fuzz_gpu.py --device {options.device} --backend {options.backend}"
-        print(f"failed {number}: {text}\n    {command} --seed {options.seed} --first {number} --cases 1")
+        print(f"again: {command} --seed {options.seed} --first {number} --cases 1")
     print(f"{sum(refusals.values())} refused by the backend asked for, then served by another")
     took = time.monotonic() - start
     print(f"seed {options.seed}, cases {options.first} to {last - 1}, {took:.0f} s on {options.device}")

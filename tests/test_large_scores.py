@@ -25,7 +25,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "dropout": {"dropout_p": 0.5},
 }
 CASES = [(kind, 64) for kind in KINDS] + [
-    (kind, head_dim) for kind in ("plain", "causal") for head_dim in (32, 128, 256)
+    (kind, head_dim) for kind in ("plain", "causal") for head_dim in (8, 32, 40, 128, 200, 256)
 ]
 
 

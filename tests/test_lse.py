@@ -41,6 +41,22 @@ def test_gradient_of_one_output_alone(which: str, device: str, backend: str) -> 
             torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.parametrize("keys", [1, 3, 40, 130])
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_gradient_of_lse_alone_knows_no_value(dtype: torch.dtype, keys: int, device: str, backend: str) -> None:
+    inputs = make_inputs((1, 2, 33, 16), (1, 2, keys, 16), dtype=dtype, device=device)
+    inputs["bias"] = rand(33, 1, dtype=dtype, device=device)
+
+    def gradients(value: float) -> tuple[Tensor, ...]:
+        leaves = {name: leaf(tensor) for name, tensor in inputs.items()}
+        leaves["value"] = torch.full_like(inputs["value"], value)
+        lse = flash_ext.attention(**leaves, return_lse=True)[1]
+        return torch.autograd.grad(lse.sin().sum(), [leaves[name] for name in ("query", "key", "bias")])
+
+    for got, expected in zip(gradients(torch.nan), gradients(0.0), strict=True):
+        torch.testing.assert_close(got, expected, atol=0, rtol=0)
+
+
 def test_lse_gradient_is_zero_on_empty_rows(device: str, backend: str) -> None:
     inputs = make_inputs((1, 2, 9, 8), (1, 2, 4, 8), device=device)
     got = check(flash_ext.attention, inputs, {"causal": True, "align": "bottom_right", "return_lse": True})

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import DTYPES, HALF, check, make_inputs, name_of, rand
+from helpers import DTYPES, HALF, check, evaluate, make_inputs, name_of, rand
 
 import flash_ext
 from flash_ext import reference
@@ -68,6 +68,17 @@ def test_softcap_far_above_the_scores(dtype: torch.dtype, device: str, backend: 
     check(flash_ext.attention, inputs, {"softcap": 1e6, "return_lse": True})
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_softcap_of_infinite_scores(dtype: torch.dtype, device: str, backend: str) -> None:
+    """Their derivative is 0. Lengths that no tile is a multiple of: 0 times infinity is NaN in what fills it up."""
+    inputs = make_inputs((1, 2, 17, 16), (1, 2, 33, 16), dtype=dtype, device=device)
+    inputs["key"][:, 1, 5, 3] = torch.inf
+    got = evaluate(flash_ext.attention, inputs, {"softcap": 1.0})
+    expected = evaluate(reference.attention, inputs, {"softcap": 1.0})
+    for name, tensor in expected.items():
+        assert torch.equal(got[name].isfinite(), tensor.isfinite()), name
+
+
 @pytest.mark.parametrize("shape", [(4,), (2, 4)], ids=name_of)
 @pytest.mark.parametrize("align", ["top_left", "bottom_right"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
@@ -87,6 +98,18 @@ def test_alibi_of_either_sign(dtype: torch.dtype, head_dim: int, causal: bool, d
     inputs = make_inputs((1, 3, 200, head_dim), (1, 3, 333, head_dim), dtype=dtype, device=device)
     slopes = torch.tensor([0.02, 0.7, -1.5], device=device)
     check(flash_ext.attention, inputs, {"alibi_slopes": slopes, "causal": causal, "return_lse": True})
+
+
+@pytest.mark.parametrize("align", ["top_left", "bottom_right"])
+@pytest.mark.parametrize("keys", [2, 20])
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_alibi_of_keys_far_away(dtype: torch.dtype, keys: int, align: str, device: str, backend: str) -> None:
+    """The distances of a row are nearly equal, and so what they are multiplied by all but cancels."""
+    inputs = make_inputs((1, 4, 150, 64), (1, 2, keys, 64), dtype=dtype, device=device)
+    inputs["alibi_slopes"] = torch.rand(4).to(device)
+    check(flash_ext.attention, inputs, {"align": align, "return_lse": True})
+    options = {"align": align, "return_lse": True, "scale": 0.0}  # P is nearly 1 / 2, which no type rounds
+    check(flash_ext.attention, inputs, options)
 
 
 def test_alibi_equals_its_bias(device: str, backend: str) -> None:

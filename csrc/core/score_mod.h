@@ -87,6 +87,12 @@ struct Bias {
   }
 };
 
+// How far a position is from the nearest of the keys 0 to len_k - 1: what the distances of a row have in common.
+FLASH_DEVICE constexpr int distance_to_keys(int position, int len_k) {
+  const int behind = position - (len_k - 1), before = -position;
+  return behind > 0 ? behind : (before > 0 ? before : 0);
+}
+
 template <class Real>
 struct Alibi {
   bool on = false;

@@ -3,14 +3,19 @@
 `Fused` is a mode under which reference.attention computes, in float32 (float64 for float64), with
 
     products     half types: each factor rounded to its type. The sum is off by up to one unit in the last place. Tensor
-                 cores: by so much too small, and a float32 factor in two parts of 11 bits (sm80/fragments.cuh)
+                 cores: by so much too small, by three in float32, which takes three products and a factor in two parts
+                 of 11 bits (sm80/fragments.cuh). In float16 dS is scaled to its range
+    sums         of n steps of 8 numbers (half types: 16) are off by sqrt(n / 8) times that where n is above 8, in
+                 backward over the heads of a group; others, of pairs, by one unit or, of n numbers, by sqrt(n / 64)
+    scores       off by up to one unit in the last place, up to 4096: they are multiplied by scale * log2(e)
     tanh         off by up to two units in the last place
     P            off by up to one unit in the last place; in backward e^(s - lse), with lse off by as much
     delta        rowsum(dO * out), out as it was rounded
     dS           P * (dP - (delta - dlse))
 
 Rows of |lse| > `far` have the P of forward, because it is found again from their own scores; where they are measured
-(csrc/kernels/sm80/measure.cuh), delta is rowsum(P * dP) / rowsum(P), too.
+(csrc/kernels/sm80/measure.cuh), delta is rowsum(P * dP) / rowsum(P), too. Errors are drawn for each number, or, where
+numbers are equal and so are rounded alike, one for all of a tensor.
 """
 
 from __future__ import annotations
@@ -27,13 +32,16 @@ aten = torch.ops.aten
 
 @dataclass
 class Kind:
-    """How a call is computed. exact: its scores are sums that every dtype has exactly. own_delta: of far rows."""
+    """How a call is computed. exact: its scores are sums that every dtype has exactly. own_delta: of far rows. alike:
+    equal numbers are rounded alike."""
 
     dtype: torch.dtype
     tensor_cores: bool
     far: float
     exact: bool
     own_delta: bool
+    alike: bool = False
+    group: int = 1  # query heads that share a head of key or value
 
 
 class Fused(TorchDispatchMode):
@@ -53,47 +61,70 @@ class Fused(TorchDispatchMode):
             return self._product(func, *args)
         if func is aten._softmax.default:
             if self.p is None:
-                self._probabilities(args[0], func(*args))
+                self._probabilities(args[0])
             return self.p if self.out is None else self.p_of_backward
         if func is aten._softmax_backward_data.default:
             return self._d_scores(*args[:2])
+        if func is aten.sum.dim_IntList and args[0].is_floating_point():
+            return self._sum(*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
-        return _off(result, 2 * result).clamp(-1, 1) if func is aten.tanh.default else result
+        return self._off(result, 2 * result).clamp(-1, 1) if func is aten.tanh.default else result
 
-    def _probabilities(self, scores: Tensor, p: Tensor) -> None:
+    def _probabilities(self, scores: Tensor) -> None:
+        if not self.kind.exact:  # rows far from 0 subtract their largest score first
+            scores = self._off(scores, torch.where(scores.abs() <= 4096, scores, 0))
         lse = torch.logsumexp(scores, -1, keepdim=True)
         self.near = lse.abs() <= self.kind.far
-        self.p = _off(p, p)
-        self.p_of_backward = torch.where(self.near, torch.exp(scores - _off(lse, lse)), self.p)
+        p = torch.softmax(scores, -1)
+        self.p = self._off(p, p)
+        self.p_of_backward = torch.where(self.near, torch.exp(scores - self._off(lse, lse)), self.p)
 
     def _product(self, product: Any, a: Tensor, b: Tensor) -> Tensor:
         if self.kind.tensor_cores and self.kind.dtype == torch.float32:
             (a_high, a_low), (b_high, b_low) = _parts(a), _parts(b)
             c = product(a_high, b_high) + (product(a_high, b_low) + product(a_low, b_high))
         else:
-            c = product(*(x.to(self.kind.dtype).to(x.dtype) for x in (a, b)))
-        size = (product(a * a, b * b) + c * c).sqrt()
+            c = product(_rounded(a, self.kind.dtype), _rounded(b, self.kind.dtype))
+        is_float = self.kind.dtype == torch.float32
+        numbers = a.size(-1) * (1 if self.p is None else self.kind.group)
+        size = (product(a * a, b * b) + c * c).sqrt() * max(1.0, numbers / (64 if is_float else 128)) ** 0.5
         if not self.kind.tensor_cores:
-            return _off(c, size)
-        return c - c.sign() * size * torch.rand_like(c) * torch.finfo(c.dtype).eps
+            return self._off(c, size)
+        return c - c.sign() * size * self._draw(c) * (3 if is_float else 1) * torch.finfo(c.dtype).eps
+
+    def _sum(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        result = x.sum(*args, **kwargs)
+        size = (x.square().sum(*args, **kwargs) + result.square()).sqrt()
+        return self._off(result, size * max(1.0, x.numel() / max(1, result.numel()) / 64) ** 0.5)
 
     def _d_scores(self, d_p: Tensor, p: Tensor) -> Tensor:
         assert self.out is not None
         terms, row = self.d_out.to(p.dtype) * self.out.to(p.dtype), (*p.shape[:-1], 1)
-        from_out = _off(terms.sum(-1, keepdim=True), terms.square().sum(-1, keepdim=True).sqrt()).sum_to_size(row)
+        from_out = self._off(terms.sum(-1, keepdim=True), terms.square().sum(-1, keepdim=True).sqrt()).sum_to_size(row)
         own = (p * d_p).sum(-1, keepdim=True) / p.sum(-1, keepdim=True)
         delta = torch.where(self.near, from_out, own) if self.kind.own_delta else from_out
         if self.d_lse is not None:
             delta = delta - self.d_lse.to(p.dtype).unsqueeze(-1).sum_to_size(row)
         return p * (d_p - delta)
 
+    def _draw(self, like: Tensor) -> Tensor:
+        """Numbers in [0, 1)."""
+        return torch.rand((), dtype=like.dtype, device=like.device) if self.kind.alike else torch.rand_like(like)
+
+    def _off(self, x: Tensor, size: Tensor) -> Tensor:
+        """x, off by up to one unit in the last place of size."""
+        return x + size * (self._draw(x) * 2 - 1) * torch.finfo(x.dtype).eps
+
+
+def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """To the type and back; beyond its range to as many bits."""
+    factor = 1.0
+    if dtype == torch.float16 and x.numel() > 0:
+        factor = max(1.0, float(x.abs().nan_to_num(0, 0, 0).amax()) / 2**15)
+    return (x / factor).to(dtype).to(x.dtype) * factor
+
 
 def _parts(x: Tensor) -> tuple[Tensor, Tensor]:
     """The upper 11 bits of each number, rounded, and 11 bits of the rest, cut off."""
     high = ((x.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
     return high, ((x - high).view(torch.int32) & ~0x1FFF).view(torch.float32)
-
-
-def _off(x: Tensor, size: Tensor) -> Tensor:
-    """x, off by up to one unit in the last place of size."""
-    return x + size * (torch.rand_like(x) * 2 - 1) * torch.finfo(x.dtype).eps

@@ -92,14 +92,18 @@ class BackwardTileWorker {
       at_.measured[index] = false;
       return panel;
     }
-    load_rows_acc(args_.fwd.out, panel, at_.out_acc);
-    if constexpr (Compute::kPairs) {
-      load_rows_acc(args_.d_out, panel, at_.d_out_acc);
-      kernels_.dot_rows(at_.d_out_acc, at_.out_acc, at_.cols_v, rows, at_.cols_v, delta);
-    } else {
-      kernels_.dot_rows(d_out_rows, at_.out_acc, at_.cols_v, rows, at_.cols_v, delta);
+    if (args_.d_out) {
+      load_rows_acc(args_.fwd.out, panel, at_.out_acc);
+      if constexpr (Compute::kPairs) {
+        load_rows_acc(args_.d_out, panel, at_.d_out_acc);
+        kernels_.dot_rows(at_.d_out_acc, at_.out_acc, at_.cols_v, rows, at_.cols_v, delta);
+      } else {
+        kernels_.dot_rows(d_out_rows, at_.out_acc, at_.cols_v, rows, at_.cols_v, delta);
+      }
+      any_lossy |= cancels(panel);
+    } else {  // what out and V hold takes no part
+      std::fill_n(delta, rows, Acc(0));
     }
-    any_lossy |= cancels(panel);
     for (int r = 0; r < panel.width; ++r) {
       if (r >= rows || is_empty(lse[r])) delta[r] = Acc(0);
     }

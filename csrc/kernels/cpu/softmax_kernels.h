@@ -245,7 +245,9 @@ void gradient_rows(const GradientTile<Compute>& tile) {
           if (tile.inputs != nullptr) {
             ScoreGrads<V> grads;
             const V modified = d_score[i];
-            d_score[i] = tile.inputs->mods.backward(modified, at, saved, grads);
+            // Again, because what a softcap saved of a pair that is hidden, or of the padding, may be NaN.
+            d_score[i] = only_visible<Compute, kGeneral>(tile, r, c, kept[i],
+                                                         tile.inputs->mods.backward(modified, at, saved, grads));
             if (tile.slope != nullptr) {
               accumulate_exactly(grads.slope, tile.slope->gradient + c, tile.slope->lost);
               accumulate_exactly(modified, tile.slope->d_score + c, tile.slope->lost);

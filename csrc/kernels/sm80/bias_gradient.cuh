@@ -82,8 +82,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
   };
   const auto load_for_dp = [&](const BiasGradientEntry& item, const BiasGradientEntry& before, bool staged) {
     if (item.v != before.v || item.first_key != before.first_key || (staged && Traits::kStageTakesV)) {
-      load_operand<Traits, kBlockN>(v_smem, rows(args.fwd.v, item.v, problem.len_k, problem.head_dim_v),
-                                    item.first_key);
+      load_operand<Traits, kBlockN>(
+          v_smem, rows(args.fwd.v, item.v, args.d_out ? problem.len_k : 0, problem.head_dim_v), item.first_key);
     }
     if (item.d_out != before.d_out || item.first_query != before.first_query || staged) {
       load_operand<Traits, kBlockM>(d_out_smem,

@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
                                   float slope[kM][kBlockM / 8][4];
                                   for_each_pair(slope, capped, [&](float& x, float y) {
                                     const float t = y * mods.inverse_cap;
-                                    x = 1.f - t * t;
+                                    x = __saturatef(fmaf(-t, t, 1.f));  // 0 of a NaN, which P has, too
                                   });
                                   store_scores(ds_tile(stage), operands<Frag>(slope), warp_key());
                                 });
@@ -218,8 +218,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
                          block.first_key + warp_key(), static_cast<int>(problem.len_k));
       }
       if (has(kSlopeGradient)) {
-        visit_distance<true>(dp_acc, warp_key(), 0, query + diagonal() - block.first_key,
-                             [&](float& x, float away) { slope_sum -= x * away; });
+        slope_sum -= weighted_by_distance(dp_acc, block.first_key + warp_key(), query + diagonal(),
+                                          static_cast<int>(problem.len_k));
       }
       if (has(kCap)) multiply_scores<Frag>(dp_acc, ds_tile(stage), warp_key());
     }

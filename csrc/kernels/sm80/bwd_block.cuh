@@ -58,7 +58,7 @@ struct BackwardBlock {
     q = rows(args.fwd.q, first_head, problem.len_q, problem.head_dim);
     d_out = rows(args.d_out, first_head, args.d_out ? problem.len_q : 0, problem.head_dim_v);
     k = rows(args.fwd.k, head / q_per_k, problem.len_k, problem.head_dim);
-    v = rows(args.fwd.v, head / q_per_v, problem.len_k, problem.head_dim_v);
+    v = rows(args.fwd.v, head / q_per_v, args.d_out ? problem.len_k : 0, problem.head_dim_v);  // lse needs none
     if (args.dk) dk = gradient(args.dk, args.dk_in_accum, head / q_per_k, problem.head_dim);
     if (args.dv) dv = gradient(args.dv, args.dv_in_accum, head / q_per_v, problem.head_dim_v);
     new_k = new_v = true;

@@ -7,6 +7,7 @@
 
 #include <cmath>
 
+#include "core/score_mod.h"
 #include "core/tile_schedule.h"
 #include "gpu/host/tensor_map.h"
 #include "kernels/sm80/far_rows.cuh"
@@ -232,6 +233,31 @@ __device__ __forceinline__ void multiply_scores(Operands<Frag, kM, kN>& c, Tile 
       c.row[m].set_word(i, multiply_bf16(c.row[m].word(i), word));
     }
   }
+}
+
+// sum dS (|i - j| - distance_to_keys(i)) of a fragment of dS^T whose first key is j and first query is at position i.
+// The gradient of a slope is sum dS |i - j|. NOTE: the dS of a row add up to its dlse, but for their roundings, which a
+// distance that all keys have in common would multiply: sum_slopes (kernels/stages/rows.cu) takes that one of dlse.
+template <int kM, int kN>
+__device__ __forceinline__ float weighted_by_distance(const float (&ds)[kM][kN][4], int key, int position, int len_k) {
+  const int own_key = key + lane_row(), own_position = position + 2 * lane_column();
+  float sum = 0.f;
+#pragma unroll
+  for (int n = 0; n < kN; ++n) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int at = own_position + n * 8 + i;
+      const float first = static_cast<float>(at - own_key), common = static_cast<float>(distance_to_keys(at, len_k));
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          sum += ds[m][n][2 * half + i] * (fabsf(first - static_cast<float>(m * 16 + half * 8)) - common);
+        }
+      }
+    }
+  }
+  return sum;
 }
 
 // A fragment of S^T to a matrix of floats [queries, keys] with the strides of `view`.

@@ -88,7 +88,8 @@ __device__ __forceinline__ void find_item(const BackwardArgs& args, const BiasGr
     const bool in_accum =
         which == kDq ? args.dq_in_accum : (which == kDk ? args.dk_in_accum : which == kDv && args.dv_in_accum);
     const int64_t offset = batch_offset(problem, view, at.b) + at.head * view.head_stride;
-    GlobalRows<T> rows = rows_of<T>(view, offset, view ? (of_queries ? problem.len_q : problem.len_k) : 0,
+    const bool is_read = view && (which != kV || args.d_out);  // lse depends on no value
+    GlobalRows<T> rows = rows_of<T>(view, offset, is_read ? (of_queries ? problem.len_q : problem.len_k) : 0,
                                     of_values ? problem.head_dim_v : problem.head_dim);
     if (in_accum) rows.data = reinterpret_cast<T*>(static_cast<float*>(view.data) + offset);
     item.rows[which] = rows;

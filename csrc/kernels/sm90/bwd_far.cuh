@@ -89,9 +89,10 @@ __device__ __forceinline__ void measure_rows(const BackwardArgs& args, const Que
   // keys; kept, it took prepare 45 registers more.
   const auto multiply = [&](float(&products)[4], float(&sizes)[4], int query, int key) {
 #pragma unroll 1
-    for (int col = 8 * t; col < head_dim; col += 32) {  // a lane's of each 32: a sum may have any order
+    for (int first = 0; first < head_dim; first += 32) {  // NOTE: the same for all lanes, or mma.sync hangs
+      const int col = first + 8 * t;                      // a lane's of each 32: a sum may have any order
       const auto words_of = [&](const T* rows, int64_t stride, int row, bool exists) {
-        return exists ? *reinterpret_cast<const uint4*>(rows + row * stride + col) : uint4{};
+        return exists && col < head_dim ? *reinterpret_cast<const uint4*>(rows + row * stride + col) : uint4{};
       };
       const uint4 x = words_of(q_rows, args.fwd.q.row_stride, query - tile.first_query, query < len_q);
       const uint4 y = words_of(q_rows, args.fwd.q.row_stride, query + 8 - tile.first_query, query + 8 < len_q);

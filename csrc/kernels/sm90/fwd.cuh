@@ -116,7 +116,7 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
   [[maybe_unused]] ScorePlace c(params);
   float o_acc[kHeadDim / 2], s_acc[kBlockN / 2];
   uint32_t p_frag[kBlockN / 4];
-  RowSoftmax softmax(params.to_log2);
+  RowSoftmax<Traits::kHasLimit> softmax(params.to_log2);
   Work work;
   [[maybe_unused]] float slope = 0.f;  // of the work's head
   int top_n = 0;                       // this warpgroup sees no key of tiles from here on
@@ -270,10 +270,10 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
   while (true) {
     after_s(top_n - 1);
     softmax.reset();
-    float tile_max[2], factor[2], minus[2];
+    float tile_max[2], factor[2];
     softmax.template tile_max<0, kBlockN>(tile_max, s_acc);
-    softmax.template raise<0, kBlockN>(tile_max, factor, s_acc, minus);
-    softmax.template exponentiate<0, kBlockN>(s_acc, minus);
+    softmax.template raise<0, kBlockN>(tile_max, factor, s_acc);
+    softmax.template exponentiate<0, kBlockN>(s_acc);
     pack_p(0, kBlockN);
     drop_p(top_n - 1);
 #pragma unroll
@@ -294,9 +294,8 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
       softmax.template tile_max<0, kSplit>(tile_max, s_acc);
       bool rescale = softmax.exceeds(tile_max);
       factor[0] = factor[1] = 1.f;
-      minus[0] = softmax.minus[0], minus[1] = softmax.minus[1];
-      if (rescale) softmax.template raise<0, kSplit>(tile_max, factor, s_acc, minus);
-      softmax.template exponentiate<0, kSplit>(s_acc, minus);
+      if (rescale) softmax.template raise<0, kSplit>(tile_max, factor, s_acc);
+      softmax.template exponentiate<0, kSplit>(s_acc);
       if constexpr (kSplit < kBlockN) {
         softmax.template tile_max<kSplit, kBlockN>(tile_max, s_acc);
         rescale = rescale || softmax.exceeds(tile_max);
@@ -304,7 +303,7 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
       if constexpr (kSplit < kBlockN) {
         if (rescale) {
           float more[2];
-          softmax.template raise<kSplit, kBlockN>(tile_max, more, s_acc, minus);
+          softmax.template raise<kSplit, kBlockN>(tile_max, more, s_acc);
           scale_rows<kSplit>(s_acc, more);
           factor[0] *= more[0];
           factor[1] *= more[1];
@@ -323,7 +322,7 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
       release(rings.v, v);
       pack_p(0, kSplit);
       if constexpr (kSplit < kBlockN) {
-        softmax.template exponentiate<kSplit, kBlockN>(s_acc, minus);
+        softmax.template exponentiate<kSplit, kBlockN>(s_acc);
         pack_p(kSplit, kBlockN);
       }
       drop_p(n);

@@ -22,6 +22,7 @@ struct ForwardTraits {
   static constexpr int kQTiles = kShape.q_stages * kConsumers;
   static constexpr bool kStaged = kShape.q_stages > 1;  // out goes through Q's stage
   static constexpr bool kScored = kShape.scored;
+  static constexpr bool kHasLimit = !kScored || kHeadDim <= 128;  // NOTE: else 4 to 8 bytes were spilled
   using Params = std::conditional_t<kScored, ScoredParams, ForwardParams>;
   using QPlace = RingPlace<kShape.q_stages>;
   using KvPlace = RingPlace<kShape.stages>;

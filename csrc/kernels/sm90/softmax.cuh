@@ -52,12 +52,16 @@ __device__ __forceinline__ void mask_band(float (&s)[kCount], const TileBand& ba
 // In a multiply-add before ex2 score * to_log2 is exact and maximum * to_log2 is rounded, or infinite: where the
 // maximum of a row is far from 0, in log2, raise() subtracts it before the multiplication. NOTE: such rows are raised
 // for every tile, so that the usual tile has no branch more; around or in front of the exponentials it was 2 to 8 %.
+// kHasLimit: what a maximum may reach is a register beside what P is made with, and one comparison; else one number
+// says both.
+template <bool kHasLimit>
 struct RowSoftmax {
   static constexpr int kLimit = 8;
   float row_max[2] = {kMinusInf, kMinusInf};
   float row_sum[2] = {0.f, 0.f};
-  float minus[2] = {NAN, NAN};  // -row_max in log2, which P is made with; NaN: raise() says, each time
-  float to_log2;                // what one unit of score is in log2
+  float limit[2] = {NAN, NAN};  // what a tile's maximum may reach and row_max stays, or minus; NaN: raise() each time
+  float minus[kHasLimit ? 2 : 1] = {};  // -row_max in log2, which P is made with; 0 of a far row
+  float to_log2;                        // what one unit of score is in log2
 
   __device__ __forceinline__ explicit RowSoftmax(float to_log2_) : to_log2(to_log2_) {}
 
@@ -67,8 +71,13 @@ struct RowSoftmax {
     for (int half = 0; half < 2; ++half) {
       row_max[half] = kMinusInf;
       row_sum[half] = 0.f;
-      minus[half] = NAN;
+      limit[half] = NAN;
     }
+  }
+
+  __device__ __forceinline__ float minus_of(int half) const {
+    if constexpr (kHasLimit) return minus[half];
+    return limit[half] == limit[half] ? limit[half] : 0.f;
   }
 
   // The maximum of columns [kFirst, kLast) of each row.
@@ -87,15 +96,17 @@ struct RowSoftmax {
 
   // Whether one of the warp's rows grew beyond the limit, or has to be raised.
   __device__ __forceinline__ bool exceeds(const float (&max)[2]) const {
-    const auto grew = [&](int half) { return !(fmaf(max[half], to_log2, minus[half]) <= kLimit); };
+    const auto grew = [&](int half) {
+      if constexpr (kHasLimit) return !(max[half] <= limit[half]);
+      return !(fmaf(max[half], to_log2, limit[half]) <= kLimit);
+    };
     return __any_sync(~0u, grew(0) || grew(1));
   }
 
   // Brings maxima and sums up to date, before P of columns [kFirst, kLast); what belongs to the old maxima is to be
-  // multiplied by `factor`. now: what P of these columns is made with.
+  // multiplied by `factor`.
   template <int kFirst, int kLast, int kCount>
-  __device__ __forceinline__ void raise(const float (&max)[2], float (&factor)[2], float (&s)[kCount],
-                                        float (&now)[2]) {
+  __device__ __forceinline__ void raise(const float (&max)[2], float (&factor)[2], float (&s)[kCount]) {
     constexpr float kFar = 4096;  // there the product is rounded by half of what P is in fp16
     float far[2];                 // the maximum of a row that is
 #pragma unroll
@@ -106,8 +117,9 @@ struct RowSoftmax {
       row_sum[half] *= factor[half];
       const bool has_keys = after != kMinusInf, is_far = has_keys && fabsf(after * to_log2) > kFar;
       far[half] = is_far ? after : 0.f;
-      now[half] = has_keys && !is_far ? -after * to_log2 : 0.f;
-      minus[half] = has_keys && !is_far ? now[half] : NAN;
+      const float now = has_keys && !is_far ? -after * to_log2 : 0.f;
+      limit[half] = has_keys && !is_far ? (kHasLimit ? after + kLimit / to_log2 : now) : NAN;
+      if constexpr (kHasLimit) minus[half] = now;
     }
     if (!__any_sync(~0u, far[0] != 0.f || far[1] != 0.f)) return;
 #pragma unroll
@@ -116,16 +128,17 @@ struct RowSoftmax {
 
   // S becomes P in columns [kFirst, kLast).
   template <int kFirst, int kLast, int kCount>
-  __device__ __forceinline__ void exponentiate(float (&s)[kCount], const float (&now)[2]) {
+  __device__ __forceinline__ void exponentiate(float (&s)[kCount]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+      const float shift = minus_of(half);
       float sum = 0.f;
 #pragma unroll
       for (int n = kFirst / 8; n < kLast / 8; ++n) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           float& x = s[4 * n + 2 * half + i];
-          x = exp2_fast(fmaf(x, to_log2, now[half]));
+          x = exp2_fast(fmaf(x, to_log2, shift));
           sum += x;
         }
       }

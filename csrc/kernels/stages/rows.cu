@@ -2,6 +2,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "core/score_mod.h"
 #include "gpu/arch.h"
 #include "gpu/host/launch.h"
 #include "kernels/sm80/far_rows.cuh"
@@ -146,13 +147,25 @@ __global__ void convert_kernel(const __grid_constant__ BackwardArgs args, const 
   }
 }
 
-__global__ void sum_slopes_kernel(float* sums, const float* partial, int64_t rows, int64_t count) {
+// A warp a head. What sm80's weighted_by_distance leaves of a row is dlse times the distance that its keys share.
+__global__ void sum_slopes_kernel(const __grid_constant__ BackwardArgs args, const float* partial, int64_t count) {
+  const Problem& problem = args.fwd.problem;
   const int64_t row = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
-  if (row >= rows) return;
+  if (row >= problem.batch * problem.heads_q) return;
   float sum = 0.f;
   for (int64_t i = threadIdx.x % 32; i < count; i += 32) sum += partial[row * count + i];
+  const int len_q = static_cast<int>(problem.len_q), len_k = static_cast<int>(problem.len_k);
+  if (args.d_lse != nullptr) {
+    const int offset = problem.bottom_right ? len_k - len_q : 0;
+    const float* const lse = static_cast<const float*>(args.fwd.lse) + row * len_q;
+    const float* const d_lse = static_cast<const float*>(args.d_lse) + row * len_q;
+    for (int i = threadIdx.x % 32; i < len_q; i += 32) {
+      const int away = distance_to_keys(i + offset, len_k);
+      if (away > 0 && lse[i] != -INFINITY) sum -= static_cast<float>(away) * d_lse[i];
+    }
+  }
   sum = warp_sum(sum);
-  if (threadIdx.x % 32 == 0) sums[row] = sum;
+  if (threadIdx.x % 32 == 0) static_cast<float*>(args.dalibi)[row] = sum;
 }
 
 template <class T>
@@ -197,8 +210,7 @@ void convert_dq(const BackwardArgs& args, const float* dq_accum, bool in_fragmen
 
 void sum_slopes(const BackwardArgs& args, const float* partial, int64_t count) {
   const int64_t rows = args.fwd.problem.batch * args.fwd.problem.heads_q;
-  launch(sum_slopes_kernel, grid_of_rows(rows), 32 * kWarps, 0, args.fwd.stream, static_cast<float*>(args.dalibi),
-         partial, rows, count);
+  launch(sum_slopes_kernel, grid_of_rows(rows), 32 * kWarps, 0, args.fwd.stream, args, partial, count);
 }
 
 void sum_parts(void* sums, DType dtype, const float* partial, int64_t count, int64_t parts, void* stream) {

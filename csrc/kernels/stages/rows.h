@@ -18,7 +18,8 @@ void delta(const BackwardArgs& args, float* delta, float* bounds, bool dlse_apar
 // groups of 16 rows lie there as kernels/sm80/dq_sum.cuh says.
 void convert_dq(const BackwardArgs& args, const float* dq_accum, bool in_fragments);
 
-// dalibi [b, h_q] = sums over the last dimension of partial [b, h_q, count], in its order.
+// dalibi [b, h_q] = sums over the last dimension of partial [b, h_q, count], in its order, and of each row dlse times
+// distance_to_keys, which sm80's main kernel leaves out.
 void sum_slopes(const BackwardArgs& args, const float* partial, int64_t count);
 
 // sums [count] = partial [parts, count] over its first dimension, in order.
