@@ -88,8 +88,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     return rows_of<T>(view, batch_offset(problem, view, b) + h * view.head_stride, count, cols);
   };
   const auto k = rows(args.fwd.k, head / (problem.heads_q / problem.heads_k), problem.len_k, problem.head_dim);
-  const auto v = rows(args.fwd.v, head / (problem.heads_q / problem.heads_v), args.d_out ? problem.len_k : 0,
-                      problem.head_dim_v);
+  const auto v =
+      rows(args.fwd.v, head / (problem.heads_q / problem.heads_v), args.d_out ? problem.len_k : 0, problem.head_dim_v);
   load_tile<kBlockM, kThreads>(q_smem, rows(args.fwd.q, head, problem.len_q, problem.head_dim), first_query);
   load_tile<kBlockM, kThreads>(d_out_smem, rows(args.d_out, head, args.d_out ? problem.len_q : 0, problem.head_dim_v),
                                first_query);
