@@ -105,14 +105,19 @@ MEASURES: dict[str, Callable[[Tensor], float]] = {
 }
 
 
-def violations(name: str, got: Tensor, truth: Tensor, eager_errors: list[Tensor], factor: float = 2.0) -> list[str]:
+def violations(
+    name: str, got: Tensor, truth: Tensor, eager_errors: list[Tensor], factor: float = 2.0, units: float = 0.0
+) -> list[str]:
     """What breaks the error rule for one tensor; NaN and infinities must stand exactly where the truth has them.
 
-    ``eager_errors`` holds eager's error at the finite elements, for each draw; the worst draw counts.
+    ``eager_errors`` holds eager's error at the finite elements, for each draw; the worst draw counts. ``units``: of the
+    largest element's last place, that are allowed whatever eager's error is.
     """
     if got.shape != truth.shape:
         return [f"{name}: shape {tuple(got.shape)}, expected {tuple(truth.shape)}"]
     floor = floor_of(truth, got.dtype)
+    if units > 0 and truth.isfinite().any():
+        floor = max(floor, units * torch.finfo(got.dtype).eps * float(truth[truth.isfinite()].abs().max()))
     got, truth = got.double().cpu(), truth.double().cpu()
     finite = truth.isfinite()
     if not torch.equal(got.isnan(), truth.isnan()) or not torch.equal(got[truth.isinf()], truth[truth.isinf()]):
@@ -146,11 +151,12 @@ def check(
     eager: Call | None = None,
     backward: bool = True,
     extra: Mapping[str, Any] | None = None,
+    units: float = 0.0,
 ) -> Results:
     """Asserts the error rule for the outputs of ``call`` and for every gradient; returns what ``call`` gave.
 
     ``truth`` runs on float64 copies; ``eager`` (default: ``truth`` with rounded=True) in the inputs' own dtypes;
-    ``extra`` are options of those two alone, e.g. the dropout mask.
+    ``extra`` are options of those two alone, e.g. the dropout mask; ``units`` as in ``violations``.
     """
     options, extra = dict(options or {}), dict(extra or {})
     narrow = inputs["query"].dtype
@@ -170,7 +176,7 @@ def check(
     drawn = {name: [error[name]] for name in got}
 
     def broken() -> list[str]:
-        return [text for name in got for text in violations(name, got[name], expected[name], drawn[name])]
+        return [text for name in got for text in violations(name, got[name], expected[name], drawn[name], units=units)]
 
     # Eager's error is a random number; over a few elements one draw may be luckily small: draw again before failing.
     for _ in range(RESAMPLES if broken() else 0):

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Inputs, check, evaluate, leaf, make_inputs, name_of, rand
+from helpers import Inputs, Results, check, evaluate, leaf, make_inputs, name_of, rand
 from torch import Tensor
 
 import flash_ext
@@ -124,10 +124,15 @@ def run(inputs: Inputs, options: dict[str, Any]) -> bool:
     narrow = inputs["query"].dtype
     expected = evaluate(reference.attention, wide, meaning, cotangent_dtype=narrow)
     tolerance = {torch.bfloat16: 4e-2, torch.float16: 5e-3, torch.float32: 1e-4}[narrow]
+    eager: Results = {}
     for name, tensor in expected.items():
         largest = float(tensor[tensor.isfinite()].abs().max()) if tensor.isfinite().any() else 0.0
-        close = (got[name].double() - tensor).abs() <= tolerance * max(largest, 1.0)
-        assert (close | (got[name] == tensor)).all(), name
+        allowed = tolerance * max(largest, 1.0)
+        error = torch.where(got[name] == tensor, 0.0, (got[name].double() - tensor).abs())
+        if not (error <= allowed).all():  # sums that all but cancel
+            eager = eager or evaluate(reference.attention, inputs, meaning | {"rounded": narrow != torch.float32})
+            allowed = max(allowed, 2 * float((eager[name].double() - tensor).abs().nan_to_num().max()))
+        assert (error <= allowed).all(), name
     return True
 
 

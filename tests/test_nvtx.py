@@ -23,6 +23,7 @@ PLACES = [*Path(torch.__file__).parent.parent.glob("nvidia/*/include"), Path("/u
 HEADERS = [place for place in PLACES if (place / "nvtx3/nvToolsExtPayload.h").exists()]
 
 pytestmark = [
+    pytest.mark.xdist_group("nvtx"),  # one run of the tool
     pytest.mark.skipif(not flash_ext.build_info()["nvtx"], reason="this build has no NVTX"),
     pytest.mark.skipif(not HEADERS or shutil.which("cc") is None, reason="needs NVTX's headers and a C compiler"),
 ]

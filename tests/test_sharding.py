@@ -15,6 +15,8 @@ import torch
 
 import flash_ext  # noqa: F401
 
+pytestmark = pytest.mark.xdist_group("sharding")
+
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, list[str]]]:
