@@ -53,6 +53,14 @@ INSTANTIATE_TEST_SUITE_P(All, Sm80Kernels, testing::ValuesIn(kCases), [](const a
 // and so is a dropped product with an infinity.
 const Case kSpecialCases[] = {
     {.name = "query", .len_q = 70, .len_k = 90, .special = Operand::kQuery, .special_row = 3},
+    {.name = "query_beside_far_rows",
+     .len_q = 70,
+     .len_k = 90,
+     .scale = 0x1p28,
+     .integers = true,
+     .special = Operand::kQuery,
+     .special_value = INFINITY,
+     .special_row = 3},
     {.name = "infinite_query",
      .len_q = 70,
      .len_k = 90,
