@@ -15,7 +15,18 @@ if(CMAKE_SCRIPT_MODE_FILE)
   elseif(changes)
     set(GIT_DIRTY true)
   endif()
+  # Operators and kernels fit each other where these headers are the same.
+  file(GLOB headers ${SOURCE_DIR}/csrc/core/*.h)
+  list(SORT headers)
+  set(all "")
+  foreach(header IN LISTS headers)
+    file(SHA256 ${header} hash)
+    string(APPEND all ${hash})
+  endforeach()
+  string(SHA256 INTERFACE "${all}")
+  string(SUBSTRING ${INTERFACE} 0 16 INTERFACE)
   configure_file(${BINARY_DIR}/build_info.json.in ${BINARY_DIR}/build_info.json)
+  file(CONFIGURE OUTPUT ${BINARY_DIR}/kernels_info.json CONTENT "{\"interface\": \"\${INTERFACE}\"}\n")
   file(READ ${BINARY_DIR}/build_info.json JSON)
   file(CONFIGURE OUTPUT ${BINARY_DIR}/generated/flash_ext_build_info.h
        CONTENT "#pragma once\n\nconstexpr const char kBuildInfo[] = R\"json(\${JSON})json\";\n")
@@ -44,4 +55,5 @@ configure_file(${CMAKE_CURRENT_LIST_DIR}/build_info.json.in ${CMAKE_BINARY_DIR}/
 add_custom_target(
   build_info ALL
   COMMAND ${CMAKE_COMMAND} -DSOURCE_DIR=${CMAKE_SOURCE_DIR} -DBINARY_DIR=${CMAKE_BINARY_DIR} -P ${CMAKE_CURRENT_LIST_FILE}
-  BYPRODUCTS ${CMAKE_BINARY_DIR}/generated/flash_ext_build_info.h ${CMAKE_BINARY_DIR}/build_info.json)
+  BYPRODUCTS ${CMAKE_BINARY_DIR}/generated/flash_ext_build_info.h ${CMAKE_BINARY_DIR}/build_info.json
+             ${CMAKE_BINARY_DIR}/kernels_info.json)

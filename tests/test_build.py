@@ -17,6 +17,7 @@ import flash_ext
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = Path(flash_ext.__file__).parent
+OF_TORCH = PACKAGE / ("torch_" + ".".join(torch.__version__.split(".")[:2]))
 
 needs_source = pytest.mark.skipif(
     shutil.which("cmake") is None or shutil.which("c++") is None, reason="needs cmake and a C++ compiler"
@@ -139,28 +140,62 @@ def link_or_copy(source: str, target: str) -> None:
     (os.symlink if source.endswith(".so") else shutil.copy)(source, target)
 
 
+def import_error(package: Path) -> str:
+    """Of `import flash_ext` from there, in a process of its own."""
+    code = f"import sys; sys.path.insert(0, {str(package.parent)!r}); import flash_ext"
+    result = run(sys.executable, "-c", code)
+    assert result.returncode != 0 and "undefined symbol" not in result.stderr
+    return result.stderr.splitlines()[-1]
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """The package once more, its libraries by links."""
+    ignored = shutil.ignore_patterns("__pycache__")
+    return shutil.copytree(PACKAGE, tmp_path / "flash_ext", copy_function=link_or_copy, ignore=ignored)
+
+
+def test_a_library_of_another_torch_is_one_sentence_at_import(copy: Path) -> None:
+    minor = OF_TORCH.name.removeprefix("torch_")
+    (copy / OF_TORCH.name).rename(copy / "torch_1.13")
+    assert f"flash_ext was built for torch 1.13, not for torch {minor}; run `pip install" in import_error(copy)
+    shutil.copytree(copy / "torch_1.13", copy / "torch_1.12", symlinks=True)
+    assert f"flash_ext was built for torch 1.12 and 1.13, not for torch {minor}; run" in import_error(copy)
+    for folder in copy.glob("torch_*"):
+        shutil.rmtree(folder)
+    assert f"flash_ext is not built: there is no torch_{minor} beside the package; run" in import_error(copy)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"torch": "1.13.1"}, ("1.13", torch.__version__)),
-        ({"cxx11_abi": not torch.compiled_with_cxx11_abi()}, ("cxx11_abi",)),
+        ({"cxx11_abi": not torch.compiled_with_cxx11_abi()}, "flash_ext was built with cxx11_abi="),
+        ({"interface": "another"}, "that are older than its kernels; run `pip install"),
     ],
 )
-def test_a_library_of_another_torch_is_one_sentence_at_import(
-    tmp_path: Path, change: dict[str, object], words: tuple[str, ...]
+def test_a_library_that_does_not_fit_is_one_sentence_at_import(
+    copy: Path, change: dict[str, object], words: str
 ) -> None:
-    package = tmp_path / "flash_ext"
-    shutil.copytree(PACKAGE, package, copy_function=link_or_copy, ignore=shutil.ignore_patterns("__pycache__"))
-    info = json.loads((PACKAGE / "build_info.json").read_text())
-    (package / "build_info.json").write_text(json.dumps(info | change))
-    result = run(sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import flash_ext")
-    assert result.returncode != 0
-    sentence = result.stderr.splitlines()[-1]
-    assert all(word in sentence for word in words) and "undefined symbol" not in result.stderr
+    file = copy / OF_TORCH.name / "build_info.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    assert words in import_error(copy)
+
+
+def test_without_the_module_of_this_python_operators_are_left(copy: Path) -> None:
+    for module in (copy / OF_TORCH.name).glob("_C*"):
+        module.unlink()
+    code = f"""
+import sys; sys.path.insert(0, {str(copy.parent)!r})
+import torch, flash_ext
+assert flash_ext.__file__.startswith({str(copy)!r})
+print(torch.ops.flash_ext.attention(*(torch.ones(1, 1, 2, 8),) * 3)[0].sum().item())
+"""
+    result = run(sys.executable, "-c", code)
+    assert result.stdout.strip() == "16.0", result.stderr
 
 
 def test_build_info_is_the_file_beside_the_library() -> None:
-    info = json.loads((PACKAGE / "build_info.json").read_text())
+    info = json.loads((OF_TORCH / "build_info.json").read_text())
     assert json.loads(torch.ops.flash_ext.build_info()) == info
     assert flash_ext.build_info().items() >= info.items()
     assert info["torch"].split(".")[:2] == torch.__version__.split(".")[:2]
@@ -172,7 +207,7 @@ def test_build_info_is_the_file_beside_the_library() -> None:
 
 @pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm (binutils)")
 def test_the_libraries_need_no_python_and_one_no_torch() -> None:
-    symbols = run("nm", "-D", "--undefined-only", PACKAGE / "libflash_ext.so").stdout
+    symbols = run("nm", "-D", "--undefined-only", OF_TORCH / "libflash_ext.so").stdout
     assert "aten" in symbols.lower() or "c10" in symbols
     python = r"\bU (_?Py\w+|\w*THPVariable\w*)"
     assert not re.findall(python, symbols)
@@ -184,10 +219,10 @@ def test_the_libraries_need_no_python_and_one_no_torch() -> None:
 def test_the_library_needs_no_path_and_no_second_cuda_runtime() -> None:
     """Whoever loads it has loaded torch; what it has of libcudart is inside and hidden."""
     needed = {}
-    for library in (PACKAGE / "libflash_kernels.so", PACKAGE / "libflash_ext.so"):
+    for library in (PACKAGE / "libflash_kernels.so", OF_TORCH / "libflash_ext.so"):
         dynamic = run("readelf", "-d", library).stdout
         needed[library.name] = re.findall(r"NEEDED.*\[(.+)\]", dynamic)
-        assert re.findall(r"RUNPATH.*\[(.+)\]", dynamic) == ["$ORIGIN"]
+        assert re.findall(r"RUNPATH.*\[(.+)\]", dynamic) == ["$ORIGIN:$ORIGIN/.."]
         if shutil.which("nm"):
             assert not re.findall(r" T (cuda[A-Z]\w+|__cuda\w+)", run("nm", "-D", "--defined-only", library).stdout)
     assert not [name for names in needed.values() for name in names if "cudart" in name or "torch_cuda" in name]
