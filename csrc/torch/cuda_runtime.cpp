@@ -1,4 +1,7 @@
 // CUDA devices and torch's streams, see cuda_runtime.h. Only in a build with CUDA.
+//
+// libc10_cuda.so comes with a torch that has CUDA. What is used of it is weak, so that a torch without loads this
+// library, too; no CUDA tensor is there then to ask for any of it.
 #include "torch/cuda_runtime.h"
 
 #include <c10/cuda/CUDACachingAllocator.h>
@@ -6,6 +9,14 @@
 #include <c10/cuda/CUDAStream.h>
 
 #include "core/library.h"
+
+// NOTE: by the assembler, because #pragma weak leaves a member function as it is.
+asm(".weak _ZN3c104cuda12device_countEv\n"
+    ".weak _ZN3c104cuda14current_deviceEv\n"
+    ".weak _ZN3c104cuda17hasPrimaryContextEa\n"
+    ".weak _ZN3c104cuda20CUDACachingAllocator9allocatorE\n"
+    ".weak _ZN3c104cuda20getCurrentCUDAStreamEa\n"
+    ".weak _ZNK3c104cuda10CUDAStream6streamEv");
 
 namespace flash_ext {
 namespace {
@@ -22,7 +33,7 @@ DeviceInfo cuda_device_info(const c10::Device& device) {
 }
 
 bool is_in_use(const c10::Device& device) {
-  if (c10::cuda::device_count() == 0) return false;
+  if (cuda_devices().empty()) return false;
   const c10::DeviceIndex index = device.has_index() ? device.index() : c10::cuda::current_device();
   return index < c10::cuda::device_count() && c10::cuda::hasPrimaryContext(index);
 }
