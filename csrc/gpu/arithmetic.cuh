@@ -70,4 +70,12 @@ __device__ __forceinline__ uint32_t spread_high_bits(uint32_t x) {
   return result;
 }
 
+// prmt.b32: the high bit of byte kByte of x repeated over the low half, that of y over the high half.
+template <int kByte>
+__device__ __forceinline__ uint32_t spread_byte_signs(uint32_t x, uint32_t y) {
+  uint32_t result;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(x), "r"(y), "n"((8 + kByte) * 0x11 + (12 + kByte) * 0x1100));
+  return result;
+}
+
 }  // namespace flash_ext::cuda

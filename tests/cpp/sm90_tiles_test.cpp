@@ -284,14 +284,15 @@ void check_meetings(const Meetings<kBlockM, kBlockN>& meetings) {
   ASSERT_TRUE(changes == 0 || !meetings.meets_keys(0) || !meetings.meets_keys(m_blocks - 1));
 }
 
-// A tile is masked unless all of its pairs, also those of queries beyond the sequence, are kept.
+// A tile is masked unless all of its pairs are kept and no query is beyond the sequence.
 template <int kBlockM, int kBlockN>
 void check_inside(const Meetings<kBlockM, kBlockN>& meetings) {
   for (int key = 0; key < meetings.len_k; key += kBlockN) {
     const auto inside = meetings.inside(key);
     for (int m = 0; m * kBlockM < meetings.len_q; ++m) {
       const int most = key + kBlockN - 1 - m * kBlockM, least = key - (m * kBlockM + kBlockM - 1);
-      const bool kept = most <= meetings.upper && least >= meetings.lower && key + kBlockN <= meetings.len_k;
+      const bool kept = most <= meetings.upper && least >= meetings.lower && key + kBlockN <= meetings.len_k &&
+                        (m + 1) * kBlockM <= meetings.len_q;
       ASSERT_EQ(inside.has(m), kept) << m << " " << key;
     }
   }

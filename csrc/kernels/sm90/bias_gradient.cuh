@@ -128,7 +128,7 @@ __device__ __forceinline__ void consume_items(const BiasGradientParams& params, 
       barrier_wait(operands.full(place.stage), place.phase);
       release();
     } else if (entry.visible) {
-      // Of a query beyond the sequence lse is infinite, so that its P is 0.
+      // What a query beyond the sequence has does not count.
       const auto number = [&](int which, int half, float beyond) {
         const int of = row + 8 * half;
         return of < rows ? __ldg(params.stats + entry.stats + Traits::stat(which, of)) : beyond;
@@ -165,17 +165,27 @@ __device__ __forceinline__ void consume_items(const BiasGradientParams& params, 
           x = fminf(fmaf(x, params.scale, of_pair) + far[half], 0.f) * params.inverse_scale;
         });
       }
-      const int first_query = entry.first_query + consumer * 64;
-      if (params.band.is_boundary(first_query, 64, entry.first_key, kBlock)) {
-        mask_band(s_acc, params.band, entry.first_query + row, entry.first_key);
-      }
 #pragma unroll
       for (int i = 0; i < 64; ++i) s_acc[i] = exp2_fast(fmaf(s_acc[i], params.to_log2, minus_lse[i / 2 % 2]));
       wgmma_wait<0>();
       hold(dp_acc);
       release();
 #pragma unroll
-      for (int i = 0; i < 64; ++i) sum[i] = fmaf(s_acc[i], dp_acc[i] - delta[i / 2 % 2], sum[i]);
+      for (int i = 0; i < 64; ++i) dp_acc[i] -= delta[i / 2 % 2];
+      if (rows < (consumer + 1) * 64 ||
+          params.band.is_boundary(entry.first_query + consumer * 64, 64, entry.first_key, kBlock)) {
+        auto kept = KeptColumns::of_queries(params.band, entry.first_query + row, entry.first_key);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          if (row + 8 * half >= rows) kept.low[half] = kBlock;
+        }
+#pragma unroll
+        for (int i = 0; i < 64; ++i) {
+          if (!kept.has(i / 2 % 2, i / 4 * 8 + i % 2)) s_acc[i] = dp_acc[i] = 0.f;
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < 64; ++i) sum[i] = fmaf(s_acc[i], dp_acc[i], sum[i]);
     }
     __syncwarp();
     if (lane == 0) barrier_arrive(entries.empty(item_place.stage));

@@ -115,7 +115,8 @@ __device__ __forceinline__ void consume_backward(const typename Traits::Params& 
     const KeyWork work = find_work(linear);
     const int row = work.first_key + warp_row + lane / 4;
     const int total = (work.last_m - work.first_m) * params.members;
-    float* dq = params.dq + (int64_t{work.row} * params.m_blocks + work.first_m) * kTile + warp * (16 * kDqCols);
+    float* dq = params.dq + (int64_t{work.row} * params.m_blocks + work.first_m) * kTile +
+                (staging - tiles.staging(0)) / sizeof(float);
     // From the end of what a head gets to the start of what the next one does.
     const int64_t dq_jump = int64_t{params.m_blocks - (work.last_m - work.first_m)} * kTile;
     typename Traits::Place place{static_cast<int>(done % kShape.stages), done / kShape.stages % 2};
@@ -205,6 +206,7 @@ __device__ __forceinline__ void consume_backward(const typename Traits::Params& 
     const auto step = [&]<bool kFirst, bool kLast>(std::bool_constant<kFirst>, std::bool_constant<kLast>) {
       float dp_acc[kBlockM / 2], dq_acc[Traits::kDqCols / 2];
       uint32_t p_frag[kBlockM / 4], ds_frag[kBlockM / 4];
+      [[maybe_unused]] KeptOfMask<Traits> kept;
       [[maybe_unused]] float slope = 0.f;
       if constexpr (Traits::kScored) slope = params.scores.alibi.of(head, work.b0, work.b1);
       barrier_wait(d_out_ring.full(place.stage), place.phase);
@@ -216,19 +218,23 @@ __device__ __forceinline__ void consume_backward(const typename Traits::Params& 
       if constexpr (!Traits::kLateDp) issue_dp();
       if constexpr (Traits::kScored) {
         const int distance = row - (m * kBlockM + lane % 4 * 2) - params.scores.alibi.offset;
-        take_backward_scores<Traits>(s_acc, dv_acc, params, tiles, place.stage, scores, warp_row, slope, distance);
+        take_backward_scores<Traits>(s_acc, dv_acc, kept, params, tiles, place.stage, scores, warp_row, slope,
+                                     distance);
       }
       if constexpr (Traits::kCaps) cap_scores<T, true>(s_acc, params.softcap);
-      // NOTE: with scores there are no registers for `inside`, 12 bytes were spilled.
-      if (Traits::kScored ? params.band.is_boundary(m * kBlockM, kBlockM, work.first_key + consumer * 64, 64)
-                          : !inside.has(m)) {
-        if (Traits::kMayBeFar && is_far_tile(tiles.stats_far(place.stage))) {
-          subtract_far(s_acc, tiles.stats_far(place.stage), params.scale, params.inverse_scale);
-        }
-        mask_band_transposed(s_acc, params.band, row, m * kBlockM);
+      // NOTE: with scores, or a softcap in fp16, there are no registers for `inside`: 4 to 12 bytes were spilled. With
+      // a softcap in bf16 the other way spilled 8.
+      const auto is_boundary = [&] {
+        if constexpr (!Traits::kScored && !(Traits::kCaps && Traits::kScaled)) return !inside.has(m);
+        return params.is_boundary(m * kBlockM, kBlockM, work.first_key + consumer * 64, 64);
+      };
+      if (Traits::kMayBeFar && is_boundary() && is_far_tile(tiles.stats_far(place.stage))) {
+        subtract_far(s_acc, tiles.stats_far(place.stage), params.scale, params.inverse_scale);
       }
       [[maybe_unused]] uint32_t sloped_p[Traits::kCaps ? kBlockM / 4 : 1];  // P (1 - tanh^2), of which dS is made
       probabilities<Traits>(p_frag, sloped_p, s_acc, params, tiles.stats_lse(place.stage));
+      if (has_mask(params)) mark_hidden(p_frag, kept);
+      if (is_boundary()) mark_hidden(p_frag, KeptColumns::of_keys(params.band, params.len_q, row, m * kBlockM));
       hold(p_frag);
       if constexpr (Traits::kLateDp) {
         hold(sloped_p);
@@ -239,15 +245,7 @@ __device__ __forceinline__ void consume_backward(const typename Traits::Params& 
       if constexpr (Traits::kDrops) {
         wgmma_wait<0>();
         hold(dp_acc);
-        with_drops<Traits>(tiles, place, warp_row, [&](int i, uint32_t dropped, float2 delta) {
-          uint32_t& p = p_frag[i / 2];
-          float p_x, p_y, kept_x, kept_y;
-          unpack(p, p_x, p_y, T());
-          p &= ~dropped;
-          unpack(p, kept_x, kept_y, T());
-          const float x = fmaf(kept_x, dp_acc[i], -p_x * delta.x), y = fmaf(kept_y, dp_acc[i + 1], -p_y * delta.y);
-          ds_frag[i / 2] = pack(x * ds_scale, y * ds_scale, T());
-        });
+        drop<Traits>(p_frag, ds_frag, dp_acc, tiles, place, warp_row, ds_scale);
       }
       hold(p_frag);
       hold(dv_acc);
@@ -262,6 +260,7 @@ __device__ __forceinline__ void consume_backward(const typename Traits::Params& 
           ds_frag[i / 2] = ds_of<Traits>(p, x, y, delta, ds_scale);
         });
       }
+      if (has_mask(params) || is_boundary()) clear_marked(ds_frag, p_frag);
       if constexpr (kLast) {
         if (lane == 0) barrier_arrive(v_ring.empty(0));
       }

@@ -84,7 +84,7 @@ struct Meetings {
     return {first, end_query > first_query ? (end_query + kBlockM - 1) / kBlockM : first};
   }
 
-  // The tiles of queries of which each sees all of these keys.
+  // The tiles of queries, whole ones, of which each sees all of these keys.
   struct Inside {
     int first;
     uint32_t count;
@@ -93,7 +93,8 @@ struct Meetings {
   FLASH_DEVICE Inside inside(int first_key) const {
     const auto floor_div = [](int x) { return (x & -kBlockM) / kBlockM; };  // a power of two
     const int first = floor_div(first_key + kBlockN - 1 - upper + kBlockM - 1);
-    const int end = floor_div(first_key - lower - kBlockM + 1) + 1;
+    const int last = first_key - lower < len_q - 1 ? first_key - lower : len_q - 1;
+    const int end = floor_div(last - kBlockM + 1) + 1;
     return {first, first_key + kBlockN <= len_k && end > first ? static_cast<uint32_t>(end - first) : 0};
   }
 

@@ -1,5 +1,5 @@
 // What the backward kernel is made of beside its two roles: parameters, shared memory, the tiles of the grid, products,
-// masks, stores, and the scale of dS in fp16.
+// stores, and the scale of dS in fp16.
 //
 // Called by bwd.cuh, bwd_order.cuh and bwd_rows.cuh. Invariant: fragments are [keys, queries], as wgmma.cuh says for 64
 // rows.
@@ -8,6 +8,7 @@
 #include "core/args.h"
 #include "gpu/host/launch.h"
 #include "kernels/sm90/bwd_config.h"
+#include "kernels/sm90/bwd_hidden.cuh"
 #include "kernels/sm90/pipeline.cuh"
 #include "kernels/sm90/scores.cuh"
 #include "kernels/sm90/softmax.cuh"
@@ -38,6 +39,9 @@ struct BackwardParams {
   __device__ __forceinline__ Meetings<kBlockM, kBlockN> meetings() const {
     return {band.lower, band.upper, len_q, band.len_k};
   }
+  __device__ __forceinline__ bool is_boundary(int first_query, int queries, int first_key, int keys) const {
+    return band.is_boundary(first_query, queries, first_key, keys) || first_query + queries > len_q;
+  }
 };
 
 // Of dq and dk, made of the dS that the main kernel computes: with dropout it is (1 - p) dS (dropout.cuh).
@@ -53,6 +57,10 @@ __device__ __forceinline__ const DropoutParams& dropout_of(const ScoredBackwardP
   return params.scores.dropout;
 }
 __device__ __forceinline__ DropoutParams dropout_of(const BackwardParams&) { return {nullptr, 0, 1.f}; }
+__device__ __forceinline__ bool has_mask(const ScoredBackwardParams& params) {
+  return params.scores.mask.data != nullptr;
+}
+__device__ __forceinline__ constexpr bool has_mask(const BackwardParams&) { return false; }
 
 struct CappedBackwardParams : BackwardParams {
   SoftcapParams softcap;  // in units of q k^T
@@ -269,9 +277,11 @@ __device__ __forceinline__ bool any_far(const BackwardParams& params, const KeyW
 }
 
 // Its scores, `factor` times which are natural ones, become their distance from the largest, in units of q k^T.
+// NOTE: 32 queries at a time, or at head dim 64 12 to 20 bytes are spilled: ptxas moves nothing over __syncwarp.
 template <int kCount>
 __device__ __forceinline__ void subtract_far(float (&s)[kCount], uint32_t numbers, float factor, float inverse_scale) {
-  with_queries(s, numbers, [&](float& x, float& y, float2 far, int) {
+  with_queries(s, numbers, [&](float& x, float& y, float2 far, int i) {
+    if (i % 16 == 0) __syncwarp();
     x = fminf(fmaf(x, factor, far.x), 0.f) * inverse_scale;
     y = fminf(fmaf(y, factor, far.y), 0.f) * inverse_scale;
   });
@@ -308,26 +318,6 @@ __device__ __forceinline__ uint32_t ds_of(uint32_t p, float dp_x, float dp_y, fl
     const float x = Traits::kScaled ? fmaf(dp_x, ds_scale, -delta.x * ds_scale) : dp_x - delta.x;
     const float y = Traits::kScaled ? fmaf(dp_y, ds_scale, -delta.y * ds_scale) : dp_y - delta.y;
     return pack(p_x * x, p_y * y, T());
-  }
-}
-
-// Rows are keys, columns queries. row: this thread's first key.
-template <int kCount>
-__device__ __forceinline__ void mask_band_transposed(float (&s)[kCount], const TileBand& band, int row,
-                                                     int first_query) {
-  const int column = 2 * (threadIdx.x % 4);
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int key = row + 8 * half;
-    const int low = key < band.len_k ? key - band.upper - first_query - column : 1 << 30;
-    const int high = key - band.lower - first_query - column;
-#pragma unroll
-    for (int n = 0; n < kCount / 4; ++n) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if (8 * n + i < low || 8 * n + i > high) s[4 * n + 2 * half + i] = kMinusInf;
-      }
-    }
   }
 }
 

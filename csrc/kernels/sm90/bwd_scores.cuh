@@ -1,6 +1,6 @@
 // Bias, mask and dropout of the backward: the tiles of scores.cuh, read transposed.
 //
-//   s^T = q k^T + added / scale                     -inf where the mask holds 0
+//   s^T = q k^T + added / scale
 //   s^T = (scale * q k^T + added - lse) / scale     in a tile of queries with one whose lse is far from 0
 //   (bwd_rows.cuh)
 //
@@ -8,6 +8,7 @@
 //
 // Three warps beside the producer bring a slot of 64 queries by 128 keys after the other, a tile of queries being one
 // or two: the bias as it is, [query][key], the mask as bits, a word of 32 queries a key, and what dropout.cuh draws.
+// What the mask hides is kept for mark_hidden (bwd_hidden.cuh).
 // Called by bwd.cuh, parameters made by run_scores.cuh. Invariant: as in scores.cuh; consumers read slots in the order
 // in which the loaders fill them.
 #pragma once
@@ -230,10 +231,10 @@ __device__ __forceinline__ void load_backward_scores(const ScoredBackwardParams&
 // ---- use ------------------------------------------------------------------------------------------------------------
 
 // Part kSlot of S^T, 64 queries, from its slot; 16 keys a warp from key `warp_key` of the tile on. kFar: in natural
-// units.
-template <class T, int kKeys, bool kFar, int kSlot, int kCount>
-__device__ __forceinline__ void apply_slot(float (&s)[kCount], const ScoredBackwardParams& params, uint32_t slot,
-                                           int warp_key) {
+// units. kept: what the mask keeps, where there is one.
+template <class T, int kKeys, bool kFar, int kSlot, int kCount, class Kept>
+__device__ __forceinline__ void apply_slot(float (&s)[kCount], Kept& kept, const ScoredBackwardParams& params,
+                                           uint32_t slot, int warp_key) {
   const ScoreParams& scores = params.scores;
   const int lane = threadIdx.x % 32;
   constexpr int kFirst = kSlot * 32, kTiles = kScoreRows / 8;  // of 8 queries, four numbers each
@@ -278,20 +279,17 @@ __device__ __forceinline__ void apply_slot(float (&s)[kCount], const ScoredBackw
     for (int half = 0; half < 2; ++half) {  // 32 queries
 #pragma unroll
       for (int row = 0; row < 2; ++row) {  // this thread's keys, 8 apart
-        const uint32_t bits = load_shared_int(from + half * (kMaskBytes / 2) + row * 32) >> lane % 4 * 2;
-#pragma unroll
-        for (int n = 0; n < 4; ++n) {
-          float* const x = s + kFirst + 16 * half + 4 * n + 2 * row;
-          if ((bits & 1U << 8 * n) == 0) x[0] = kMinusInf;
-          if ((bits & 2U << 8 * n) == 0) x[1] = kMinusInf;
-        }
+        kept.add(2 * kSlot + half, row, load_shared_int(from + half * (kMaskBytes / 2) + row * 32) >> lane % 4 * 2);
       }
     }
   }
 }
 
+template <class Traits>
+using KeptOfMask = KeptBits<Traits::kBlockM / kScoreRows>;
+
 template <class Traits, bool kFar>
-__device__ __forceinline__ void apply_backward_scores(float (&s)[Traits::kBlockM / 2],
+__device__ __forceinline__ void apply_backward_scores(float (&s)[Traits::kBlockM / 2], KeptOfMask<Traits>& kept,
                                                       const ScoredBackwardParams& params,
                                                       const typename Traits::Tiles& tiles, ScorePlace& place,
                                                       int warp_key, float slope, int distance) {
@@ -302,7 +300,7 @@ __device__ __forceinline__ void apply_backward_scores(float (&s)[Traits::kBlockM
   const auto take = [&]<int kSlot>(std::integral_constant<int, kSlot>) {
     if (params.scores.stage_bytes > 0) barrier_wait(ring.full(place.stage), place.phase);
     apply_slot<typename Traits::T, Traits::kBlockN, kFar, kSlot>(
-        s, params, ring.tile(0) + place.stage * params.scores.stage_bytes, warp_key);
+        s, kept, params, ring.tile(0) + place.stage * params.scores.stage_bytes, warp_key);
     if (params.scores.stage_bytes == 0) return;
     __syncwarp();
     if (threadIdx.x % 32 == 0) barrier_arrive(ring.empty(place.stage));
@@ -317,13 +315,13 @@ __device__ __forceinline__ void apply_backward_scores(float (&s)[Traits::kBlockM
 // dropout removes it the 0 that is multiplied would hide that from dV.
 template <class Traits>
 __device__ __forceinline__ void take_backward_scores(float (&s)[Traits::kBlockM / 2], float (&dv)[Traits::kHeadDim / 2],
-                                                     const ScoredBackwardParams& params,
+                                                     KeptOfMask<Traits>& kept, const ScoredBackwardParams& params,
                                                      const typename Traits::Tiles& tiles, int stage, ScorePlace& place,
                                                      int warp_key, float slope, int distance) {
   if (!is_far_tile(tiles.stats_far(stage))) {
-    apply_backward_scores<Traits, false>(s, params, tiles, place, warp_key, slope, distance);
+    apply_backward_scores<Traits, false>(s, kept, params, tiles, place, warp_key, slope, distance);
   } else {
-    apply_backward_scores<Traits, true>(s, params, tiles, place, warp_key, slope, distance);
+    apply_backward_scores<Traits, true>(s, kept, params, tiles, place, warp_key, slope, distance);
     subtract_far(s, tiles.stats_far(stage), 1.f, params.inverse_scale);
     if constexpr (Traits::kDrops) {
       bool is_nan = false;
@@ -364,6 +362,23 @@ __device__ __forceinline__ void with_drops(const typename Traits::Tiles& tiles, 
   }
   __syncwarp();
   if (lane == 0) barrier_arrive(ring.empty(place.stage));
+}
+
+// dS of P and dP; and of P what dropout leaves, and the mark of what is hidden.
+template <class Traits>
+__device__ __forceinline__ void drop(uint32_t (&p_frag)[Traits::kBlockM / 4], uint32_t (&ds_frag)[Traits::kBlockM / 4],
+                                     const float (&dp)[Traits::kBlockM / 2], const typename Traits::Tiles& tiles,
+                                     const typename Traits::Place& place, int warp_key, float ds_scale) {
+  using T = typename Traits::T;
+  with_drops<Traits>(tiles, place, warp_key, [&](int i, uint32_t dropped, float2 delta) {
+    uint32_t& p = p_frag[i / 2];
+    float p_x, p_y, kept_x, kept_y;
+    unpack(p, p_x, p_y, T());
+    p &= ~dropped | kSigns;
+    unpack(p, kept_x, kept_y, T());
+    const float x = fmaf(kept_x, dp[i], -p_x * delta.x), y = fmaf(kept_y, dp[i + 1], -p_y * delta.y);
+    ds_frag[i / 2] = pack(x * ds_scale, y * ds_scale, T());
+  });
 }
 
 }  // namespace flash_ext::sm90

@@ -76,13 +76,15 @@ __device__ __forceinline__ void consume_keys(const WideParams& params, const typ
   // kLast: no tile follows, whose scores would be computed.
   const auto step = [&]<bool kLast>(std::bool_constant<kLast>) {
     uint32_t frag[kBlock / 4];
+    const auto clear = [&](uint32_t(&packed)[kBlock / 4]) {
+      if (params.is_boundary(m * kBlock, kBlock, work.first_row, kBlock)) {
+        clear_hidden(packed, KeptColumns::of_keys(params.band, params.len_q, row, m * kBlock));
+      }
+    };
     if constexpr (kValues) {
       if constexpr (Traits::kCaps) cap_scores<T, true>(s_acc, params.softcap);
-      if (far || params.band.is_boundary(m * kBlock, kBlock, work.first_row, kBlock)) {
-        if (far && is_far_tile(tiles.far(place.stage))) {
-          subtract_far(s_acc, tiles.far(place.stage), params.scale, params.inverse_scale);
-        }
-        mask_band_transposed(s_acc, params.band, row, m * kBlock);
+      if (far && is_far_tile(tiles.far(place.stage))) {
+        subtract_far(s_acc, tiles.far(place.stage), params.scale, params.inverse_scale);
       }
       uint32_t for_ds[kBlock / 4];  // P of dS: with a softcap P (1 - tanh^2)
       with_queries(s_acc, tiles.lse(place.stage), [&](float s_x, float s_y, float2 minus_lse, int i) {
@@ -101,6 +103,7 @@ __device__ __forceinline__ void consume_keys(const WideParams& params, const typ
       }
       __syncwarp();
       if (lane == 0) barrier_arrive(p_ring.full(place.stage));
+      clear(frag);
     } else {
       barrier_wait(q_ring.full(place.stage), place.phase);  // and with Q its delta
       barrier_wait(p_ring.full(place.stage), place.phase);
@@ -124,6 +127,7 @@ __device__ __forceinline__ void consume_keys(const WideParams& params, const typ
         }
         frag[i / 2] = pack(p_x * x, p_y * y, T());
       });
+      clear(frag);
       __syncwarp();
       if (lane == 0) barrier_arrive(p_ring.empty(place.stage));
     }
@@ -287,9 +291,6 @@ __device__ __forceinline__ void consume_queries(const WideParams& params, const 
         s_acc[i] = fminf(fmaf(s_acc[i], params.scale, far[i / 2 % 2]), 0.f) * params.inverse_scale;
       }
     }
-    if (params.band.is_boundary(first_query, kBlock, n * kBlock, kBlock)) {
-      mask_band(s_acc, params.band, row, n * kBlock);
-    }
 #pragma unroll
     for (int i = 0; i < kBlock / 2; i += 2) {
       const int half = i / 2 % 2;
@@ -302,6 +303,9 @@ __device__ __forceinline__ void consume_queries(const WideParams& params, const 
         ds[j] = p * (Traits::kScaled ? dp * (ds_scale * (1.f / 1024.f)) : dp);
       }
       ds_frag[i / 2] = pack(ds[0], ds[1], T());
+    }
+    if (params.band.is_boundary(first_query, kBlock, n * kBlock, kBlock)) {
+      clear_hidden(ds_frag, KeptColumns::of_queries(params.band, row, n * kBlock));
     }
     hold(ds_frag);
     hold(dq_acc);

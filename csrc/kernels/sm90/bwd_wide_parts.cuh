@@ -28,6 +28,10 @@ struct WideParams {
   SoftcapParams softcap;  // in units of q k^T
   float inverse_scale;    // NOTE: last. In front of `softcap` ptxas spilled 12 bytes in fp16 with a softcap.
 
+  __device__ __forceinline__ bool is_boundary(int first_query, int queries, int first_key, int keys) const {
+    return band.is_boundary(first_query, queries, first_key, keys) || first_query + queries > len_q;
+  }
+
   // What dS of these query heads of one key head is multiplied by to become fp16.
   __device__ __forceinline__ float ds_scale(int b, int first_head, int heads) const {
     float d_out = 0.f, delta = 0.f;

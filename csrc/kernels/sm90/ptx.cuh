@@ -19,7 +19,7 @@ namespace flash_ext::sm90 {
 
 using cuda::barrier_arrive, cuda::barrier_expect, cuda::barrier_init, cuda::barrier_try_wait, cuda::barrier_wait;
 using cuda::BoxStart, cuda::exp2_fast, cuda::fence_barrier_init, cuda::multiply_bf16, cuda::reciprocal_fast,
-    cuda::spread_high_bits, cuda::tanh_fast;
+    cuda::spread_byte_signs, cuda::spread_high_bits, cuda::tanh_fast;
 using cuda::prefetch_map, cuda::tma_load, cuda::tma_store;
 
 // The block's dynamic shared memory.

@@ -156,6 +156,12 @@ inline float __int_as_float(int x) { return __uint_as_float(static_cast<unsigned
 inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
   return static_cast<unsigned>((static_cast<uint64_t>(high) << 32 | low) >> (shift % 32));
 }
+inline unsigned __funnelshift_lc(unsigned low, unsigned high, unsigned shift) {
+  return static_cast<unsigned>((static_cast<uint64_t>(high) << 32 | low) << std::min(shift, 32u) >> 32);
+}
+inline unsigned __funnelshift_rc(unsigned low, unsigned high, unsigned shift) {
+  return static_cast<unsigned>((static_cast<uint64_t>(high) << 32 | low) >> std::min(shift, 32u));
+}
 template <class T>
 T __ldg(const T* address) {
   return *address;

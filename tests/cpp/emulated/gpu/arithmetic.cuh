@@ -36,5 +36,9 @@ inline uint32_t multiply_bf16(uint32_t x, uint32_t y) {
 }
 
 inline uint32_t spread_high_bits(uint32_t x) { return (x >> 15 & 1) * 0xFFFFu | (x >> 31) * 0xFFFF0000u; }
+template <int kByte>
+uint32_t spread_byte_signs(uint32_t x, uint32_t y) {
+  return (x >> (8 * kByte + 7) & 1) * 0xFFFFu | (y >> (8 * kByte + 7) & 1) * 0xFFFF0000u;
+}
 
 }  // namespace flash_ext::cuda
