@@ -318,5 +318,76 @@ const Case kSpecialCases[] = {
 INSTANTIATE_TEST_SUITE_P(Special, Sm90Kernels, testing::ValuesIn(kSpecialCases),
                          [](const auto& info) { return info.param.name; });
 
+// What is NaN or infinite in a row stays away from the keys that it does not see.
+template <class T>
+void check_hidden(Case c) {
+  struct Special {
+    Operand operand;
+    float value;
+    int64_t row;
+  };
+  for (const Special x :
+       {Special{Operand::kGrad, NAN, 70}, Special{Operand::kGrad, INFINITY, 129}, Special{Operand::kKey, INFINITY, 60},
+        Special{Operand::kKey, NAN, 139}, Special{Operand::kValue, INFINITY, 20}, Special{Operand::kQuery, NAN, 70}}) {
+    SCOPED_TRACE(testing::Message() << c.name << ", head dim " << c.head_dim << ", operand "
+                                    << static_cast<int>(x.operand) << ", row " << x.row);
+    c.special = x.operand;
+    c.special_value = x.value;
+    c.special_row = x.row;
+    check<T>(sm90_backend, c);
+  }
+}
+
+template <class T>
+class Sm90HiddenPairs : public testing::Test {};
+using Elements = testing::Types<__nv_bfloat16, __half>;
+TYPED_TEST_SUITE(Sm90HiddenPairs, Elements);
+
+// Keys from 130 on are seen by no query, the last tile of queries has some beyond the sequence.
+constexpr Case kWindow{.name = "window", .len_q = 130, .len_k = 144, .causal = true, .window = 40};
+
+TYPED_TEST(Sm90HiddenPairs, OfABand) {
+  for (const int head_dim : {64, 128, 192}) {
+    Case c = kWindow;
+    c.head_dim = head_dim;
+    check_hidden<TypeParam>(c);
+    c.name = "softcap";
+    c.softcap = 5;
+    check_hidden<TypeParam>(c);
+  }
+}
+
+TYPED_TEST(Sm90HiddenPairs, OfABandInOneOrder) {
+  for (const int head_dim : {64, 128}) {
+    Case c = kWindow;
+    c.head_dim = head_dim;
+    c.deterministic = true;
+    check_hidden<TypeParam>(c);
+  }
+}
+
+TYPED_TEST(Sm90HiddenPairs, OfAMask) {
+  for (const int head_dim : {64, 128}) {
+    Case c{.name = "mask", .head_dim = head_dim, .len_q = 130, .len_k = 144, .mask = true};
+    check_hidden<TypeParam>(c);
+    c.name = "mask, dropout";
+    c.causal = true;
+    c.dropout = 0.3;
+    check_hidden<TypeParam>(c);
+  }
+}
+
+TYPED_TEST(Sm90HiddenPairs, OfABias) {
+  for (const int head_dim : {64, 128}) {
+    Case c = kWindow;
+    c.head_dim = head_dim;
+    c.bias = c.bias_gradient = true;
+    check_hidden<TypeParam>(c);
+    c.name = "bias of one row";
+    c.one_row = true;
+    check_hidden<TypeParam>(c);
+  }
+}
+
 }  // namespace
 }  // namespace flash_ext
