@@ -157,6 +157,10 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
   for (int at = 0; at == 0 || goes_on(at - 1); ++at) {
     const auto item = [&]() -> const BiasGradientEntry& { return ring[opaque(at) % kBiasItems]; };
     const auto next = [&]() -> const BiasGradientEntry& { return ring[opaque(at + 1) % kBiasItems]; };
+    const auto hides_lengths_or_band = [&] {
+      return band.is_boundary(item().first_query, kBlockM, item().first_key, kBlockN) ||
+             item().first_query + kBlockM > problem.len_q;
+    };
     const auto with_query = [&](Scores& c, int which, const auto& fn) {
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
@@ -187,13 +191,17 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
     }
     cp_async_commit();
     if (item().visible) {
-      mods.template apply<true>(features, p_acc, warp_key(), warp_query(),
+      mods.template apply<true>(features & ~kMask, p_acc, warp_key(), warp_query(),
                                 item().first_query + diagonal - item().first_key);
-      if (band.is_boundary(item().first_query, kBlockM, item().first_key, kBlockN)) {
-        mask_band<true>(p_acc, warp_key(), warp_query(), band, item().first_query, item().first_key);
-      }
       with_query(p_acc, 0, [](float& x, float lse) { x = exp2_fast((x - lse) * kLog2e); });
       if (measured[at % 2] == at) with_query(p_acc, 2, [](float& x, float of_query) { x *= of_query; });
+      if (hides_lengths_or_band()) {
+        visit_hidden<kM, kN>(band, static_cast<int>(problem.len_q), item().first_query + warp_query(),
+                             item().first_key + warp_key(), sets_hidden(p_acc, kMinusInf));
+      }
+      if (problem.has_mask) {
+        mods.template visit_masked<true, kM, kN>(features, warp_key(), warp_query(), 0, sets_hidden(p_acc, kMinusInf));
+      }
       if (drops) {
         visit_dropout<true>(p_acc, dropout.get(), item().bh, (item().first_query + warp_query()) / 16,
                             (item().first_key + warp_key()) / 16, [](float& x, bool kept) { x = kept ? x : -x; });
@@ -235,6 +243,11 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
       }
       with_query(dp_acc, 1, [](float& x, float of_query) { x -= of_query; });
       if (d_lse != nullptr) with_query(dp_acc, 3, [](float& x, float of_query) { x += of_query; });
+      if (problem.has_mask || hides_lengths_or_band()) {  // what is hidden has an infinite P
+        const auto is_hidden = [](float p) { return fabsf(p) == -kMinusInf; };
+        for_each_pair(dp_acc, p_acc, [&](float& x, float p) { x = is_hidden(p) ? 0.f : x; });
+        for_each_score<true>(p_acc, 0, 0, [&](float& p, int, int) { p = is_hidden(p) ? 0.f : p; });
+      }
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
 #pragma unroll

@@ -10,7 +10,7 @@
 // register operands. P passes from one to the other, dS to all for dQ, through shared memory. dQ of a tile is computed
 // beside the next tile's softmax, and added up in float in global memory (dq_sum.cuh), in the order of the blocks of
 // keys when deterministic. Called by backend.cpp through kernels.h. Invariant: rows past len_q are zeros in shared
-// memory, with an lse of +inf, so that P = 0; keys past len_k are masked.
+// memory, with an lse of +inf; they and keys past len_k are hidden (hidden.cuh): P = 0 and dS = 0.
 #pragma once
 
 #include "core/tile_schedule.h"
@@ -115,20 +115,20 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     return ScoreTile{base + layout.ds + (Traits::kDeferred ? stage * ScoreTile::bytes(kBlockN) : 0)};
   };
 
-  // Whether a tile has rows that are far, or whose P is to be divided by its sum. A row of finfo.min with one key is
-  // far though that sum is 1. lse: in shared memory, inverse behind it.
-  const auto is_rare = [&](const float* lse) {
-    bool rare = lane_has<kBlockM>(lse, [](float x) { return is_far(x); });
-    if (measured()) rare |= lane_has<kBlockM>(lse + 2 * kBlockM, [](float x) { return x != 1.f; });
-    return __any_sync(~0u, rare) != 0;
-  };
-
   // NOTE: which P the next tile drops is drawn between the products of the present one; drawn when P was there, it took
   // a fifth of the time of the warps that hold dV.
   constexpr bool kDrawsAhead = !Traits::kPlain && sizeof(T) == 2;
   DropoutFlags<kM, kBlockM / 8> flags;
   const auto draw = [&](int query, int part, int parts) {
     flags.draw(dropout.get(), block.bh, query / 16, (block.first_key + warp_key()) / 16, part, parts);
+  };
+
+  // Whether the band or a length hides pairs of a tile, and which of them, as visit_hidden says.
+  const auto has_hidden = [&](int query) {
+    return block.band.is_boundary(query, kBlockM, block.first_key, kBlockN) || query + kBlockM > problem.len_q;
+  };
+  const auto visit_band = [&](int query, const auto& fn) {
+    visit_hidden<kM, kBlockM / 8>(block.band, static_cast<int>(problem.len_q), query, block.first_key + warp_key(), fn);
   };
 
   // S^T becomes P^T; a dropped P keeps its size and turns negative, so that one array serves dV and dS.
@@ -139,22 +139,15 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
                                 // 1 - t^2 waits for the partner where it will write dS: no registers are left for it,
                                 // and P in T is too coarse to find t again.
                                 [&](const float(&capped)[kM][kBlockM / 8][4]) {
-                                  float slope[kM][kBlockM / 8][4];
-                                  for_each_pair(slope, capped, [&](float& x, float y) {
-                                    const float t = y * mods.inverse_cap;
-                                    x = __saturatef(fmaf(-t, t, 1.f));  // 0 of a NaN, which P has, too
-                                  });
-                                  store_scores(ds_tile(stage), operands<Frag>(slope), warp_key());
+                                  store_cap_slope<Frag>(ds_tile(stage), capped, mods.inverse_cap, warp_key());
                                 });
     }
-    if (block.band.is_boundary(query, kBlockM, block.first_key, kBlockN)) {
-      mask_band<true>(s_acc, warp_key(), 0, block.band, query, block.first_key);
-    }
+    if (has_hidden(query)) visit_band(query, sets_hidden(s_acc, kMinusInf));
     if constexpr (!Traits::kGeneral && !kFolded) {
       for_each_score<true>(s_acc, 0, 0, [&](float& x, int, int) { x = __fmul_rn(x, options.scale); });
     }
     // Rows without keys have lse = -inf and scores of -inf: any finite number serves them.
-    if (kFolded && !is_rare(lse_row)) {
+    if (kFolded && !is_rare<kBlockM>(lse_row, measured())) {
       for_each_column(
           s_acc, lse_row, [&](float lse) { return minimum(fmaf(lse, -kLog2e, Traits::kPShift), 1e30f); },
           [&](float& x, float shift) { x = exp2_fast(fmaf(x, options.to_log2, shift)); });
@@ -173,11 +166,17 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
   };
 
-  // dS^T of dP^T. NOTE: P is what the products see, rounded to T, because P in float beside dP would spill (eager
-  // attention rounds P and dP).
+  // dS^T of dP^T. NOTE: P is rounded to T: in float beside dP it would spill, and eager attention rounds both.
   float slope_sum = 0.f;
   const auto ds_of = [&](float(&dp_acc)[kM][kBlockM / 8][4], int query, int stage) {
     const float* const delta = row_smem + (stage * 3 + 1) * kBlockM;
+    const bool hides = has_hidden(query);  // asked before P is waited for
+    const auto clear_hidden = [&](auto& ds) {
+      if (hides) visit_band(query, clears_hidden(ds));
+      if (Traits::kGeneral && has(kMask) && warp_has_special(ds)) {
+        mods.template visit_masked<true, kM, kBlockM / 8>(options.features, warp_key(), 0, stage, clears_hidden(ds));
+      }
+    };
     if constexpr (Traits::kPacksDs) {
       if (!Traits::kGeneral || !has(kSlopeGradient | kBiasGradient | kDlseApart)) {
         Operands<Frag, kM, kBlockM / 8> ds;
@@ -187,6 +186,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
           multiply_by_p<Frag, kDrops>(ds, p_buffer(stage), delta);
         };
         drops() ? make(std::true_type()) : make(std::false_type());
+        clear_hidden(ds);
         if constexpr (kSendsDbias) {
           if (has(kBiasBoxes)) {
             cuda::BoxStart at = block.dbias_box;
@@ -211,6 +211,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       }
     }
     with_p<Frag>(dp_acc, p_buffer(stage), [&](float& x, float p) { x *= Traits::kPlain ? p : fabsf(p); });
+    clear_hidden(dp_acc);
     if (kScaled) for_each_score<true>(dp_acc, 0, 0, [](float& x, int, int) { x *= 1.f / 1024.f; });
     if constexpr (Traits::kGeneral) {
       if (has(kBiasGradient)) {
@@ -255,7 +256,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         const bool inside = query < problem.len_q;
         const int row = inside ? query : 0;
         const uint32_t to = base + layout.rows + (stage * 3 * kBlockM + static_cast<int>(threadIdx.x)) * 4;
-        // Past len_q +inf, so that P is 0: a score is not, where a slope is negative.
+        // Past len_q +inf: P is 0 before anybody hides it.
         if (inside) {
           cp_async_4(to, block.lse + row, true);
         } else {
@@ -328,8 +329,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 
     if (kDrawsAhead && drops() && holds_dv()) draw(block.last_query, 0, 1);
 
-    // NOTE: from the last queries to the first. Under a causal band the first that see a key have the largest P, and
-    // when they came first, each later one was rounded to the sum's last place.
+    // NOTE: from the last queries to the first. Under a causal band the first that see a key have the largest P; when
+    // they came first, each later one was rounded to the sum's last place.
     for (int query = block.last_query; query >= block.first_query; query -= kBlockM) {
       const Tile q_smem{base + layout.q + stage * Tile::bytes(kBlockM)};
       const Tile d_out_smem{base + layout.d_out + stage * Tile::bytes(kBlockM)};

@@ -167,6 +167,15 @@ __device__ __forceinline__ bool lane_has(const float* numbers, const Is& is) {
   return result;
 }
 
+// Whether a tile has rows that are far, or whose P is to be divided by its sum. A row of finfo.min with one key is far
+// though that sum is 1. lse: in shared memory, inverse behind it.
+template <int kBlockM>
+__device__ __forceinline__ bool is_rare(const float* lse, bool measured) {
+  bool rare = lane_has<kBlockM>(lse, [](float x) { return is_far(x); });
+  if (measured) rare |= lane_has<kBlockM>(lse + 2 * kBlockM, [](float x) { return x != 1.f; });
+  return __any_sync(~0u, rare) != 0;
+}
+
 // dP^T - delta of rows that have keys, by their dlse. lse: in shared memory; d_lse: of the tile's first query, of which
 // there are `queries`.
 template <int kM, int kN>
@@ -201,6 +210,18 @@ __device__ __forceinline__ void store_scores(Tile tile, const Operands<Frag, kM,
       c.row[m].store(tile, key + m * 16 + 8, n * 8, lane, n, 1);
     }
   }
+}
+
+// 1 - t^2, the derivative of a softcap, where `capped` is the cap times t.
+template <class Frag, int kM, int kN, class Tile>
+__device__ __forceinline__ void store_cap_slope(Tile tile, const float (&capped)[kM][kN][4], float inverse_cap,
+                                                int key) {
+  float slope[kM][kN][4];
+  for_each_pair(slope, capped, [&](float& x, float y) {
+    const float t = y * inverse_cap;
+    x = __saturatef(fmaf(-t, t, 1.f));  // 0 of a NaN, which P has, too
+  });
+  store_scores(tile, operands<Frag>(slope), key);
 }
 
 // c *= what the same lane of this or its partner warp stored at the fragment's place.

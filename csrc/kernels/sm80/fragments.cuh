@@ -14,6 +14,32 @@
 
 namespace flash_ext::sm80 {
 
+// g and t of this lane, hidden as opaque() says.
+__device__ __forceinline__ int lane_row() { return static_cast<int>(opaque(threadIdx.x) % 32 / 4); }
+__device__ __forceinline__ int lane_column() { return static_cast<int>(opaque(threadIdx.x) % 4); }
+
+// fn(value, query, key) for every element of a warp's fragment that starts at (row0, col0) of the tile.
+template <bool kTransposed, int kM, int kN, class Fn>
+__device__ __forceinline__ void for_each_score(float (&c)[kM][kN][4], int row0, int col0, const Fn& fn) {
+  const int g = lane_row(), t = lane_column();
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int row = row0 + m * 16 + g + i / 2 * 8;
+        const int col = col0 + n * 8 + 2 * t + i % 2;
+        if constexpr (kTransposed) {
+          fn(c[m][n][i], col, row);
+        } else {
+          fn(c[m][n][i], row, col);
+        }
+      }
+    }
+  }
+}
+
 // A tile in shared memory, rows of kCols elements of T, swizzled. kPanelRows: 0 where a row is kPitch bytes in a row;
 // else how many rows the tile has, and it lies in panels of 128 bytes of each, as TMA writes them.
 template <class T, int kCols, int kPanelRows = 0>

@@ -221,7 +221,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
       __syncthreads();  // bias and mask are there
     }
     item.mods.template apply<false>(features, p, warp_row, 0, diagonal);
-    if (band.is_boundary(0, kBlock, 0, kBlock)) mask_band<false>(p, warp_row, 0, band, 0, 0);
+    const bool hides = band.is_boundary(0, kBlock, 0, kBlock);
+    if (hides) mask_band<false>(p, warp_row, 0, band, 0, 0);
     if (warp_row + 16 > len_q) {  // 0 times NaN of a key that no query sees would be NaN
       for_each_row(p, [&](float& x, int i) { x = row + 8 * i < len_q ? x : kMinusInf; });
       for_each_row(ds, [&](float& x, int i) { x = row + 8 * i < len_q ? x : 0.f; });
@@ -254,6 +255,10 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
     for_each_row(ds, [&](float& x, int i) { x -= delta[i]; });
     for_each_row(ds, [&](float& x, int i) { x += d_lse[i]; });
     for_each_pair(ds, p, [](float& x, float y) { x *= y; });
+    if (hides) mask_band<false>(ds, warp_row, 0, band, 0, 0, 0.f);
+    if (problem.has_mask && warp_has_special(ds)) {
+      item.mods.template visit_masked<false, 1, kBlock / 8>(features, warp_row, 0, 0, clears_hidden(ds));
+    }
     if (sums_bias) for_each_pair(bias_sum, ds, [](float& x, float y) { x += y; });
 
     float scale = 1.f, unscale = 1.f;

@@ -8,41 +8,13 @@
 // kTransposed says that rows are keys, as in backward, which computes S^T.
 #pragma once
 
-#include "core/band.h"
 #include "core/dropout.h"
 #include "kernels/sm80/config.h"
-#include "kernels/sm80/tile.cuh"
+#include "kernels/sm80/hidden.cuh"
 
 namespace flash_ext::sm80 {
 
 constexpr float kLog2e = 1.4426950408889634f;
-constexpr float kMinusInf = -__builtin_huge_valf();
-
-// g and t of this lane, hidden as opaque() says.
-__device__ __forceinline__ int lane_row() { return static_cast<int>(opaque(threadIdx.x) % 32 / 4); }
-__device__ __forceinline__ int lane_column() { return static_cast<int>(opaque(threadIdx.x) % 4); }
-
-// fn(value, query, key) for every element of a warp's fragment that starts at (row0, col0) of the tile.
-template <bool kTransposed, int kM, int kN, class Fn>
-__device__ __forceinline__ void for_each_score(float (&c)[kM][kN][4], int row0, int col0, const Fn& fn) {
-  const int g = lane_row(), t = lane_column();
-#pragma unroll
-  for (int m = 0; m < kM; ++m) {
-#pragma unroll
-    for (int n = 0; n < kN; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int row = row0 + m * 16 + g + i / 2 * 8;
-        const int col = col0 + n * 8 + 2 * t + i % 2;
-        if constexpr (kTransposed) {
-          fn(c[m][n][i], col, row);
-        } else {
-          fn(c[m][n][i], row, col);
-        }
-      }
-    }
-  }
-}
 
 // fn(value, |i + offset - j|); `distance` is i + offset - j of the tile's first query and key.
 // NOTE: a place's distance from the tile's first one is a constant, and integers add exactly in float; a conversion
@@ -62,34 +34,6 @@ __device__ __forceinline__ void visit_distance(float (&c)[kM][kN][4], int row0, 
       }
     }
   }
-}
-
-// The band of a sequence whose lengths fit an int: key j is seen by query i when j - i is in [lower, upper] and j <
-// len_k.
-struct TileBand {
-  int lower, upper, len_k;
-
-  static __device__ __forceinline__ TileBand make(const Problem& problem) {
-    constexpr int64_t kFar = 1 << 30;  // refused lengths begin here
-    const Band band = make_band(problem);
-    const auto clamp = [](int64_t x) { return static_cast<int>(x < -kFar ? -kFar : (x > kFar ? kFar : x)); };
-    return {clamp(band.lower), clamp(band.upper), static_cast<int>(problem.len_k)};
-  }
-  // True when a tile has a pair that is not kept.
-  __device__ __forceinline__ bool is_boundary(int first_query, int queries, int first_key, int keys) const {
-    const int shift = first_key - first_query;
-    return first_key + keys > len_k || shift + keys - 1 > upper || shift - queries + 1 < lower;
-  }
-};
-
-template <bool kTransposed, int kM, int kN>
-__device__ __forceinline__ void mask_band(float (&s)[kM][kN][4], int row0, int col0, const TileBand& band,
-                                          int first_query, int first_key) {
-  const int lower = band.lower + first_query - first_key, upper = band.upper + first_query - first_key;
-  const int keys = band.len_k - first_key;
-  for_each_score<kTransposed>(s, row0, col0, [&](float& x, int query, int key) {
-    if (key < query + lower || key > query + upper || key >= keys) x = kMinusInf;
-  });
 }
 
 // fn(score, number) with the number of a bias tile [query][key] at the score's place. `query_step`: 0 where the tile is
@@ -137,52 +81,6 @@ __device__ __forceinline__ void visit_bias_tile(float (&c)[kM][kN][4], int row0,
           const uint32_t address = bias.at((kTransposed ? col : row) * query_step, query * query_step,
                                            (kTransposed ? row : col) * kSize, key / 4 * kChunkBytes);
           fn(c[m][n][i], __uint_as_float(load_shared(address + key % 4 * kSize)));
-        }
-      }
-    }
-  }
-}
-
-// Scores where a mask tile [query][key] of bytes holds 0 become -inf.
-template <bool kTransposed, int kPitch, int kM, int kN>
-__device__ __forceinline__ void mask_tile(float (&c)[kM][kN][4], int row0, int col0, uint32_t tile, int query_step) {
-  const SmemTile<uint8_t, kPitch> mask{tile};
-  const unsigned lane = opaque(threadIdx.x % 32), g = lane / 4, t = lane % 4;
-  if constexpr (kTransposed) {
-    // Transposed, ldmatrix gives lane (g, t) keys 2g and 2g + 1 of queries 2t (low half) and 2t + 1; keys g and g + 8
-    // are a byte of what the lanes of rows g / 2 and 4 + g / 2 received.
-    constexpr int kBlocks = kN < 4 ? kN : 4;
-    const unsigned shift = g % 2 * 8;
-#pragma unroll
-    for (int m = 0; m < kM; ++m) {
-#pragma unroll
-      for (int n = 0; n < kN; n += kBlocks) {
-        uint32_t words[4];
-        ldmatrix_x4_trans(words,
-                          mask.at((col0 + n * 8) * query_step, lane % (8 * kBlocks) * query_step, row0 + m * 16, 0));
-#pragma unroll
-        for (int i = 0; i < kBlocks; ++i) {
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const uint32_t bytes = __shfl_sync(~0u, words[i], half * 16 + g / 2 * 4 + t) >> shift;
-            if ((bytes & 0xFFu) == 0) c[m][n + i][2 * half] = kMinusInf;
-            if ((bytes & 0xFF0000u) == 0) c[m][n + i][2 * half + 1] = kMinusInf;
-          }
-        }
-      }
-    }
-  } else {
-#pragma unroll
-    for (int m = 0; m < kM; ++m) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-#pragma unroll
-        for (int n = 0; n < kN; ++n) {
-          const int key = col0 + n * 8;  // a multiple of 8: half a chunk
-          const uint32_t address = mask.at((row0 + m * 16 + half * 8) * query_step, g * query_step, key & ~15, 0);
-          const uint16_t bytes = load_shared_16(address + (key & 8) + 2 * t);
-          if ((bytes & 0xFFu) == 0) c[m][n][2 * half] = kMinusInf;
-          if ((bytes & 0xFF00u) == 0) c[m][n][2 * half + 1] = kMinusInf;
         }
       }
     }
@@ -404,6 +302,12 @@ struct ScoreMods {
     }
   }
 
+  template <bool kTransposed, int kM, int kN, class Fn>
+  __device__ __forceinline__ void visit_masked(unsigned features, int row0, int col0, int stage, const Fn& fn) const {
+    sm80::visit_masked<kTransposed, kMaskPitch, kM, kN>(row0, col0, mask_stage(stage), features & kMaskRows ? 1 : 0,
+                                                        fn);
+  }
+
   // NOTE: what is rounded is written out, not left to contraction, so that every kernel sees the same score.
   // q k^T -> the score in natural units, but where it stays raw; `distance` is i + offset - j of the tile's first query
   // and key. With a softcap `capped(s)` is told cap * tanh(...) on the way, for backward.
@@ -425,9 +329,7 @@ struct ScoreMods {
     if (features & kAlibi) {
       visit_distance<kTransposed>(s, row0, col0, distance, [&](float& x, float away) { x = fmaf(-slope, away, x); });
     }
-    if (features & kMask) {
-      mask_tile<kTransposed, kMaskPitch>(s, row0, col0, mask_stage(stage), features & kMaskRows ? 1 : 0);
-    }
+    if (features & kMask) visit_masked<kTransposed, kM, kN>(features, row0, col0, stage, sets_hidden(s, kMinusInf));
   }
 
   // cap * tanh(scale * x / cap). bf16: tanh.approx is within 1e-5 of tanh on 9.0 (2^-11 by its manual), where each of

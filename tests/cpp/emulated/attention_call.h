@@ -210,7 +210,9 @@ class Call {
             dalibi.values()};
   }
 
-  Results reference() {
+  // multiplies_hidden: as eager attention, which multiplies what belongs to hidden pairs by 0; else sums leave them out.
+  // In either dS of such a pair is 0.
+  Results reference(bool multiplies_hidden = false) {
     const int64_t n = c_.len_k;
     Results r;
     std::vector<double> dk(c_.batch * c_.heads_k * n * d_), dv(c_.batch * c_.heads_v * n * d_v_),
@@ -226,7 +228,7 @@ class Call {
       for (int64_t i = 0; i < c_.len_q; ++i) {
         const Range keys = band.keys({i, i + 1}, n);
         std::vector<double> s(n, -INFINITY), slope(n, 1), p(n), kept(n, 1);
-        std::vector<int64_t> visible;
+        std::vector<int64_t> visible, summed;  // keys
         double most = -INFINITY, sum = 0;
         const int64_t row = c_.one_row ? 0 : i;
         for (int64_t j = keys.first; j < keys.last; ++j) {
@@ -251,16 +253,18 @@ class Call {
         const bool has_keys = sum != 0;  // NaN is a sum, too
         r.lse.push_back(static_cast<float>(has_keys ? most + std::log(sum) : -INFINITY));
         if (!has_keys) visible.clear();
-        for (const int64_t j : visible) p[j] /= sum;
+        for (int64_t j = 0; j < n && multiplies_hidden; ++j) summed.push_back(j);
+        if (!multiplies_hidden) summed = visible;
+        for (const int64_t j : summed) p[j] = has_keys ? p[j] / sum : 0;
         std::vector<double> dp(n);
         double delta = has_keys && c_.d_lse ? -double(d_lse_[bh * c_.len_q + i]) : 0;
         for (int64_t e = 0; e < d_v_; ++e) {
           double o = 0;
-          for (const int64_t j : visible) o += p[j] * kept[j] * double(v_.at(hv, j, e));
+          for (const int64_t j : summed) o += p[j] * kept[j] * double(v_.at(hv, j, e));
           r.out.push_back(static_cast<float>(o));
           const double g = double(d_out_.at(bh, i, e));
           delta += o * g;
-          for (const int64_t j : visible) {
+          for (const int64_t j : summed) {
             dp[j] += kept[j] * g * double(v_.at(hv, j, e));
             dv[(hv * n + j) * d_v_ + e] += p[j] * kept[j] * g;
           }
@@ -274,7 +278,7 @@ class Call {
         }
         for (int64_t e = 0; e < d_; ++e) {
           double x = 0;
-          for (const int64_t j : visible) {
+          for (const int64_t j : summed) {
             x += ds[j] * double(k_.at(hk, j, e));
             dk[(hk * n + j) * d_ + e] += ds[j] * double(q_.at(bh, i, e));
           }
@@ -317,37 +321,37 @@ inline double error(const std::vector<float>& result, const std::vector<float>& 
   return std::sqrt(wrong / all);
 }
 
-// How many elements are NaN or infinite where the reference is a number, or the other way round. of_gradient: the other
-// way round alone, and NaN may stand for an infinity.
-inline int misplaced(const std::vector<float>& result, const std::vector<float>& reference, bool of_gradient) {
+// How many elements are of a kind (number, NaN, inf, -inf) that neither reference has. of_gradient: NaN may stand for an
+// infinity.
+inline int misplaced(const std::vector<float>& result, const std::vector<float>& reference,
+                     const std::vector<float>& eager, bool of_gradient) {
+  const auto kind = [&](float x) {
+    if (std::isfinite(x)) return 0;
+    return of_gradient || std::isnan(x) ? 1 : (x > 0 ? 2 : 3);
+  };
   int count = 0;
   for (size_t i = 0; i < result.size(); ++i) {
-    if (of_gradient) {
-      count += std::isfinite(result[i]) && !std::isfinite(reference[i]);
-    } else if (std::isfinite(result[i]) || std::isfinite(reference[i])) {
-      count += std::isfinite(result[i]) != std::isfinite(reference[i]);
-    } else {
-      count += !(result[i] == reference[i] || (result[i] != result[i] && reference[i] != reference[i]));
-    }
+    count += kind(result[i]) != kind(reference[i]) && kind(result[i]) != kind(eager[i]);
   }
   return count;
 }
 
-// The error of numbers; of the others that they stand where the reference has them.
-inline void check_special(const Results& result, const Results& reference, double allowed) {
-  const auto check = [&](const char* name, std::vector<float> x, std::vector<float> y, bool of_gradient) {
-    EXPECT_EQ(misplaced(x, y, of_gradient), 0) << name;
+// The error of numbers; of the others that they stand where a reference has them.
+inline void check_special(const Results& result, const Results& reference, const Results& eager, double allowed) {
+  const auto check = [&](const char* name, std::vector<float> Results::*member, bool of_gradient) {
+    std::vector<float> x = result.*member, y = reference.*member;
+    EXPECT_EQ(misplaced(x, y, eager.*member, of_gradient), 0) << name;
     for (size_t i = 0; i < x.size(); ++i) {
       if (!std::isfinite(x[i]) || !std::isfinite(y[i])) x[i] = y[i] = 0;
     }
     EXPECT_LT(error(x, y), allowed) << name;
   };
-  check("out", result.out, reference.out, false);
-  check("lse", result.lse, reference.lse, false);
+  check("out", &Results::out, false);
+  check("lse", &Results::lse, false);
   if (result.dq.empty()) return;
-  check("dq", result.dq, reference.dq, true);
-  check("dk", result.dk, reference.dk, true);
-  check("dv", result.dv, reference.dv, true);
+  check("dq", &Results::dq, true);
+  check("dk", &Results::dk, true);
+  check("dv", &Results::dv, true);
 }
 
 template <class T>
@@ -356,9 +360,13 @@ void check(const Backend& backend, const Case& c) {
   const Results result = call.run(backend, 1), reference = call.reference();
   const double allowed = c.rounding + (std::is_same_v<T, float> ? 2e-5 : (std::is_same_v<T, __half> ? 2e-3 : 1e-2));
   if (c.special != Operand::kNone) {
-    check_special(result, reference, allowed);
+    const Results eager = call.reference(true);
+    check_special(result, reference, eager, allowed);
     if (c.bias_gradient) {
-      EXPECT_EQ(misplaced(result.dbias, reference.dbias, true), 0) << "dbias";
+      EXPECT_EQ(misplaced(result.dbias, reference.dbias, eager.dbias, true), 0) << "dbias";
+    }
+    if (c.slope_gradient) {
+      EXPECT_EQ(misplaced(result.dalibi, reference.dalibi, eager.dalibi, true), 0) << "dalibi";
     }
     return;
   }

@@ -6,6 +6,7 @@
 #include "kernels/sm80/run_bwd.cuh"
 #include "kernels/stages/rows.cu"
 #include "sm80_cases.h"
+#include "sm80_hidden_cases.h"
 
 namespace flash_ext {
 namespace {
@@ -207,6 +208,9 @@ const Case kSpecialCases[] = {
 };
 
 INSTANTIATE_TEST_SUITE_P(Special, Sm80Kernels, testing::ValuesIn(kSpecialCases),
+                         [](const auto& info) { return info.param.name; });
+
+INSTANTIATE_TEST_SUITE_P(Hidden, Sm80Kernels, testing::ValuesIn(kHiddenCases),
                          [](const auto& info) { return info.param.name; });
 
 }  // namespace
