@@ -193,7 +193,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
     if (item().visible) {
       mods.template apply<true>(features & ~kMask, p_acc, warp_key(), warp_query(),
                                 item().first_query + diagonal - item().first_key);
-      with_query(p_acc, 0, [](float& x, float lse) { x = exp2_fast((x - lse) * kLog2e); });
+      with_query(p_acc, 0,
+                 [&](float& x, float lse) { x = exp2_fast((without_split_nan<Frag>(x, features) - lse) * kLog2e); });
       if (measured[at % 2] == at) with_query(p_acc, 2, [](float& x, float of_query) { x *= of_query; });
       if (hides_lengths_or_band()) {
         visit_hidden<kM, kN>(band, static_cast<int>(problem.len_q), item().first_query + warp_query(),

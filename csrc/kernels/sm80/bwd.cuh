@@ -69,8 +69,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   const auto has = [&](unsigned features) { return (opaque(options.features) & features) != 0; };
   const auto drops = [&] { return Traits::kGeneral ? has(kDropout) : !Traits::kPlain; };
   const auto measured = [&] { return !(kFolded && !Traits::kGeneral) && has(kMeasured); };
-  // The first half of the warps holds dV, the second dK; a pair of warps, one of each, shares its keys. NOTE: computed
-  // anew wherever they are used, because no registers are left.
+  // The first half of the warps holds dV, the second dK; one of each share keys. NOTE: found anew, to save registers.
   const auto warp = [] { return static_cast<int>(opaque(threadIdx.x) / 32); };
   const auto holds_dv = [&] { return warp() < Traits::kWarps / 2; };
   const auto pair = [] { return static_cast<int>(opaque(threadIdx.x) / 32 % (Traits::kWarps / 2)); };
@@ -131,7 +130,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     visit_hidden<kM, kBlockM / 8>(block.band, static_cast<int>(problem.len_q), query, block.first_key + warp_key(), fn);
   };
 
-  // S^T becomes P^T; a dropped P keeps its size and turns negative, so that one array serves dV and dS.
+  // S^T becomes P^T; a dropped P turns negative, so that one array serves dV and dS.
   const auto score_to_p = [&](float(&s_acc)[kM][kBlockM / 8][4], int query, int stage) {
     const float* const lse_row = row_smem + stage * 3 * kBlockM;
     if constexpr (Traits::kGeneral) {
@@ -157,7 +156,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     } else {
       for_each_column(
           s_acc, lse_row, [&](float lse) { return lse == kMinusInf ? 0.f : lse; },
-          [&](float& x, float shift) { x = exp2_fast((x - shift) * kLog2e + Traits::kPShift); });
+          [&](float& x, float shift) {
+            x = exp2_fast((without_split_nan<Frag>(x, options.features) - shift) * kLog2e + Traits::kPShift);
+          });
       if (measured()) for_each_column(s_acc, lse_row + 2 * kBlockM, [](float& x, float inverse) { x *= inverse; });
     }
     if (!kDrawsAhead && drops()) {
@@ -256,7 +257,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         const bool inside = query < problem.len_q;
         const int row = inside ? query : 0;
         const uint32_t to = base + layout.rows + (stage * 3 * kBlockM + static_cast<int>(threadIdx.x)) * 4;
-        // Past len_q +inf: P is 0 before anybody hides it.
+        // Past len_q +inf; such a query is hidden, too.
         if (inside) {
           cp_async_4(to, block.lse + row, true);
         } else {

@@ -1,6 +1,6 @@
 // Which pairs of query and key of a warp's fragment are hidden: by the band, by a bool mask, or because they lie beyond
-// a length. Their scores are -inf, and in backward their dS is 0, whatever their row is: its lse, its delta or a product
-// of theirs may be NaN, and P = 0 times it is. So eager attention has it, whose masked_fill passes no gradient on.
+// a length. Their scores are -inf, and in backward their dS is 0: P = 0 times what their row has may be NaN. So eager
+// attention has it, whose masked_fill passes no gradient on.
 //
 // Called by score.cuh and every kernel that has scores. Invariant: coordinates are (query, key) inside the tile,
 // whichever of the two runs along the fragment's rows: kTransposed says that rows are keys.

@@ -164,7 +164,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       key = first_key - kBlockN;
       continue;
     }
-    for_each_column(p_acc, lse_smem, [](float& x, float lse) { x = exp2_fast((x - lse) * kLog2e); });
+    for_each_column(p_acc, lse_smem,
+                    [&](float& x, float lse) { x = exp2_fast((without_split_nan<Frag>(x, features) - lse) * kLog2e); });
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
 #pragma unroll

@@ -119,6 +119,15 @@ inline unsigned features_of(const ForwardArgs& args) {
          (problem.softcap != 0.0 ? kCap : 0u) | (problem.dropout_p > 0.0 ? kDropout : 0u);
 }
 
+// A score of -inf where it is NaN, in backward. An infinite number that is split in two makes NaN of every score that
+// it has a part in; one that is NaN or +inf in truth has a row whose lse is NaN, and so is P. Not with a softcap, which
+// makes finite what is infinite: its NaN stays.
+template <class Frag>
+__device__ __forceinline__ float without_split_nan(float x, unsigned features) {
+  if constexpr (!Frag::kSplit) return x;
+  return fmaxf(x, features & kCap ? __builtin_nanf("") : -__builtin_huge_valf());
+}
+
 // What forward and the main backward kernel are told of their scores.
 struct ScoreOptions {
   unsigned features;
