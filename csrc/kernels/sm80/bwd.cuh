@@ -171,9 +171,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   float slope_sum = 0.f;
   const auto ds_of = [&](float(&dp_acc)[kM][kBlockM / 8][4], int query, int stage) {
     const float* const delta = row_smem + (stage * 3 + 1) * kBlockM;
-    const bool hides = has_hidden(query);  // asked before P is waited for
+    const bool hides = !Traits::kAsksLate && has_hidden(query);  // before P is waited for
     const auto clear_hidden = [&](auto& ds) {
-      if (hides) visit_band(query, clears_hidden(ds));
+      if (Traits::kAsksLate ? has_hidden(query) : hides) visit_band(query, clears_hidden(ds));
       if (Traits::kGeneral && has(kMask) && warp_has_special(ds)) {
         mods.template visit_masked<true, kM, kBlockM / 8>(options.features, warp_key(), 0, stage, clears_hidden(ds));
       }

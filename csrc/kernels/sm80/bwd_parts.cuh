@@ -87,6 +87,8 @@ struct BackwardTraits {
   // See multiply_by_p. NOTE: in the plain kernel of head dimension 128 it was 2 % slower, in the other one 8.0 spilled.
   static constexpr bool kPacksDs =
       std::is_same_v<Element, Bf16> && (kHeadDim <= 64 || (!kPlain && cuda::kComputeCapability >= 90));
+  // Whether a tile has hidden pairs is asked when dS is there. NOTE: asked before, the one of 8.0 spilled 12 bytes.
+  static constexpr bool kAsksLate = std::is_same_v<Element, Bf16> && kHeadDim == 128 && kGeneral && !kPacksDs;
   static constexpr bool kSendsDbias = std::is_same_v<Element, Bf16> && kM == 2 && !kSmall && kGeneral;
   static_assert(kBlockM * sizeof(T) >= 64, "P fits where dS will be");
   static_assert(kBlockN == kShape.key_rows * kWarps / 2, "the keys are laid over half of the warps");
