@@ -74,6 +74,8 @@ def judge(case: Case, device: str, backend: str | None) -> Verdict:
     for name, found in counts.items():
         if case.special is not None and name[:4] == "grad":
             found[2] = 0.0  # in gradients NaN may stand for an infinity
+            if device == "cuda" and backend != "chunked" and _spreads_nan(case):
+                found[1] = 0.0
         shown = [
             f"{what} {int(count)}" for what, count in zip(("hidden", "added", "other"), found, strict=True) if count
         ]
@@ -110,6 +112,14 @@ def judge(case: Case, device: str, backend: str | None) -> Verdict:
             )
             wrong.append(f"{name}: {text}")
     return Verdict(wrong)
+
+
+def _spreads_nan(case: Case) -> bool:
+    """NOTE: open (docs/use/numerics.md). What sm80 and sm90 still add to gradients: rows that a bias of -inf leaves no
+    key; and, in float32 with a softcap, infinite scores, of which three products of TF32 make NaN."""
+    assert case.special is not None
+    caps = bool(dict(case.options).get("softcap")) and case.special.tensor in ("query", "key")
+    return (case.low is not None and case.low.value == "-inf") or (caps and case.dtype == "float32")
 
 
 def _is_chunked(case: Case, device: str, backend: str | None) -> bool:
@@ -163,15 +173,16 @@ def _without_special(case: Case, inputs: Tensors) -> Tensors:
 
 
 def _faint(case: Case, inputs: Tensors, keep: Tensor | None) -> Tensor:
-    """Where out meets an infinity of value by a probability below float32's normal numbers: tensor cores and ex2 take
-    that for 0, and 0 times infinity is NaN, where eager attention, which keeps it, has infinity."""
+    """Where out meets an infinity of value by a probability below the normal numbers of float32, or below float16's
+    least: tensor cores, ex2 and rounding take that for 0, and 0 times infinity is NaN, where eager attention, which
+    keeps it, has infinity."""
     wide = {name: t.double() if t.is_floating_point() else t for name, t in _cast(case, inputs).items()}
     infinite, keys = wide["value"].isinf().double(), wide["value"].size(-2)
     wide["value"] = torch.eye(keys, dtype=torch.float64, device=infinite.device).expand(*infinite.shape[:-1], keys)
     p = _reference(case, _leaves(case, wide), keep)["out"].detach()
     if infinite.dim() > 2:
         infinite = infinite.repeat_interleave(p.size(-3) // infinite.size(-3), -3)
-    return (p < 2.0**-125).double() @ infinite > 0
+    return (p < (2.0**-23 if "float16" in (case.dtype, case.autocast) else 2.0**-125)).double() @ infinite > 0
 
 
 def _errors(case: Case, name: str, got: Tensor, truth: Tensor, rough: Tensor) -> Tensor:

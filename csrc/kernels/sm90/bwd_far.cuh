@@ -85,6 +85,7 @@ __device__ __forceinline__ void measure_rows(const BackwardArgs& args, const Que
     const int64_t at = batch_offset(problem, args.fwd.alibi, tile.b) + tile.head * args.fwd.alibi.head_stride;
     slope = static_cast<const float*>(args.fwd.alibi.data)[at];
   }
+  __syncthreads();  // all see the slope
   // q k^T of two of 16 queries and two of 8 keys, and the same of the magnitudes. NOTE: Q is read again for each 8
   // keys; kept, it took prepare 45 registers more.
   const auto multiply = [&](float(&products)[4], float(&sizes)[4], int query, int key) {

@@ -74,6 +74,7 @@ const Case kCases[] = {
     {.name = "lowest_bias", .len_q = 144, .len_k = 144, .bias = true, .bias_gradient = true, .lowest_bias = true},
     {.name = "lowest_float_bias", .len_q = 144, .len_k = 144, .bias = true, .float_bias = true, .lowest_bias = true},
     {.name = "integers", .len_q = 160, .len_k = 330, .heads_q = 2, .causal = true, .scale = 16, .integers = true},
+    {.name = "negative_slopes", .len_q = 100, .len_k = 200, .causal = true, .alibi = true, .slope = -3},
     {.name = "integers_of_40_columns", .len_q = 70, .len_k = 90, .d = 40, .d_lse = true, .scale = 16, .integers = true},
     {.name = "integers_of_8_columns", .len_q = 70, .len_k = 90, .d = 8, .d_lse = true, .scale = 16, .integers = true},
     {.name = "integers_128", .head_dim = 128, .len_q = 180, .len_k = 130, .d_lse = true, .scale = 16, .integers = true},
