@@ -122,9 +122,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     flags.draw(dropout.get(), block.bh, query / 16, (block.first_key + warp_key()) / 16, part, parts);
   };
 
-  // Whether the band or a length hides pairs of a tile, and which of them, as visit_hidden says.
-  const auto has_hidden = [&](int query) {
-    return block.band.is_boundary(query, kBlockM, block.first_key, kBlockN) || query + kBlockM > problem.len_q;
+  const auto has_hidden = [&](int query) {  // pairs that the band or a length hides, which visit_band visits
+    if (Traits::kClearsHidden && query + kBlockM > problem.len_q) return true;
+    return block.band.is_boundary(query, kBlockM, block.first_key, kBlockN);
   };
   const auto visit_band = [&](int query, const auto& fn) {
     visit_hidden<kM, kBlockM / 8>(block.band, static_cast<int>(problem.len_q), query, block.first_key + warp_key(), fn);
@@ -212,7 +212,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       }
     }
     with_p<Frag>(dp_acc, p_buffer(stage), [&](float& x, float p) { x *= Traits::kPlain ? p : fabsf(p); });
-    clear_hidden(dp_acc);
+    if constexpr (Traits::kClearsHidden) clear_hidden(dp_acc);
     if (kScaled) for_each_score<true>(dp_acc, 0, 0, [](float& x, int, int) { x *= 1.f / 1024.f; });
     if constexpr (Traits::kGeneral) {
       if (has(kBiasGradient)) {

@@ -89,6 +89,9 @@ struct BackwardTraits {
       std::is_same_v<Element, Bf16> && (kHeadDim <= 64 || (!kPlain && cuda::kComputeCapability >= 90));
   // Whether a tile has hidden pairs is asked when dS is there. NOTE: asked before, the one of 8.0 spilled 12 bytes.
   static constexpr bool kAsksLate = std::is_same_v<Element, Bf16> && kHeadDim == 128 && kGeneral && !kPacksDs;
+  // Whether queries beyond the last are hidden, and dS of hidden pairs is cleared. NOTE: on 8.0 12 and 544 bytes were
+  // spilled.
+  static constexpr bool kClearsHidden = !(kTight && cuda::kComputeCapability < 90);
   static constexpr bool kSendsDbias = std::is_same_v<Element, Bf16> && kM == 2 && !kSmall && kGeneral;
   static_assert(kBlockM * sizeof(T) >= 64, "P fits where dS will be");
   static_assert(kBlockN == kShape.key_rows * kWarps / 2, "the keys are laid over half of the warps");
