@@ -73,10 +73,10 @@ def test_softcap_of_infinite_scores(dtype: torch.dtype, device: str, backend: st
     """Their derivative is 0. Lengths that no tile is a multiple of: 0 times infinity is NaN in what fills it up."""
     inputs = make_inputs((1, 2, 17, 16), (1, 2, 33, 16), dtype=dtype, device=device)
     inputs["key"][:, 1, 5, 3] = torch.inf
-    if backend == "sm80" and dtype == torch.float32:
-        pytest.skip("three products of TF32 make NaN of it (numerics.md)")
     got = evaluate(flash_ext.attention, inputs, {"softcap": 1.0})
     expected = evaluate(reference.attention, inputs, {"softcap": 1.0})
+    if backend == "sm80" and dtype == torch.float32:  # three products of TF32 make NaN of gradients (numerics.md)
+        expected = {"out": expected["out"]}
     for name, tensor in expected.items():
         assert torch.equal(got[name].isfinite(), tensor.isfinite()), name
 

@@ -116,7 +116,8 @@ def judge(case: Case, device: str, backend: str | None) -> Verdict:
 
 def _spreads_nan(case: Case) -> bool:
     """NOTE: open (docs/use/numerics.md). What sm80 and sm90 still add to gradients: rows that a bias of -inf leaves no
-    key; and, in float32 with a softcap, infinite scores, of which three products of TF32 make NaN."""
+    key, for which every call with such a bias is excused; and, in float32 with a softcap, infinite scores, of which
+    three products of TF32 make NaN."""
     assert case.special is not None
     caps = bool(dict(case.options).get("softcap")) and case.special.tensor in ("query", "key")
     return (case.low is not None and case.low.value == "-inf") or (caps and case.dtype == "float32")
