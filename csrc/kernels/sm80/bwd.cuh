@@ -123,8 +123,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   };
 
   const auto has_hidden = [&](int query) {  // pairs that the band or a length hides, which visit_band visits
-    if (Traits::kClearsHidden && query + kBlockM > problem.len_q) return true;
-    return block.band.is_boundary(query, kBlockM, block.first_key, kBlockN);
+    return block.band.is_boundary(query, kBlockM, block.first_key, kBlockN) ||
+           (Traits::kClearsHidden && query + kBlockM > problem.len_q);
   };
   const auto visit_band = [&](int query, const auto& fn) {
     visit_hidden<kM, kBlockM / 8>(block.band, static_cast<int>(problem.len_q), query, block.first_key + warp_key(), fn);

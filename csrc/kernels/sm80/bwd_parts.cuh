@@ -87,8 +87,8 @@ struct BackwardTraits {
   // See multiply_by_p. NOTE: in the plain kernel of head dimension 128 it was 2 % slower, in the other one 8.0 spilled.
   static constexpr bool kPacksDs =
       std::is_same_v<Element, Bf16> && (kHeadDim <= 64 || (!kPlain && cuda::kComputeCapability >= 90));
-  // Whether a tile has hidden pairs is asked when dS is there. NOTE: asked before, 8.0 spilled 12 and 24 bytes.
-  static constexpr bool kAsksLate = sizeof(T) == 2 && kHeadDim == 128 && !kPlain && cuda::kComputeCapability < 90;
+  // Whether a tile has hidden pairs is asked when dS is there. NOTE: asked before, the one of 8.0 spilled 12 bytes.
+  static constexpr bool kAsksLate = std::is_same_v<Element, Bf16> && kHeadDim == 128 && kGeneral && !kPacksDs;
   // Whether queries beyond the last are hidden, and dS of hidden pairs is cleared. NOTE: on 8.0 12 and 544 bytes were
   // spilled.
   static constexpr bool kClearsHidden = !(kTight && cuda::kComputeCapability < 90);
