@@ -58,7 +58,7 @@ from harness import (
 from host_overhead import host_overhead, host_table
 from limits import Limits, measure_limits
 from shapes import Case, Inputs, make_inputs
-from suites import DETERMINISTIC, OURS, SUITES, Suite, cases_of
+from suites import BY_NAME, DETERMINISTIC, OURS, SUITES, Suite, cases_of
 from tables import Table, csv_path, write_csv, write_results
 from torch import Tensor
 from tyro.conf import arg
@@ -97,7 +97,11 @@ def our_peer(backend: str | None = None, deterministic: bool | None = None) -> P
 
 
 # name -> factory; a name costs nothing until it is asked for
-OUR_PEERS: dict[str, Callable[..., Peer]] = {OURS: our_peer, DETERMINISTIC: partial(our_peer, deterministic=True)}
+OUR_PEERS: dict[str, Callable[..., Peer]] = {
+    OURS: our_peer,
+    DETERMINISTIC: partial(our_peer, deterministic=True),
+    **{name: lambda _, name=name: our_peer(name.removeprefix(f"{OURS}-")) for name in BY_NAME},
+}
 PEERS: dict[str, Callable[[], Peer]] = {
     "torch": lambda: sdpa_peer(F.scaled_dot_product_attention),
     "eager": eager_peer,

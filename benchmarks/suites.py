@@ -13,6 +13,7 @@ from shapes import Case
 
 OURS = "flash_ext"
 DETERMINISTIC = f"{OURS}-deterministic"
+BY_NAME = tuple(f"{OURS}-{backend}" for backend in ("sm80", "sm90"))  # that backend alone
 FUSED = ("torch-flash", "torch-cudnn", "torch-efficient")
 PYTORCH = (*FUSED, "torch-math")
 
@@ -136,6 +137,15 @@ def short_cases() -> list[Case]:
     ]
 
 
+def choice_cases() -> list[Case]:
+    """Where sm80 and sm90 meet: few queries and keys, few heads and many."""
+    sizes = ((16, 16), (49, 49), (64, 64), (64, 128), (64, 256), (64, 1024), (128, 64), (128, 128), (256, 256))
+    plain = [Case(b, 16, sq, d, sk=sk) for d in (32, 64, 128) for sq, sk in sizes for b in (1, 32, 512)]
+    wide = [Case(b, 16, s, 256) for s in (64, 128, 256) for b in (1, 32)]
+    biased = [Case(b, 16, s, 64, mask="float") for s in (65, 128, 256) for b in (1, 32, 512)]
+    return plain + wide + biased
+
+
 def decode_cases() -> list[Case]:
     """One query of 32 heads, then eight, against long keys and values of 8: memory bound."""
     sizes = [(b, s) for b in (1, 16, 64) for s in (2048, 16384, 65536) if b * s <= 1 << 20]
@@ -175,6 +185,7 @@ SUITES: dict[str, Suite] = {
     "extras": Suite(extra_cases, (*FUSED, "flex", "fa3", OURS)),
     "fp32": Suite(fp32_cases, dtypes=("fp32",)),
     "short": Suite(short_cases, (*PYTORCH, "fa3", OURS), device="both"),
+    "choice": Suite(choice_cases, (*BY_NAME, OURS)),
     "decode": Suite(decode_cases, ("torch-flash", "torch-cudnn", "torch-math", OURS), passes=("fwd",), device="both"),
     "flash": Suite(flash_cases, (*FUSED, OURS), ("bf16", "fp32"), ("fwd", "bwd", "e2e"), device="both"),
     "deterministic": Suite(grid_cases, (DETERMINISTIC, OURS), passes=("bwd",)),

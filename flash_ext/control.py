@@ -18,10 +18,12 @@ def use_backend(name: str) -> Iterator[None]:
 
     Its refusal is then the error, of backward also where its forward ran. What ``torch.utils.checkpoint`` computes
     again is asked of the backend of its forward. A compiled function is compiled again for another backend. Names:
-    "cpu", "sm80" and "sm90" (in a build with CUDA) and "chunked". ``FLASH_EXT_BACKEND`` sets the same for a process.
+    "cpu", "sm80" and "sm90" (in a build with CUDA) and "chunked"; or that of a kernel, e.g. "sm90.backward.scored" (see
+    ``explain``), which means this one in its pass and its backend in the other. ``FLASH_EXT_BACKEND`` sets the same for
+    a process.
 
     Raises:
-        AttentionError: no backend of that name is in this build.
+        AttentionError: no backend and no kernel of that name is in this build.
     """
     c = require_c()
     before = c.set_backend(name)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -49,11 +51,20 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Refusal:
+class Candidate:
+    """A kernel that was considered for a pass. Of those without a reason to refuse, the one of least cost runs.
+
+    ``cost_us`` is rough: microseconds by which kernels of a pass are compared, 0 where no other one serves its calls.
+    ``bias_gradient`` names the kernel that makes the gradient of the bias for it, where it does not make it itself.
+    """
+
+    kernel: str
     backend: str
     pass_name: str
     reason: str
-    yields: bool = False  # it accepts, and would serve the pass if it were asked for by name; another one is faster
+    cost_us: float
+    bias_gradient: str
+    chosen: bool
 
 
 @dataclass(frozen=True)
@@ -65,12 +76,17 @@ class Copy:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Forward and backward plan, what was refused and what is copied. ``print`` it for a table."""
+    """Forward and backward plan, which kernels were considered and what is copied. ``print`` it for a table."""
 
     forward: Plan
     backward: Plan
-    refusals: tuple[Refusal, ...] = field(default=())
+    candidates: tuple[Candidate, ...] = field(default=())
     copies: tuple[Copy, ...] = field(default=())
+
+    @property
+    def refusals(self) -> tuple[Candidate, ...]:
+        """Those that cannot run the pass."""
+        return tuple(c for c in self.candidates if c.reason)
 
     def __str__(self) -> str:
         rows = [("", "forward", "backward")]
@@ -78,13 +94,26 @@ class Explanation:
             rows.append((label, value(self.forward), value(self.backward)))
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        lines += [f"{r.backend} {_verb(r)} ({r.pass_name}): {r.reason}" for r in self.refusals]
+        lines += _considered(self.candidates)
         lines += [f"copies {c.argument}: {c.bytes:,} bytes, {c.reason}" for c in self.copies]
         return "\n".join(lines)
 
 
-def _verb(refusal: Refusal) -> str:
-    return "yields" if refusal.yields else "refuses"
+def _considered(candidates: Iterable[Candidate]) -> Iterator[str]:
+    """A line for each that does not run; a backend of which all say the same is one line."""
+    by_pass = defaultdict(lambda: defaultdict(list))
+    for candidate in candidates:
+        by_pass[candidate.pass_name][candidate.backend].append(candidate)
+    for name, by_backend in by_pass.items():
+        for backend, rows in by_backend.items():
+            if len({row.reason for row in rows}) == 1 and rows[0].reason:
+                yield f"{backend} refuses ({name}): {rows[0].reason}"
+                continue
+            for row in rows:
+                if row.reason:
+                    yield f"{row.kernel} refuses ({name}): {row.reason}"
+                elif not row.chosen:
+                    yield f"{row.kernel} could run ({name}), in about {row.cost_us:.3g} us"
 
 
 def _uses(plan: Plan) -> str:
@@ -160,7 +189,7 @@ def explain(
 
     Raises:
         AttentionError: as the call itself would. Where a backend that is asked for by name refuses backward alone, the
-            backward plan's ``backend`` is "none", and ``refusals`` holds the reason.
+            backward plan's ``backend`` is "none", and ``refusals`` holds the reasons.
     """
     softcap, dropout_p = number(softcap, "softcap"), number(dropout_p, "dropout_p")
     scale = None if scale is None else number(scale, "scale")
@@ -194,6 +223,6 @@ def explain(
         plans.append(Plan(**plan))
     return Explanation(
         *plans,
-        refusals=tuple(Refusal(*r) for r in parts["refusals"]),
+        candidates=tuple(Candidate(*c) for c in parts["considered"]),
         copies=tuple(Copy("attn_mask" if sdpa and c[0] in ("mask", "bias") else c[0], *c[1:]) for c in parts["copies"]),
     )

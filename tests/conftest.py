@@ -36,17 +36,16 @@ PLACES = {
 # What a backend may refuse: patterns of its reasons. The CPU and the chunked backend refuse nothing.
 REFUSALS = {
     "cpu": r"(?!)",
-    "sm80": r"head_dim(_v)? \d+ (is more than 256|in .* needs [\d,]+ bytes of shared memory)"
-    r"|a softcap above 4096 is not supported in fp16 and bf16",
-    "sm90": r"compute capability \d+\.\d is not 9\.0|only fp16 and bf16 are supported"
-    r"|head_dim(_v)? \d+ is (more than 256|not a multiple of 8)"
-    r"|(a softcap above 4096|a softcap|a dropout_p that rounds to 1|dropout) is not supported|scale is not between"
-    r"|a mask, bias, slopes, softcap or dropout of at most 64 queries by 64 keys are not supported"
+    "sm80": r"head_dim(_v)? \d+ is more than 256|a block needs [\d,]+ bytes of shared memory"
+    r"|softcap \S+ is more than 4096",
+    "sm90": r"compute capability \d+\.\d is (less|more) than 9\.0|no support for (float32|float64)"
+    r"|head_dim(_v)? \d+ is (more than (128|256)|not a multiple of 8)"
+    r"|(softcap|dropout_p|scale) \S+ is (less|more) than|len_[qk] \d+ is less than 65"
     r"|bias has rows that do not start at"
-    r"|(a mask is|a bias is|alibi_slopes are|a band of one key is) not supported in (deterministic )?backward"
-    r"|the gradient of (alibi_slopes|a bias|a bias that is not broadcast) is not supported"
-    r"|(other heads of value than of key|fewer than 16 keys) are not supported in backward"
-    r"|a backward without (grad_out|the gradient of (query|key|value)) is not supported"
+    # Of backward.
+    r"|no support for (a softcap|dropout|deterministic results|a band of one key|other heads of value than of key)"
+    r"|no support for (the gradient of (alibi_slopes|a bias)|a backward without the gradient of (query|key|value))"
+    r"|all queries together see \d+ keys, fewer than 16|a backward without grad_out is not supported"
     r"|the gradient of a broadcast (query|key|value) is not supported"
     r"|(query|key|value|grad_out) (has a last dimension|has a stride|does not start|repeats|has more than 2 batch)",
     "chunked": r"(?!)",

@@ -84,7 +84,7 @@ def test_options(dtype: torch.dtype, device: str) -> None:
 
 @pytest.mark.parametrize("dtype", HALF, ids=name_of)
 def test_serves_calls_that_name_no_backend(dtype: torch.dtype, device: str) -> None:
-    """On Hopper, too, where sm90 yields both passes."""
+    """On Hopper, too, where both passes cost sm80 less."""
     for lengths, causal in (((49, 60), False), ((64, 64), True), ((16, 33), False)):
         inputs = inputs_of(7, 3, lengths, 32, dtype, device)
         assert flash_ext.explain(**inputs, causal=causal).backward.kernel == "sm80.backward.one_tile"

@@ -11,7 +11,7 @@ from helpers import DTYPES, HALF, leaf, make_inputs, name_of, rand
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flash_ext
-from flash_ext.explain import Explanation, Plan, Refusal
+from flash_ext.explain import Candidate, Explanation, Plan
 
 OPS = torch.ops.flash_ext
 Q, K = (2, 4, 30, 64), (2, 2, 40, 64)
@@ -135,38 +135,85 @@ def test_windows_have_a_kernel_of_their_own(dtype: torch.dtype) -> None:
         assert other.kernel != "sm80.backward.one_tile"
 
 
+def candidates(plan: Explanation, pass_name: str) -> dict[str, Candidate]:
+    return {c.kernel: c for c in plan.candidates if c.pass_name == pass_name}
+
+
+def test_the_cheapest_candidate_is_chosen(device: str, backend: str) -> None:
+    """One of each pass runs unless the composite does; whoever could have, costs at least as much."""
+    plan = flash_ext.explain(**make_inputs(Q, K, device=device))
+    with flash_ext.use_backend("chunked"):
+        composite = flash_ext.explain(**make_inputs(Q, K, device=device))
+    for name in ("forward", "backward"):
+        chosen = [c for c in plan.candidates if c.pass_name == name and c.chosen]
+        assert [c.backend for c in chosen] == ([] if backend == "chunked" else [backend])
+        assert not any(c.chosen for c in composite.candidates)
+        assert all(c.reason == "" and getattr(plan, name).kernel.startswith(c.kernel) for c in chosen)
+
+
 @pytest.mark.kernels("sm90")
 @pytest.mark.parametrize("dtype", HALF, ids=name_of)
 def test_who_is_faster_serves_unless_another_is_named(dtype: torch.dtype) -> None:
-    """Up to 64 queries and keys sm90 yields: forward up to head dim 128, backward where sm80 has its kernel of one
-    tile."""
+    """Up to 64 queries and keys it is sm80: forward up to head dim 128, backward by its kernel of one tile."""
 
     def planned(queries: int, keys: int, dim: int, dim_v: int, heads: int = 4, **options: bool) -> Explanation:
         shapes = (2, 4, queries, dim), (2, heads, keys, dim), (2, heads, keys, dim_v)
         tensors = [t.to("meta") for t in make_inputs(*shapes, dtype=dtype).values()]
         return flash_ext.explain(*tensors, device="cuda", **options)
 
-    forward = Refusal("sm90", "forward", "up to 64 queries and keys and 128 columns sm80 is faster", yields=True)
-    reason = "up to 64 queries, keys and columns sm80's kernel of one tile is faster"
-    backward = Refusal("sm90", "backward", reason, yields=True)
     for sizes in ((49, 49, 32, 32), (64, 64, 64, 64), (1, 16, 8, 64), (64, 17, 64, 8)):
         plan = planned(*sizes, causal=sizes[0] == sizes[1])
-        assert (plan.forward.backend, plan.backward.kernel) == ("sm80", "sm80.backward.one_tile")
-        assert [r for r in plan.refusals if r.backend == "sm90"] == [forward, backward]
-        for yielded in (forward, backward):
-            assert f"sm90 yields ({yielded.pass_name}): {yielded.reason}" in str(plan)
+        for name, chosen, other in (
+            ("forward", "sm80.forward", "sm90.forward"),
+            ("backward", "sm80.backward.one_tile", "sm90.backward"),
+        ):
+            rows = candidates(plan, name)
+            assert rows[chosen].chosen and not rows[other].chosen
+            assert not rows[other].reason and 0 < rows[chosen].cost_us < rows[other].cost_us
+            assert f"{other} could run ({name}), in about {rows[other].cost_us:.3g} us" in str(plan)
         with flash_ext.use_backend("sm90"):
             named = planned(*sizes, causal=sizes[0] == sizes[1])
         assert (named.forward.backend, named.backward.backend) == ("sm90", "sm90")
-        assert all(r.backend != "sm90" for r in named.refusals)
     for sizes in ((64, 64, 128, 64), (64, 64, 72, 128), (64, 64, 64, 64, 2)):
         plan = planned(*sizes)
         assert (plan.forward.backend, plan.backward.backend) == ("sm80", "sm90")
-        assert [r for r in plan.refusals if r.backend == "sm90"] == [forward]
-    for sizes in ((65, 64, 64, 64), (64, 65, 64, 64), (64, 64, 136, 64)):
+    for sizes in ((65, 64, 64, 64), (64, 128, 64, 64), (64, 64, 136, 64)):
         plan = planned(*sizes)
         assert (plan.forward.backend, plan.backward.backend) == ("sm90", "sm90")
-        assert all(r.backend != "sm90" for r in plan.refusals)
+
+
+@pytest.mark.kernels("sm90")
+def test_a_kernel_may_be_named() -> None:
+    """Its name means that kernel in its pass, and its backend in the other."""
+    q = torch.empty(2, 4, 300, 64, device="meta", dtype=torch.bfloat16)
+    with flash_ext.use_backend("sm80.backward"):
+        plan = flash_ext.explain(q, q, q, device="cuda")
+    assert (plan.forward.backend, plan.backward.kernel) == ("sm80", "sm80.backward.plain")
+    with flash_ext.use_backend("sm90.forward"):
+        plan = flash_ext.explain(q, q, q, device="cuda")
+        assert (plan.forward.kernel, plan.backward.kernel) == ("sm90.forward", "sm90.backward")
+        with pytest.raises(flash_ext.AttentionError, match=r"^sm90\.forward refuses: no support for dropout$"):
+            flash_ext.explain(q, q, q, device="cuda", dropout_p=0.1)
+    unknown = r'^backend is "sm90\.backwards"; this build has sm90, sm80, cpu, chunked'
+    with pytest.raises(flash_ext.AttentionError, match=unknown), flash_ext.use_backend("sm90.backwards"):
+        pass
+
+
+@pytest.mark.kernels("sm90")
+def test_the_gradient_of_a_bias_may_be_another_kernels() -> None:
+    """Beside a mask, slopes, dropout or in float32 sm90 leaves it; not where every score has its own."""
+    shape = (2, 4, 300, 64)
+    q = torch.empty(shape, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    mask, slopes = torch.ones(300, 300, dtype=torch.bool, device="meta"), torch.ones(4, device="meta")
+    dtypes = {"float32": torch.float32}
+    for name, options in {"mask": {"mask": mask}, "slopes": {"alibi_slopes": slopes}, "float32": {}}.items():
+        bias = torch.empty(300, 300, device="meta", dtype=dtypes.get(name, torch.bfloat16), requires_grad=True)
+        plan = flash_ext.explain(q, q, q, bias=bias, device="cuda", **options)
+        assert plan.backward.kernel == "sm90.backward.scored, sm80.bias_gradient"
+        assert candidates(plan, "backward")["sm90.backward.scored"].bias_gradient == "sm80.bias_gradient"
+        whole = torch.empty(2, 4, 300, 300, device="meta", dtype=bias.dtype, requires_grad=True)
+        plan = flash_ext.explain(q, q, q, bias=whole, device="cuda", **options)
+        assert plan.backward.kernel == "sm80.backward.general"
 
 
 @pytest.mark.kernels("sm80")
@@ -176,13 +223,13 @@ def test_wide_softcaps_are_refused(dtype: torch.dtype) -> None:
     q = torch.empty(2, 4, 300, 128, device="meta", dtype=dtype)
     for softcap in (4096.0, 4097.0):
         plan = flash_ext.explain(q, q, q, device="cuda", softcap=softcap)
-        reasons = {r.reason for r in plan.refusals if r.backend == "sm80"}
         expected = "sm80"
         if dtype in HALF:
             expected = "chunked" if softcap > 4096 else "sm90" if HAS_SM90 else "sm80"
         assert (plan.forward.backend, plan.backward.backend) == (expected, expected)
-        refusal = "a softcap above 4096 is not supported in fp16 and bf16"
-        assert reasons == ({refusal} if expected == "chunked" else set())
+        for name in ("forward", "backward"):
+            wide = candidates(plan, name)[f"sm80.{name}"].reason == "softcap 4097 is more than 4096"
+            assert wide == (expected == "chunked")
 
 
 @pytest.mark.kernels("sm80")
@@ -194,8 +241,10 @@ def test_lengths_beyond_positions_are_refused(dtype: torch.dtype) -> None:
         plan = flash_ext.explain(q, k, k, device="cuda")
         name, length = ("len_q", len_q) if len_q > len_k else ("len_k", len_k)
         assert plan.forward.backend == plan.backward.backend == ("sm80" if length == 2**30 else "chunked")
-        reasons = [r.reason for r in plan.refusals if r.backend == "sm80"]
-        assert reasons == ([] if length == 2**30 else [f"{name} {length} is more than 2^30"] * 2)
+        too_long = f"{name} {length} is more than {2**30}"
+        for row in plan.refusals:
+            if row.backend == "sm80" and "one_tile" not in row.kernel:
+                assert (too_long in row.reason) == (length > 2**30)
 
 
 @pytest.mark.kernels("sm80")

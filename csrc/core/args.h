@@ -62,6 +62,7 @@ struct Problem {
 
   // Backward only: which gradients are wanted.
   bool wants_dq = false, wants_dk = false, wants_dv = false, wants_dbias = false, wants_dalibi = false;
+  bool whole_dbias = false;  // every score has an element of its own in dbias
 };
 
 struct ForwardArgs {

@@ -1,4 +1,4 @@
-// What libflash_kernels offers, without torch: its backends, the devices they plan for, the dropout map, and what its
+// What libflash_kernels offers, without torch: its kernels, the devices they plan for, the dropout map, and what its
 // CPU code borrows from the program that loads it.
 //
 // csrc/torch is one such program; examples/cpp_kernels is another, which plans and runs on raw pointers.
@@ -8,12 +8,12 @@
 #include <span>
 #include <vector>
 
-#include "core/backend.h"
+#include "core/kernel.h"
 
 namespace flash_ext {
 
-// Those of this build, fastest first.
-std::span<const Backend* const> backends();
+// Those of this build, by backend; select.h says which of them runs a call.
+std::span<const Kernel* const> kernels();
 
 // The CUDA devices of this machine, in CUDA's order; empty without a driver and in a build without CUDA. Read once, and
 // without making a context.

@@ -1,4 +1,4 @@
-// How a backend will compute a problem: made before anything is allocated, shown by explain and handed to the run.
+// How a kernel will compute a problem: made before anything is allocated, shown by explain and handed to the run.
 #pragma once
 
 #include <cstddef>
@@ -8,9 +8,7 @@
 
 namespace flash_ext {
 
-enum class Pass : uint8_t { kForward, kBackward };
-
-// What explain prints, what the caller provides, and what the backend has chosen, which is the backend's own. Plain
+// What explain prints, what the caller provides, and what the kernel has chosen, which is its own. Plain
 // data: making one costs no allocation. Sizes in elements, memory in bytes.
 struct Plan {
   struct Use {
@@ -36,14 +34,37 @@ struct Plan {
   double waves = 0.0;
   int64_t l2_section = 0;  // key heads whose tiles run together, so that their K and V stay in the L2 cache; 0: no such
   int producer_registers = 0;  // of a thread that loads, where roles have their own numbers
-  // What only the compiled kernel knows: filled by Backend::inspect, for explain alone, or by plan() where it is fixed.
+  // What only the compiled kernel knows: filled by Kernel::inspect, for explain alone, or by plan() where it is fixed.
   int registers = 0;         // a thread; where roles have their own numbers, of one that computes
   int64_t local_bytes = 0;   // a thread, of any kernel of the pass: registers that did not suffice
   int64_t static_bytes = 0;  // shared memory beside on_chip
   int resident_blocks = 0;   // on a multiprocessor at a time
   double occupancy = 0.0;    // their threads over those that a multiprocessor can have
 
-  // The choice, as the backend wrote it: a plain structure, which nobody else reads.
+  // field(name, value) of what explain prints, in its order.
+  template <class Field>
+  void visit(const Field& field) const {
+    field("schedule", schedule);
+    field("block_m", block_m);
+    field("block_n", block_n);
+    field("stages", stages);
+    field("on_chip", on_chip);
+    field("on_chip_limit", on_chip_limit);
+    field("scratch_bytes", scratch_bytes);
+    field("grid", grid);
+    field("waves", waves);
+    field("registers", registers);
+    field("producer_registers", producer_registers);
+    field("local_bytes", local_bytes);
+    field("static_bytes", static_bytes);
+    field("resident_blocks", resident_blocks);
+    field("occupancy", occupancy);
+    field("l2_section", l2_section);
+    field("splits", splits);
+    field("split_keys", split_keys);
+  }
+
+  // The choice, as the kernel wrote it: a plain structure, which nobody else reads.
   template <class Choice>
   void choose(const Choice& value) {
     static_assert(std::is_trivially_copyable_v<Choice> && sizeof(Choice) <= sizeof(choice));

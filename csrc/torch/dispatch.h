@@ -1,15 +1,11 @@
-// Which backend runs a call: the first in the list that accepts and does not yield to one behind it, or the one that is
-// named, which must accept. Forward and backward are chosen independently. `chunked` (chunked.h) stands behind the list
-// and refuses nothing.
+// Which kernel runs a call: of those that accept the one of least cost (core/select.h), or one of those that are named.
+// Forward and backward are chosen independently. `chunked` (chunked.h) stands behind the table and refuses nothing.
 #pragma once
 
 #include <optional>
-#include <string>
 #include <string_view>
-#include <utility>
-#include <vector>
 
-#include "core/backend.h"
+#include "core/select.h"
 #include "torch/checks.h"
 
 namespace flash_ext {
@@ -20,35 +16,18 @@ inline constexpr std::string_view kChunked = "chunked";
 std::optional<std::string_view> requested_backend();
 // Sets this thread's choice (none: no choice) and returns the one before it. Throws for an unknown name.
 std::optional<std::string_view> set_requested_backend(std::optional<std::string_view> name);
-// Throws AttentionError for a name that no backend has.
+// Throws AttentionError for a name that no backend and no kernel has.
 void check_backend_name(std::string_view name);
-// The same name as a view into a string literal or Backend::name, which outlives every graph that holds it; throws
-// alike.
+// The same name as a view into a string literal, which outlives every graph that holds it; throws alike.
 std::string_view stored_name(std::string_view name);
 
 DeviceInfo device_info(const c10::Device& device);
 
-// The backend that will run the pass whose arguments these are, or nullptr for `chunked`. Throws AttentionError where
-// the named one refuses, which every one does where the leading dimensions did not merge.
-const Backend* select_backend(const ForwardArgs& args, const DeviceInfo& device, std::optional<std::string_view> name);
-const Backend* select_backend(const BackwardArgs& args, const DeviceInfo& device, std::optional<std::string_view> name);
-
-// What makes the gradient of a bias that `backend` leaves: a backend, the arguments for it and its plan. None where it
-// leaves nothing.
-struct BiasGradientStep {
-  const Backend* backend;
-  BackwardArgs args;
-  Plan plan;
-};
-std::optional<BiasGradientStep> bias_gradient_step(const Backend& backend, const BackwardArgs& args,
-                                                   const DeviceInfo& device);
-
-struct Refusal {
-  std::string backend, reason;
-  bool yields;  // it accepts, and was passed over for a faster one
-};
-// Every backend's refusal of a pass, for explain; and who was passed over, which a named backend never is.
-std::vector<Refusal> refusals(const ForwardArgs& args, const DeviceInfo& device, std::optional<std::string_view> name);
-std::vector<Refusal> refusals(const BackwardArgs& args, const DeviceInfo& device, std::optional<std::string_view> name);
+// The kernel that will run a forward, or nullptr for `chunked`. Throws AttentionError where the named one refuses,
+// which every one does where the leading dimensions did not merge.
+const Kernel* choose_kernel(const ForwardArgs& args, const DeviceInfo& device, std::optional<std::string_view> name);
+// Those of a backward; no main one: `chunked`. Throws alike.
+BackwardKernels choose_kernels(const BackwardArgs& args, const DeviceInfo& device,
+                               std::optional<std::string_view> name);
 
 }  // namespace flash_ext

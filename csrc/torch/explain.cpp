@@ -6,8 +6,10 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <concepts>
 
 #include "core/fold_heads.h"
+#include "core/library.h"
 #include "torch/cuda_runtime.h"
 #include "torch/dispatch.h"
 #include "torch/problem.h"
@@ -16,8 +18,8 @@
 namespace flash_ext {
 namespace {
 
-// Text is our own (names, reasons), without characters that JSON would escape but the quote.
-std::string json_string(std::string_view text) {
+// A value as JSON. Text is our own (names, reasons), without characters that JSON would escape but the quote.
+std::string json(std::string_view text) {
   std::string result = "\"";
   for (const char c : text) {
     if (c == '"' || c == '\\') result += '\\';
@@ -25,28 +27,41 @@ std::string json_string(std::string_view text) {
   }
   return result + "\"";
 }
+std::string json(const char* text) { return json(std::string_view(text)); }
+std::string json(bool value) { return value ? "true" : "false"; }
+std::string json(double number) { return number_text(number); }
+template <std::integral Number>
+std::string json(Number number) {
+  return std::to_string(number);
+}
 
 // Comma-separated, so that a first element needs no care.
 void append(std::string& list, const std::string& element) { list += (list.empty() ? "" : ", ") + element; }
 
-std::string json(const std::string& backend, const std::string& kernel, const Plan& plan) {
-  const auto field = [](const char* name, auto value) {
-    return ", " + json_string(name) + ": " + std::to_string(value);
-  };
-  std::string uses;
-  for (const Plan::Use& use : plan.on_chip) {
+template <class... T>
+std::string json_list(const T&... elements) {
+  std::string list;
+  (append(list, json(elements)), ...);
+  return "[" + list + "]";
+}
+
+template <size_t kCount>
+std::string json(const Plan::Use (&uses)[kCount]) {
+  std::string list;
+  for (const Plan::Use& use : uses) {
     if (use.name == nullptr) break;
-    append(uses, "[" + json_string(use.name) + ", " + std::to_string(use.bytes) + "]");
+    append(list, json_list(use.name, use.bytes));
   }
-  return "{\"backend\": " + json_string(backend) + ", \"kernel\": " + json_string(kernel) +
-         ", \"schedule\": " + json_string(plan.schedule) + field("block_m", plan.block_m) +
-         field("block_n", plan.block_n) + field("stages", plan.stages) + ", \"on_chip\": [" + uses + "]" +
-         field("on_chip_limit", plan.on_chip_limit) + field("scratch_bytes", plan.scratch_bytes) +
-         field("grid", plan.grid) + field("waves", plan.waves) + field("registers", plan.registers) +
-         field("producer_registers", plan.producer_registers) + field("local_bytes", plan.local_bytes) +
-         field("static_bytes", plan.static_bytes) + field("resident_blocks", plan.resident_blocks) +
-         field("occupancy", plan.occupancy) + field("l2_section", plan.l2_section) + field("splits", plan.splits) +
-         field("split_keys", plan.split_keys) + "}";
+  return "[" + list + "]";
+}
+
+std::string json(std::string_view backend, std::string_view kernel, const Plan& plan) {
+  std::string fields;
+  const auto field = [&](const char* name, const auto& value) { append(fields, json(name) + ": " + json(value)); };
+  field("backend", backend);
+  field("kernel", kernel);
+  plan.visit(field);
+  return "{" + fields + "}";
 }
 
 c10::Device planned_device(const Tensor& query, std::string_view device) {
@@ -55,12 +70,12 @@ c10::Device planned_device(const Tensor& query, std::string_view device) {
 }
 
 // What the compiled kernel is like, where the device that it is planned for is there and in use.
-void inspect(const Backend& backend, const Problem& problem, Pass pass, const c10::Device& device,
-             const DeviceInfo& info, Plan& plan) {
+void inspect(const Kernel& kernel, const Problem& problem, const c10::Device& device, const DeviceInfo& info,
+             Plan& plan) {
   if constexpr (kWithCuda) {
-    if (backend.inspect == nullptr || !is_in_use(device)) return;
+    if (kernel.inspect == nullptr || !is_in_use(device)) return;
     const c10::OptionalDeviceGuard guard(device.has_index() ? std::optional(device) : std::nullopt);
-    backend.inspect(problem, pass, plan);
+    kernel.inspect(problem, plan);
     const int64_t at_once = int64_t{info.multiprocessors} * plan.resident_blocks;
     if (at_once > 0) plan.waves = static_cast<double>(plan.grid) / static_cast<double>(at_once);
   }
@@ -109,7 +124,7 @@ BackwardArgs planned_backward(const Inputs& in, const Inputs& handed_over, const
   if (wanted[kDbias])
     builder.add(args.dbias, at::empty(in.bias.sizes(), nowhere(in.bias)), shape.heads_q, shape.len_q, shape.len_k);
   builder.finish(args.fwd.problem);
-  set_wanted(args.fwd.problem, wanted);
+  set_wanted(args.fwd.problem, wanted, args.dbias);
   return args;
 }
 
@@ -130,46 +145,51 @@ std::string explain(const Inputs& in, const Options& options, std::string_view d
   fold_heads(forward);
   const BackwardArgs backward = planned_backward(in, handed_over, options, shape, wanted);
 
-  std::string plans, refused, copies;
-  bool composite = false, kernels = false;
-  const auto add_pass = [&](Pass pass, const char* pass_name, const auto& args, const Problem& problem) {
-    const std::vector<Refusal> reasons = refusals(args, device, name);
-    for (const Refusal& refusal : reasons) {
-      append(refused, "[" + json_string(refusal.backend) + ", " + json_string(pass_name) + ", " +
-                          json_string(refusal.reason) + ", " + (refusal.yields ? "true" : "false") + "]");
+  std::string plans, considered, copies;
+  bool composite = false, kernels_run = false;
+  const auto add_pass = [&](Pass pass, const char* pass_name, const Asked& asked) {
+    const std::vector<Considered> rows = consider(kernels(), pass, asked, device);
+    // A call that needs no backward is not wrong where only that is refused.
+    const bool is_named = pass == Pass::kBackward && name.has_value() && name != kChunked;
+    const Considered* const refused = is_named ? nearest(kernels(), pass, *name, rows) : nullptr;
+    BackwardKernels chosen;
+    if (pass == Pass::kForward) {
+      chosen.main = choose_kernel(asked.forward, device, name);
+    } else if (refused == nullptr) {
+      chosen = choose_kernels(*asked.backward, device, name);
+    }
+    for (const Considered& row : rows) {
+      append(considered, json_list(row.kernel->name, row.kernel->backend, pass_name, std::string_view(row.reason),
+                                   row.cost, row.left != nullptr ? row.left->name : "", row.kernel == chosen.main));
     }
     const auto add_plan = [&](std::string_view backend, const Plan& plan, const std::string& kernel) {
-      plans += json_string(pass_name) + ": " + json(std::string(backend), kernel, plan) + ", ";
+      plans += json(pass_name) + ": " + json(backend, kernel, plan) + ", ";
     };
     Plan plan;
-    // A call that needs no backward is not wrong where only that is refused.
-    const auto is_named = [&](const Refusal& refusal) { return refusal.backend == name; };
-    if (pass == Pass::kBackward && std::any_of(reasons.begin(), reasons.end(), is_named)) {
-      return add_plan("none", plan, "none: the backend that is asked for refuses");
+    if (refused != nullptr) return add_plan("none", plan, concat("none: ", *name, " refuses: ", refused->reason));
+    composite = composite || chosen.main == nullptr;
+    kernels_run = kernels_run || chosen.main != nullptr;
+    if (chosen.main == nullptr) {
+      return add_plan(kChunked, plan, "composite of torch operations over blocks of queries");
     }
-    const Backend* backend = select_backend(args, device, name);
-    std::string kernel = "composite of torch operations over blocks of queries";
-    if (backend != nullptr) {
-      plan = backend->plan(problem, pass, device);
-      kernel = plan.kernel;
-      inspect(*backend, problem, pass, planned, device, plan);
-      if constexpr (std::is_same_v<std::decay_t<decltype(args)>, BackwardArgs>) {
-        if (const auto step = bias_gradient_step(*backend, args, device)) {
-          kernel += std::string(", ") + step->backend->name + ".bias_gradient";
-          plan.scratch_bytes = std::max(plan.scratch_bytes, step->plan.scratch_bytes);
-        }
-      }
+    Problem problem = asked.problem();
+    if (chosen.bias_gradient != nullptr) problem = without_bias_gradient(*asked.backward).fwd.problem;
+    plan = chosen.main->plan(problem, device);
+    std::string kernel = plan.kernel;
+    inspect(*chosen.main, problem, planned, device, plan);
+    if (chosen.bias_gradient != nullptr) {
+      const Problem apart = bias_gradient_alone(*asked.backward).fwd.problem;
+      kernel += std::string(", ") + chosen.bias_gradient->name;
+      plan.scratch_bytes = std::max(plan.scratch_bytes, chosen.bias_gradient->plan(apart, device).scratch_bytes);
     }
-    composite = composite || backend == nullptr;
-    kernels = kernels || backend != nullptr;
-    add_plan(backend != nullptr ? backend->name : kChunked, plan, kernel);
+    add_plan(chosen.main->backend, plan, kernel);
   };
-  add_pass(Pass::kForward, "forward", forward, forward.problem);
-  add_pass(Pass::kBackward, "backward", backward, backward.fwd.problem);
+  add_pass(Pass::kForward, "forward", {forward});
+  add_pass(Pass::kBackward, "backward", {backward.fwd, &backward});
   const auto add_copy = [&](const char* argument, int64_t bytes, const char* reason) {
-    append(copies, "[" + json_string(argument) + ", " + std::to_string(bytes) + ", " + json_string(reason) + "]");
+    append(copies, json_list(argument, bytes, reason));
   };
-  if (kernels && device.type == DeviceType::kCuda) {
+  if (kernels_run && device.type == DeviceType::kCuda) {
     for (const auto& [argument, tensor] :
          {std::pair{"query", &in.query}, std::pair{"key", &in.key}, std::pair{"value", &in.value},
           std::pair{"mask", &in.mask}, std::pair{"bias", &in.bias}}) {
@@ -182,7 +202,7 @@ std::string explain(const Inputs& in, const Options& options, std::string_view d
       add_copy(argument, tensor->numel() * 4, "the composite computes in float32");
     }
   }
-  return "{" + plans + "\"refusals\": [" + refused + "], \"copies\": [" + copies + "]}";
+  return "{" + plans + "\"considered\": [" + considered + "], \"copies\": [" + copies + "]}";
 }
 
 namespace {

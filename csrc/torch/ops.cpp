@@ -86,13 +86,13 @@ ForwardResult forward_with_rng_state(c10::DispatchKeySet, const Inputs& in, cons
   fold_heads(args);
   const DeviceInfo device = device_info(in.query.device());
   const auto name = options.backend.has_value() ? options.backend : requested_backend();
-  if (const Backend* backend = select_backend(args, device, name)) {
+  if (const Kernel* kernel = choose_kernel(args, device, name)) {
     if (return_lse) args.lse = result.lse.mutable_data_ptr();
     if (options.dropout_p > 0) args.rng_state = rng_state.const_data_ptr<int64_t>();
     args.stream = current_stream(in.query);
-    const Plan plan = backend->plan(args.problem, Pass::kForward, device);
+    const Plan plan = kernel->plan(args.problem, device);
     const Tensor workspace = make_workspace(in.query, plan.scratch_bytes);
-    backend->forward(args, plan, workspace.defined() ? workspace.mutable_data_ptr() : nullptr);
+    kernel->forward(args, plan, workspace.defined() ? workspace.mutable_data_ptr() : nullptr);
     return result;
   }
   warn_without_kernels(in.query);
@@ -159,10 +159,10 @@ Gradients backward(c10::DispatchKeySet, const Tensor& grad_out, const Tensor& gr
   }
   Problem& problem = args.fwd.problem;
   builder.finish(problem);
-  set_wanted(problem, wanted);
+  set_wanted(problem, wanted, args.dbias);
   const DeviceInfo device = device_info(in.query.device());
-  const Backend* backend = select_backend(args, device, options.backend);
-  if (backend == nullptr) {
+  const auto [main, bias_gradient] = choose_kernels(args, device, options.backend);
+  if (main == nullptr) {
     const Gradients whole_grads = chunked::backward(grad_out, grad_lse, in, saved.rng_state, options, asked);
     Gradients result;
     for (size_t i = 0; i < kGradients; ++i) {
@@ -184,24 +184,25 @@ Gradients backward(c10::DispatchKeySet, const Tensor& grad_out, const Tensor& gr
   if (d_lse.defined()) args.d_lse = d_lse.const_data_ptr();
   if (options.dropout_p > 0) args.fwd.rng_state = saved.rng_state.const_data_ptr<int64_t>();
   args.fwd.stream = current_stream(in.query);
-  const Plan plan = backend->plan(problem, Pass::kBackward, device);
-  std::optional<BiasGradientStep> bias_step = bias_gradient_step(*backend, args, device);
+  std::optional<BackwardArgs> apart;
+  if (bias_gradient != nullptr) {
+    apart = bias_gradient_alone(args);
+    args = without_bias_gradient(args);
+  }
+  const Plan plan = main->plan(problem, device);
+  const Plan bias_plan = apart.has_value() ? bias_gradient->plan(apart->fwd.problem, device) : Plan();
   if (wanted[kDbias]) {
-    const bool narrow = bias_step.has_value() ? bias_step->plan.narrow_dbias : plan.narrow_dbias;
+    const bool narrow = (apart.has_value() ? bias_plan : plan).narrow_dbias;
     dbias = allocate(in.bias.sizes(), in.query, narrow ? in.bias.scalar_type() : accumulate);
-    args.dbias.data = dbias.mutable_data_ptr();
+    (apart.has_value() ? *apart : args).dbias.data = dbias.mutable_data_ptr();
   }
   {
     // Given back before the sums and casts below: the stream orders who writes to its memory next, as it does for the
-    // two steps, which share it.
-    const int64_t beside = bias_step.has_value() ? bias_step->plan.scratch_bytes : 0;
-    const Tensor workspace = make_workspace(in.query, std::max(plan.scratch_bytes, beside));
+    // two kernels, which share it.
+    const Tensor workspace = make_workspace(in.query, std::max(plan.scratch_bytes, bias_plan.scratch_bytes));
     void* const scratch = workspace.defined() ? workspace.mutable_data_ptr() : nullptr;
-    backend->backward(args, plan, scratch);
-    if (bias_step.has_value()) {
-      bias_step->args.dbias.data = args.dbias.data;
-      bias_step->backend->backward(bias_step->args, bias_step->plan, scratch);
-    }
+    main->backward(args, plan, scratch);
+    if (apart.has_value()) bias_gradient->backward(*apart, bias_plan, scratch);
   }
 
   Gradients result;

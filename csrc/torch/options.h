@@ -103,7 +103,7 @@ struct Options {
   std::optional<double> scale;
   bool gqa = false;                         // key and value heads may be fewer than query heads
   std::optional<bool> deterministic;        // none: torch's global switch, read at forward time
-  std::optional<std::string_view> backend;  // none: use_backend, FLASH_EXT_BACKEND, else the first that accepts
+  std::optional<std::string_view> backend;  // none: use_backend, FLASH_EXT_BACKEND, else by cost
 };
 
 template <class T>

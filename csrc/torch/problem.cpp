@@ -136,12 +136,13 @@ void ProblemBuilder::finish(Problem& problem) {
   }
 }
 
-void set_wanted(Problem& problem, const GradMask& wanted) {
+void set_wanted(Problem& problem, const GradMask& wanted, const TensorView& dbias) {
   problem.wants_dq = wanted[kDq];
   problem.wants_dk = wanted[kDk];
   problem.wants_dv = wanted[kDv];
   problem.wants_dbias = wanted[kDbias];
   problem.wants_dalibi = wanted[kDslopes];
+  problem.whole_dbias = wanted[kDbias] && problem.batch_rank <= kMaxBatchDims && is_whole(problem, dbias);
 }
 
 namespace {

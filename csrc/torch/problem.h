@@ -44,7 +44,7 @@ at::ScalarType accumulate_type(at::ScalarType type);  // double for double, else
 double scale_of(const Options& options, int64_t head_dim);
 
 // Which gradients backward is asked for.
-void set_wanted(Problem& problem, const GradMask& wanted);
+void set_wanted(Problem& problem, const GradMask& wanted, const TensorView& dbias);
 
 // GPU kernels move rows by 16 bytes. A last dimension with another stride than 1 (or 0, one number for all) would be
 // read element by element, and again by every tile that needs it.

@@ -64,16 +64,10 @@ struct Tensor {
   TensorView view;
 };
 
-// The first backend that accepts, and its plan.
-std::pair<const Backend*, Plan> choose(const ForwardArgs& args, const BackwardArgs* backward,
-                                       const DeviceInfo& device) {
-  const Pass pass = backward == nullptr ? Pass::kForward : Pass::kBackward;
-  for (const Backend* backend : backends()) {
-    if (backend->device != device.type) continue;
-    std::string reason = backend->refuses(args.problem, pass, device);
-    if (reason.empty() && backend->refuses_views != nullptr) reason = backend->refuses_views(args, backward);
-    if (reason.empty()) return {backend, backend->plan(args.problem, pass, device)};
-    std::printf("%s refuses: %s\n", backend->name, reason.c_str());
+// Why nothing runs.
+void give_up(Pass pass, const Asked& asked, const DeviceInfo& device) {
+  for (const Considered& row : consider(kernels(), pass, asked, device)) {
+    std::printf("%s refuses: %s\n", row.kernel->name, row.reason.c_str());
   }
   std::exit(2);
 }
@@ -136,7 +130,9 @@ int main(int argc, char** argv) {
   args.v = v.view;
   args.out = out.view;
   args.lse = allocate(kHeads * kTokens * 4);
-  const auto [forward, plan] = choose(args, nullptr, device);
+  const Kernel* const forward = select_forward(kernels(), args, device, "");
+  if (forward == nullptr) give_up(Pass::kForward, {args}, device);
+  const Plan plan = forward->plan(args.problem, device);
   std::printf("forward   %s, tiles of %lld x %lld\n", plan.kernel, static_cast<long long>(plan.block_m),
               static_cast<long long>(plan.block_n));
   forward->forward(args, plan, allocate(plan.scratch_bytes));
@@ -149,7 +145,9 @@ int main(int argc, char** argv) {
   back.dq = dq.view;
   back.dk = dk.view;
   back.dv = dv.view;
-  const auto [backward, backward_plan] = choose(back.fwd, &back, device);
+  const Kernel* const backward = select_backward(kernels(), back, device, "").main;  // no bias, no kernel for it
+  if (backward == nullptr) give_up(Pass::kBackward, {back.fwd, &back}, device);
+  const Plan backward_plan = backward->plan(back.fwd.problem, device);
   std::printf("backward  %s, tiles of %lld x %lld\n", backward_plan.kernel,
               static_cast<long long>(backward_plan.block_m), static_cast<long long>(backward_plan.block_n));
   backward->backward(back, backward_plan, allocate(backward_plan.scratch_bytes));

@@ -7,7 +7,7 @@
 
 #include <algorithm>
 
-#include "core/backend.h"
+#include "core/kernel.h"
 #include "gpu/host/launch.h"
 
 namespace flash_ext::cuda {

@@ -1,11 +1,11 @@
 // The two passes of the CPU backend for one compute type, each as a plan and a run.
 //
-// Implemented in forward.cpp and backward.cpp for ComputeF32, ComputeBf16 and ComputeF64; backend.cpp chooses the type
+// Implemented in forward.cpp and backward.cpp for ComputeF32, ComputeBf16 and ComputeF64; rows.cpp chooses the type
 // and calls them. Invariant: run_* does what plan_* wrote down: the same cut, the same number of workers, no more
 // scratch.
 #pragma once
 
-#include "core/backend.h"
+#include "core/kernel.h"
 #include "kernels/cpu/product.h"
 #include "kernels/cpu/work.h"
 

@@ -1,7 +1,7 @@
 // The probe of the host's products: they may be missing (of torch's, no AVX2), refuse a type (no AVX-512) or, on a
 // machine nobody has tried, be wrong. So it is asked for a small product whose numbers are known.
 //
-// Called by choose_flavour in backend.cpp. Invariant: one answer for the life of the process.
+// Called by choose_flavour in rows.cpp. Invariant: one answer for the life of the process.
 #include "kernels/cpu/product.h"
 
 #include <bit>

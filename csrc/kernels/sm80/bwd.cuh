@@ -9,7 +9,7 @@
 // each kind, owns the same keys. One computes S^T, P^T and dV, the other dP^T, dS^T and dK; P^T and dS^T are their
 // register operands. P passes from one to the other, dS to all for dQ, through shared memory. dQ of a tile is computed
 // beside the next tile's softmax, and added up in float in global memory (dq_sum.cuh), in the order of the blocks of
-// keys when deterministic. Called by backend.cpp through kernels.h. Invariant: rows past len_q are zeros in shared
+// keys when deterministic. Called by rows.cpp through kernels.h. Invariant: rows past len_q are zeros in shared
 // memory, with an lse of +inf; they and keys past len_k are hidden (hidden.cuh): P = 0 and dS = 0.
 #pragma once
 

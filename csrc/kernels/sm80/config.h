@@ -10,7 +10,7 @@
 #include <cstdint>
 
 #include "core/args.h"
-#include "core/backend.h"
+#include "core/kernel.h"
 #include "core/portable.h"
 
 namespace flash_ext::sm80 {

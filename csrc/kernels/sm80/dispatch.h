@@ -3,7 +3,7 @@
 //   dispatch(Values<32, 64>{}, head_dim, [&]<int kHeadDim>() { ... });        the first value >= head_dim
 //   dispatch(Types<Fp16, Bf16>{}, is_wanted, [&]<class Element>() { ... });   the first type that is_wanted accepts
 //
-// Called by backend.cpp. Invariant: the last entry serves whatever the ones before did not, so the caller has refused
+// Called by rows.cpp. Invariant: the last entry serves whatever the ones before did not, so the caller has refused
 // what no entry serves; values ascend.
 #pragma once
 

@@ -5,7 +5,7 @@
 //   dq = scale dS k      dk = scale dS^T q      dv = P^T d_out      d_bias = sum dS      d_slope = sum -|distance| dS
 //
 // A kernel per output, each with its own owner of an output tile, which recomputes S and dP and sums in a fixed order:
-// no atomics, no scratch beyond two numbers a query. Called by backend.cpp through kernels.h.
+// no atomics, no scratch beyond two numbers a query. Called by rows.cpp through kernels.h.
 // Invariant: every element of a wanted gradient is written exactly once; an absent one costs nothing.
 #include <cuda_runtime.h>
 

@@ -3,7 +3,7 @@
 //   out = softmax(mods(scale * q k^T), masked) v        lse = row_max + log(row_sum)
 //
 // A block owns 32 queries of one (b, query head) and walks over the keys that its band sees, 32 at a time; eight
-// threads share a row of the softmax. Called by backend.cpp through kernels.h.
+// threads share a row of the softmax. Called by rows.cpp through kernels.h.
 // Invariant: nothing of size L x S exists; every element of out and lse is written exactly once.
 #include <cuda_runtime.h>
 

@@ -7,7 +7,7 @@
 // the next K. Where TMA copies them (9.0) and shared memory permits it they have two, and arrive a tile ahead. NOTE:
 // what limits it on 9.0 is that a scheduler has two warps, which issue an instruction in 37 % of the clocks. Two halves
 // of a block of 256 queries that take turns at the products (FlashAttention-3) were 13 % slower: they spilled, and a
-// warp alone waits for its ldmatrix; blocks that start half a tile apart were as fast. Called by backend.cpp through
+// warp alone waits for its ldmatrix; blocks that start half a tile apart were as fast. Called by rows.cpp through
 // kernels.h. Invariant: rows past len_q and keys past len_k are zeros in shared memory; keys past len_k are masked,
 // rows past len_q never written.
 #pragma once
@@ -351,9 +351,13 @@ Plan plan_forward(const Problem& problem, const DeviceInfo& device) {
     Plan plan;
     plan.stages = forward_stages(problem, Traits::kTile, kHeadDim, kBytes, Traits::kMinBlocks, device);
     const ForwardSmem smem = forward_smem_of<Traits>(problem, plan.stages);
-    constexpr bool kTf32 = std::is_same_v<Element, Tf32>;
-    plan.kernel = kTf32 ? (Traits::kPlain ? "sm80.forward.plain.tf32" : "sm80.forward.general.tf32")
-                        : (Traits::kPlain ? "sm80.forward.plain" : "sm80.forward.general");
+    if constexpr (kBytes == 2) {
+      plan.kernel = Traits::kPlain ? "sm80.forward.plain" : "sm80.forward.general";
+    } else if constexpr (std::is_same_v<Element, Tf32>) {
+      plan.kernel = Traits::kPlain ? "sm80.forward.fp32.plain.tf32" : "sm80.forward.fp32.general.tf32";
+    } else {
+      plan.kernel = Traits::kPlain ? "sm80.forward.fp32.plain" : "sm80.forward.fp32.general";
+    }
     plan.block_m = Traits::kBlockM;
     plan.block_n = Traits::kBlockN;
     plan.on_chip[0] = {"q", smem.k};

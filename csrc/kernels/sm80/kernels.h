@@ -1,11 +1,13 @@
 // What the host side of this backend calls, without any CUDA syntax: one function a (pass, element, head dimension).
 //
 // Definitions lie in generated units (cmake/cuda_units.cmake writes one per instance from fwd.cu.in and bwd.cu.in), so
-// a missing instance is an undefined symbol, which the linker refuses. Called by backend.cpp only.
+// a missing instance is an undefined symbol, which the linker refuses. Called by rows.cpp only.
 #pragma once
 
+#include <type_traits>
+
 #include "core/args.h"
-#include "core/backend.h"
+#include "core/kernel.h"
 
 namespace flash_ext::sm80 {
 
@@ -28,6 +30,16 @@ template <class Element, int kHeadDim>
 void run_backward(const BackwardArgs& args, const Plan& plan, void* workspace);
 template <class Element, int kHeadDim>
 void inspect_backward(const Problem& problem, Plan& plan);
+
+// Where one tile holds all queries and keys of a head (one_tile.cuh): 16 bits.
+template <class Element, int kHeadDim>
+constexpr bool kHasOneTile = (std::is_same_v<Element, Fp16> || std::is_same_v<Element, Bf16>)&&kHeadDim <= 64;
+template <class Element, int kHeadDim>
+Plan plan_one_tile(const Problem& problem, const DeviceInfo& device);
+template <class Element, int kHeadDim>
+void run_one_tile(const BackwardArgs& args, const Plan& plan, void* workspace);
+template <class Element, int kHeadDim>
+void inspect_one_tile(const Problem& problem, Plan& plan);
 
 // float64: correct and simple, without tensor cores (fp64_forward.cu, fp64_backward.cu).
 Plan plan_fp64(const Problem& problem, Pass pass, const DeviceInfo& device);

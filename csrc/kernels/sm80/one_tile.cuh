@@ -337,10 +337,11 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
 
 // ---- host -----------------------------------------------------------------------------------------------------------
 
-template <class Traits>
-Plan plan_one_tile(Traits, const Problem& problem, const DeviceInfo& device) {
+template <class Element, int kHeadDim>
+Plan plan_one_tile(const Problem& problem, const DeviceInfo& device) {
+  using Traits = OneTileTraits<Element, kHeadDim>;
   constexpr int kOperand = 2 * Traits::Tile::bytes(kOneTile);
-  const OneTileSmem smem = one_tile_smem(Traits::kHeadDim, bias_bytes_of(problem), problem.has_mask);
+  const OneTileSmem smem = one_tile_smem(kHeadDim, bias_bytes_of(problem), problem.has_mask);
   Plan plan;
   plan.kernel = "sm80.backward.one_tile";
   plan.block_m = plan.block_n = kOneTile;
@@ -361,30 +362,31 @@ Plan plan_one_tile(Traits, const Problem& problem, const DeviceInfo& device) {
     plan.grid = std::min(plan.grid, int64_t{device.multiprocessors} * Traits::kBlocksPerSm);
     plan.waves = static_cast<double>(plan.grid) / device.multiprocessors;
   }
-  plan.choose(BackwardChoice{.one_tile = true,
-                             .small_tiles = false,
-                             .narrow_dbias = false,
-                             .shared_limit = plan.on_chip_limit,
-                             .shared_bytes = smem.total,
-                             .grid = plan.grid,
-                             .processors = device.multiprocessors});
+  plan.choose(OneTileChoice{plan.grid, static_cast<int>(plan.on_chip_bytes())});
   return plan;
 }
 
-template <class Traits>
-void run_one_tile(Traits, const BackwardArgs& args, int64_t grid, void* workspace) {
+template <class Element, int kHeadDim>
+void run_one_tile(const BackwardArgs& args, const Plan& plan, void* workspace) {
+  using Traits = OneTileTraits<Element, kHeadDim>;
+  const auto [grid, shared_bytes] = plan.chosen<OneTileChoice>();
   const Problem& problem = args.fwd.problem;
   // Items whose bias is the same follow each other.
   BiasGradientPlan order =
       make_bias_gradient_plan(problem, problem.wants_dbias ? args.dbias : args.fwd.bias, kOneTile, kOneTile, grid);
   const bool in_parts = problem.wants_dbias && order.parts > 1;
   if (in_parts) order.partial = static_cast<float*>(workspace);
-  cuda::launch(one_tile_backward_kernel<Traits>, cuda::grid_of(grid), Traits::kThreads,
-               one_tile_smem(Traits::kHeadDim, bias_bytes_of(problem), problem.has_mask).total, args.fwd.stream, args,
-               order, problem.wants_dbias, features_of(args.fwd));
+  cuda::launch(one_tile_backward_kernel<Traits>, cuda::grid_of(grid), Traits::kThreads, shared_bytes, args.fwd.stream,
+               args, order, problem.wants_dbias, features_of(args.fwd));
   if (in_parts) {
     cuda::sum_parts(args.dbias.data, DType::kFloat32, order.partial, order.part_elements, order.parts, args.fwd.stream);
   }
+}
+
+template <class Element, int kHeadDim>
+void inspect_one_tile(const Problem&, Plan& plan) {
+  using Traits = OneTileTraits<Element, kHeadDim>;
+  cuda::inspect(one_tile_backward_kernel<Traits>, Traits::kThreads, plan.chosen<OneTileChoice>().shared_bytes, plan);
 }
 
 }  // namespace flash_ext::sm80

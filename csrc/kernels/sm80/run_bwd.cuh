@@ -3,7 +3,7 @@
 //   memset -> delta -> (sums of rows with a large lse) -> (gradient of a broadcast bias) -> main kernel, or one for
 //   each batch element -> dQ to its own dtype, sums of slopes
 //
-// Called by backend.cpp through kernels.h. Invariant: plan_backward and run_backward read the same functions, so
+// Called by rows.cpp through kernels.h. Invariant: plan_backward and run_backward read the same functions, so
 // scratch and shared memory are what explain prints.
 #pragma once
 
@@ -130,32 +130,21 @@ BackwardScratch backward_scratch(const Problem& problem, void* workspace) {
   return scratch;
 }
 
-// fn(Traits) of one_tile.cuh where it serves, and whether it does.
-template <class Element, int kHeadDim, class Fn>
-bool with_one_tile(bool serves, const Fn& fn) {
-  if constexpr (sizeof(StorageOf<Element>) == 2 && kHeadDim <= 64) {
-    if (serves) fn(OneTileTraits<Element, kHeadDim>());
-    return serves;
-  }
-  return false;
-}
-
 template <class Element, int kHeadDim>
 Plan plan_backward(const Problem& problem, const DeviceInfo& device) {
-  Plan one_tile;
-  if (with_one_tile<Element, kHeadDim>(is_one_tile(problem, kHeadDim, device.shared_memory_per_block),
-                                       [&](auto traits) { one_tile = plan_one_tile(traits, problem, device); })) {
-    return one_tile;
-  }
   const bool small = takes_small_tiles(problem, Pass::kBackward, kHeadDim, device);
   const auto make = [&]<class Traits>(Traits) {
     const BackwardSmem smem = backward_smem_of<Traits>(problem, device);
     Plan plan;
-    constexpr bool kTf32 = std::is_same_v<Element, Tf32>;
-    plan.kernel = kTf32              ? (Traits::kPlain ? "sm80.backward.plain.tf32" : "sm80.backward.general.tf32")
-                  : Traits::kPlain   ? "sm80.backward.plain"
-                  : Traits::kGeneral ? "sm80.backward.general"
-                                     : "sm80.backward.dropout";
+    if constexpr (sizeof(typename Traits::T) == 2) {
+      plan.kernel = Traits::kPlain     ? "sm80.backward.plain"
+                    : Traits::kGeneral ? "sm80.backward.general"
+                                       : "sm80.backward.dropout";
+    } else if constexpr (std::is_same_v<Element, Tf32>) {
+      plan.kernel = Traits::kPlain ? "sm80.backward.fp32.plain.tf32" : "sm80.backward.fp32.general.tf32";
+    } else {
+      plan.kernel = Traits::kPlain ? "sm80.backward.fp32.plain" : "sm80.backward.fp32.general";
+    }
     plan.block_m = Traits::kBlockM;
     plan.block_n = Traits::kBlockN;
     plan.stages = Traits::kStages;
@@ -177,12 +166,10 @@ Plan plan_backward(const Problem& problem, const DeviceInfo& device) {
     plan.narrow_dbias = has_narrow_dbias<Traits>(problem, device);
     plan.grid = block_count(problem.len_k, Traits::kBlockN) * problem.batch * problem.heads_k;
     if (device.multiprocessors > 0) plan.waves = static_cast<double>(plan.grid) / device.multiprocessors;
-    plan.choose(BackwardChoice{.one_tile = false,
-                               .small_tiles = small,
+    plan.choose(BackwardChoice{.small_tiles = small,
                                .narrow_dbias = plan.narrow_dbias,
                                .shared_limit = plan.on_chip_limit,
                                .shared_bytes = plan.on_chip_bytes(),
-                               .grid = plan.grid,
                                .processors = device.multiprocessors});  // mostly one block each
     return plan;
   };
@@ -193,10 +180,6 @@ template <class Element, int kHeadDim>
 void run_backward(const BackwardArgs& given, const Plan& plan, void* workspace) {
   const Problem& problem = given.fwd.problem;
   const auto choice = plan.chosen<BackwardChoice>();
-  if (with_one_tile<Element, kHeadDim>(choice.one_tile,
-                                       [&](auto traits) { run_one_tile(traits, given, choice.grid, workspace); })) {
-    return;
-  }
   with_backward_traits<Element, kHeadDim>(problem, choice.small_tiles, [&]<class Traits>(Traits) {
     BackwardScratch scratch = backward_scratch<Traits>(problem, workspace);
     BackwardArgs args = has_one_float_key(problem) ? without_values(given, scratch.zeros) : given;
@@ -271,11 +254,6 @@ void run_backward(const BackwardArgs& given, const Plan& plan, void* workspace) 
 template <class Element, int kHeadDim>
 void inspect_backward(const Problem& problem, Plan& plan) {
   const auto choice = plan.chosen<BackwardChoice>();
-  const bool one_tile = with_one_tile<Element, kHeadDim>(choice.one_tile, [&]<class Traits>(Traits) {
-    const int bytes = one_tile_smem(kHeadDim, bias_bytes_of(problem), problem.has_mask).total;
-    cuda::inspect(one_tile_backward_kernel<Traits>, Traits::kThreads, bytes, plan);
-  });
-  if (one_tile) return;
   with_backward_traits<Element, kHeadDim>(problem, choice.small_tiles, [&]<class Traits>(Traits) {
     cuda::inspect(backward_kernel<Traits>, Traits::kThreads, choice.shared_bytes, plan);
     if (may_be_inexact(problem)) cuda::inspect_beside(measure_kernel<MeasureTraits<Element, kHeadDim>>, plan);

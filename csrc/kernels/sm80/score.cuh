@@ -90,7 +90,7 @@ __device__ __forceinline__ void visit_bias_tile(float (&c)[kM][kN][4], int row0,
 // What a call has between q k^T and the softmax, in one number that is a kernel's parameter.
 // NOTE: asked of shared memory, each answer took a warp 50 clocks a tile; bools of the parameters, which an instruction
 // cannot read in place, were kept in registers, of which there are none.
-enum Feature : unsigned {
+enum ScoreFlag : unsigned {
   kBias = 1,
   kFloatBias = 2,
   kBiasRows = 4,  // one a query, not one for all
@@ -342,7 +342,7 @@ struct ScoreMods {
   }
 
   // cap * tanh(scale * x / cap). bf16: tanh.approx is within 1e-5 of tanh on 9.0 (2^-11 by its manual), where each of
-  // eager attention's roundings is up to 2^-9. fp16: by ex2 and rcp, 2e-7 of the cap, for which backend.cpp refuses
+  // eager attention's roundings is up to 2^-9. fp16: by ex2 and rcp, 2e-7 of the cap, for which rows.cpp refuses
   // caps above 4096. NOTE: a third special function a score, and what it took beside it, were 10 % of forward; a
   // polynomial is no faster than they.
   __device__ __forceinline__ float capped_score(float x) const {

@@ -1,12 +1,11 @@
 // Which of its tiles a problem gets on a card: what the kernels of a pass keep in shared memory, against what a block
 // may have there. Host code without CUDA syntax.
 //
-// Called by plan_forward and plan_backward, which choose the tiles, and by refuses() in backend.cpp, where none fit.
-// Invariant: both ask shared_bytes, so what refuses() lets pass can be started with the tiles of its plan.
+// Called by plan_forward and plan_backward, which choose the tiles, and by rows.cpp, which says what the smallest need.
+// Invariant: both ask shared_bytes, so what a row accepts can be started with the tiles of its plan.
 #pragma once
 
 #include <algorithm>
-#include <string>
 
 #include "core/band.h"
 #include "core/tile_schedule.h"
@@ -23,11 +22,15 @@ struct ForwardChoice {
 };
 
 struct BackwardChoice {
-  bool one_tile;
   bool small_tiles;
   bool narrow_dbias;
   int64_t shared_limit, shared_bytes;  // of a block of the main kernel: what it may have, what it has
-  int64_t grid, processors;            // blocks; of them that run at a time, 0: not known
+  int64_t processors;                  // blocks that run at a time, 0: not known
+};
+
+struct OneTileChoice {
+  int64_t grid;
+  int shared_bytes;
 };
 
 // What a kernel declares statically, from above: only the compiler knows; measure.cuh has as much.
@@ -81,14 +84,6 @@ inline bool has_dropout_alone(const Problem& problem) {
 // Whether the main kernel has no other way to rows whose lse is far from 0 than what far_rows.cuh finds.
 inline bool finds_far_rows(const Problem& problem) {
   return problem.dtype != DType::kFloat32 && (is_plain_backward(problem) || !may_be_inexact(problem));
-}
-
-// Whether backward is one_tile.cuh. `head_dim` is that of the instance.
-inline bool is_one_tile(const Problem& problem, int head_dim, int64_t shared_limit) {
-  return problem.dtype != DType::kFloat32 && head_dim <= 64 && problem.len_q <= kOneTile && problem.len_k <= kOneTile &&
-         problem.heads_q == problem.heads_k && problem.heads_q == problem.heads_v && problem.softcap == 0.0 &&
-         problem.dropout_p == 0.0 && !problem.wants_dalibi &&
-         kStaticSharedBytes + one_tile_smem(head_dim, bias_bytes_of(problem), problem.has_mask).total <= shared_limit;
 }
 
 // What kHasBulkAdditions is in the kernels' machine code for the device, and may be where they are compiled from PTX.
@@ -159,35 +154,6 @@ inline bool takes_small_tiles(const Problem& problem, Pass pass, int head_dim, c
     }
   }
   return shared_bytes(problem, pass, head_dim, false, device) > device.shared_memory_per_block;
-}
-
-// A clause where not even the small tiles fit, else empty.
-inline std::string refuses_shared_memory(const Problem& problem, Pass pass, int head_dim, const DeviceInfo& device) {
-  const int64_t needed = shared_bytes(problem, pass, head_dim, true, device);
-  if (needed <= device.shared_memory_per_block) return "";
-  const auto grouped = [](int64_t number) {
-    std::string text = std::to_string(number);
-    for (size_t i = text.size(); i > 3; i -= 3) text.insert(i - 3, ",");
-    return text;
-  };
-  std::string what = problem.head_dim >= problem.head_dim_v ? "head_dim " + std::to_string(problem.head_dim)
-                                                            : "head_dim_v " + std::to_string(problem.head_dim_v);
-  what += problem.dtype == DType::kFloat32 ? " in float32" : " in 16 bits";
-  if (problem.has_bias || problem.has_mask) {
-    what += problem.has_bias ? (problem.has_mask ? " with a bias and a mask" : " with a bias") : " with a mask";
-  }
-  return what + " needs " + grouped(needed) + " bytes of shared memory a block, the device has " +
-         grouped(device.shared_memory_per_block);
-}
-
-// A clause where a sequence is longer than positions reach, else empty.
-inline std::string refuses_length(const Problem& problem) {
-  const auto too_long = [](const char* what, int64_t length) {
-    return std::string(what) + " " + std::to_string(length) + " is more than 2^30";
-  };
-  if (problem.len_q > kMaxLength) return too_long("len_q", problem.len_q);
-  if (problem.len_k > kMaxLength) return too_long("len_k", problem.len_k);
-  return "";
 }
 
 }  // namespace flash_ext::sm80

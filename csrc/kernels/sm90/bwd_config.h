@@ -1,7 +1,7 @@
 // The tiles of backward, what each keeps in shared memory, and the order in which tiles run. Host and device read the
 // same functions, so that plan(), the launch and the kernel cannot disagree.
 //
-// Called by backend.cpp, bwd.cuh, bwd_order.cuh, bwd_rows.cuh and run_bwd.cuh. Invariant: as of config.h.
+// Called by rows.cpp, bwd.cuh, bwd_order.cuh, bwd_rows.cuh and run_bwd.cuh. Invariant: as of config.h.
 #pragma once
 
 #include <cstdint>
@@ -65,7 +65,7 @@ enum class Walk : uint8_t {
   kOrdered,  // the next of a counter; and dQ is added up in one order (bwd_order.cuh)
 };
 
-// Which tiles of queries and of keys meet: some pair of theirs may be in the band. lower < upper, because backend.cpp
+// Which tiles of queries and of keys meet: some pair of theirs may be in the band. lower < upper, because rows.cpp
 // refuses a band of one key, and both are far from the ends of int.
 template <int kBlockM, int kBlockN>
 struct Meetings {

@@ -1,5 +1,5 @@
 // From the types of kernels.h to those of the backward's kernels, as run_fwd.cuh does for the forward.
-// Called by backend.cpp through kernels.h; instantiated by generated units (bwd.cu.in). Invariant: the scratch that is
+// Called by rows.cpp through kernels.h; instantiated by generated units (bwd.cu.in). Invariant: the scratch that is
 // asked for is the one that launch_backward uses.
 #pragma once
 

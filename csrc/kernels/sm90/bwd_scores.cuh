@@ -96,7 +96,7 @@ __device__ __forceinline__ void load_mask(uint32_t target, const ScoreView& view
 }
 
 // A warp: the bias of a slot, or the one row that stands for all, of elements of kSize bytes. from: of the head.
-// NOTE: backend.cpp refuses others than one row or rows of whole chunks.
+// NOTE: rows.cpp refuses others than one row or rows of whole chunks.
 template <int kCols, int kSize>
 __device__ __forceinline__ void load_bias(uint32_t target, const ScoreView& view, const char* from, int first_row,
                                           int first_col, int len_q, int len_k) {

@@ -1,7 +1,7 @@
 // Which tiles a forward gets, into how many parts their keys are split and whether heads of a group share them, by a
 // model of what each choice takes.
 //
-// Called by backend.cpp. Invariant: a pure function of the call's sizes and the card's multiprocessors.
+// Called by rows.cpp. Invariant: a pure function of the call's sizes and the card's multiprocessors.
 #pragma once
 
 #include <algorithm>

@@ -1,7 +1,7 @@
 // The tiles of this backend, what each keeps in shared memory, how the warpgroups take turns and in which order tiles
 // run. Host and device read the same functions, so that plan(), the launch and the kernel cannot disagree.
 //
-// Called by backend.cpp, fwd.cuh and run_fwd.cuh. Invariant: every tile starts at a multiple of 1024 bytes
+// Called by rows.cpp, fwd.cuh and run_fwd.cuh. Invariant: every tile starts at a multiple of 1024 bytes
 // (descriptor.h); registers of all warpgroups together fit the 65,536 of a multiprocessor.
 #pragma once
 

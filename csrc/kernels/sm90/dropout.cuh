@@ -16,7 +16,7 @@ namespace flash_ext::sm90 {
 
 struct DropoutParams {
   const int64_t* rng_state;  // {seed, offset}; null: no dropout
-  uint32_t thresholds;       // one, below 2^16 (backend.cpp), in both halves
+  uint32_t thresholds;       // one, below 2^16 (rows.cpp), in both halves
   float scale;               // 1 / (1 - p); without dropout 1
 };
 

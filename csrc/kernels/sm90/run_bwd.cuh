@@ -2,7 +2,7 @@
 //
 //   prepare -> main kernel -> finish (bwd_rows.cuh) -> the gradient of a bias (bias_gradient.cuh)
 //
-// Called by backend.cpp through kernels.h. Invariant: backward_scratch is what plan() asks for and what is used.
+// Called by rows.cpp through kernels.h. Invariant: backward_scratch is what plan() asks for and what is used.
 #pragma once
 
 #include <algorithm>
@@ -51,7 +51,7 @@ void launch_backward(const BackwardArgs& args, const BackwardLaunch& how, void* 
   using Rows = BackwardTraits<typename Traits::T, Traits::kHeadDim>;
   using Prepare = BackwardTraits<typename Traits::T, Traits::kHeadDim, Walk::kOne,
                                  Traits::kScored ? Added::kScores : Added::kNothing>;
-  constexpr int kFar = 1 << 30;  // backend.cpp refuses lengths beyond half of it
+  constexpr int kFar = 1 << 30;  // rows.cpp refuses lengths beyond half of it
   const Problem& problem = args.fwd.problem;
   const BackwardScratch scratch = backward_scratch<Traits>(problem, workspace);
   const Band band = make_band(problem);

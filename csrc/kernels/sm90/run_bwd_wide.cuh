@@ -1,6 +1,6 @@
 // The host side of backward for head dims above 128: prepare (bwd_rows.cuh), keys, queries (bwd_wide.cuh).
 //
-// Called by backend.cpp through kernels.h. Invariant: wide_scratch_bytes is what plan() asks for and what is used.
+// Called by rows.cpp through kernels.h. Invariant: wide_scratch_bytes is what plan() asks for and what is used.
 #pragma once
 
 #include <algorithm>

@@ -3,7 +3,7 @@
 // joins them. Flash-decoding is the idea (https://pytorch.org/blog/flash-decoding). And whether the query heads of a
 // group share tiles, so that few queries read each key once, not once a head.
 //
-// Called by choose_tiles.h, which decides, by backend.cpp and the kernels. Invariant: the parts of a tile cover its
+// Called by choose_tiles.h, which decides, by rows.cpp and the kernels. Invariant: the parts of a tile cover its
 // keys once; an order of parts is fixed, so results are the same bits in every run on the same card.
 #pragma once
 

@@ -9,9 +9,9 @@
 
 #include "call_case.h"
 #include "core/args.h"
-#include "core/backend.h"
 #include "core/band.h"
 #include "core/dropout.h"
+#include "core/select.h"
 #include "gpu/host/launch.h"
 
 namespace flash_ext {
@@ -111,7 +111,7 @@ class Call {
     problem_.bias_dtype = c.float_bias ? DType::kFloat32 : problem_.dtype;
   }
 
-  Results run(const Backend& backend, unsigned seed) {
+  Results run(Table table, unsigned seed) {
     cuda::emulated_seed = seed;
     DeviceInfo device;
     device.type = DeviceType::kCuda;
@@ -149,9 +149,10 @@ class Call {
     Matrices<float> lse(heads_q, c_.len_q, 1, Layout::kHeadsFirst);
     args.out = batched(out.view(), c_.heads_q);
     args.lse = lse.view().data;
-    EXPECT_EQ(backend.refuses(problem_, Pass::kForward, device), "");
-    const Plan forward = backend.plan(problem_, Pass::kForward, device);
-    backend.forward(args, forward, allocate(forward));
+    const Kernel* const forward = select_forward(table, args, device, "");
+    if (forward == nullptr) throw std::runtime_error(why(consider(table, Pass::kForward, {args}, device)));
+    const Plan forward_plan = forward->plan(problem_, device);
+    forward->forward(args, forward_plan, allocate(forward_plan));
     if (c_.forward_alone) {
       EXPECT_TRUE(out.guards_hold() && lse.guards_hold()) << "something beside a result was written";
       return {out.values(), lse.values(), {}, {}, {}, {}, {}};
@@ -187,15 +188,18 @@ class Call {
     if (c_.one_row) back.dbias.row_stride = 0;
     if (c_.one_head) back.dbias.head_stride = 0;
     back.dalibi = dalibi.view().data;
-    EXPECT_EQ(backend.refuses(problem, Pass::kBackward, device), "");
-    const Plan plan = backend.plan(problem, Pass::kBackward, device);
+    problem.whole_dbias = c_.bias_gradient && is_whole(problem, back.dbias);
+    const auto [main, apart] = select_backward(table, back, device, "");
+    if (main == nullptr) throw std::runtime_error(why(consider(table, Pass::kBackward, {back.fwd, &back}, device)));
+    EXPECT_EQ(apart, nullptr);
+    const Plan plan = main->plan(problem, device);
     if (plan.narrow_dbias) {
       const TensorView wide = back.dbias;
       back.dbias = narrow_dbias.view();
       back.dbias.row_stride = wide.row_stride;
       back.dbias.head_stride = wide.head_stride;
     }
-    backend.backward(back, plan, allocate(plan));
+    main->backward(back, plan, allocate(plan));
     for (const bool holds : {out.guards_hold(), lse.guards_hold(), dq.guards_hold(), dk.guards_hold(), dv.guards_hold(),
                              wide_dq.guards_hold(), wide_dk.guards_hold(), dbias.guards_hold(),
                              narrow_dbias.guards_hold(), dalibi.guards_hold()}) {
@@ -294,6 +298,12 @@ class Call {
   }
 
  private:
+  static std::string why(const std::vector<Considered>& rows) {
+    std::string text;
+    for (const Considered& row : rows) text += std::string(row.kernel->name) + ": " + row.reason + "\n";
+    return text;
+  }
+
   static float lowest(bool of_float) {
     if (of_float || std::is_same_v<T, float>) return -std::numeric_limits<float>::max();
     return std::is_same_v<T, __half> ? -65504.f : -0x1.FEp127f;
@@ -355,9 +365,9 @@ inline void check_special(const Results& result, const Results& reference, const
 }
 
 template <class T>
-void check(const Backend& backend, const Case& c) {
+void check(Table table, const Case& c) {
   Call<T> call(c);
-  const Results result = call.run(backend, 1), reference = call.reference();
+  const Results result = call.run(table, 1), reference = call.reference();
   const double allowed = c.rounding + (std::is_same_v<T, float> ? 2e-5 : (std::is_same_v<T, __half> ? 2e-3 : 1e-2));
   if (c.special != Operand::kNone) {
     Results eager = call.reference(true);
@@ -387,7 +397,7 @@ void check(const Backend& backend, const Case& c) {
     EXPECT_LT(error(result.dalibi, reference.dalibi), 3 * allowed) << "dalibi";
   }
   if (!c.deterministic) return;
-  const Results again = call.run(backend, 2);
+  const Results again = call.run(table, 2);
   EXPECT_EQ(again.out, result.out);
   EXPECT_EQ(again.dq, result.dq);
   EXPECT_EQ(again.dk, result.dk);

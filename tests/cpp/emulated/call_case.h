@@ -3,9 +3,10 @@
 
 #include <cmath>
 #include <ostream>
+#include <span>
 #include <vector>
 
-#include "core/args.h"
+#include "core/kernel.h"
 
 namespace flash_ext {
 
@@ -47,6 +48,22 @@ struct Case {
 };
 
 inline void PrintTo(const Case& c, std::ostream* out) { *out << c.name; }
+
+// The table of a backend alone, whose kernels read any addresses here.
+class Rows {
+ public:
+  explicit Rows(std::span<const Kernel> kernels) : rows_(kernels.begin(), kernels.end()) {
+    for (Kernel& kernel : rows_) {
+      kernel.refuses_views = nullptr;
+      table_.push_back(&kernel);
+    }
+  }
+  operator std::span<const Kernel* const>() const { return table_; }
+
+ private:
+  std::vector<Kernel> rows_;
+  std::vector<const Kernel*> table_;
+};
 
 template <class T>
 class Matrices {

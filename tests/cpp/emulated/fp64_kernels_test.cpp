@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "kernels/sm80/fp64_backward.cu"
+#include "kernels/sm80/fp64_forward.cu"
 
 namespace flash_ext {
 namespace {

@@ -328,7 +328,7 @@ inline const Case kHiddenCases[] = {
      .causal = true,
      .special = Operand::kGrad,
      .special_row = 70,
-     .shared_limit = 64 * 1024},
+     .shared_limit = 96 * 1024},
 };
 
 }  // namespace flash_ext

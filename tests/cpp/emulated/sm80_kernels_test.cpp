@@ -3,6 +3,7 @@
 // reference, nothing beside it is touched, and deterministic gradients do not depend on the order in which threads run.
 #include "attention_call.h"
 #include "kernels/sm80/fwd.cuh"
+#include "kernels/sm80/rows.cpp"
 #include "kernels/sm80/run_bwd.cuh"
 #include "kernels/stages/rows.cu"
 #include "sm80_cases.h"
@@ -15,28 +16,11 @@ using sm80::Bf16;
 using sm80::Fp16;
 using sm80::Fp32;
 
-// The instance, whatever the problem's head dimension.
-template <class Element, int kHeadDim>
-const Backend kInstance = {
-    .name = "sm80",
-    .device = DeviceType::kCuda,
-    .refuses = [](const Problem&, Pass, const DeviceInfo&) { return std::string(); },
-    .plan =
-        [](const Problem& problem, Pass pass, const DeviceInfo& device) {
-          return pass == Pass::kForward ? sm80::plan_forward<Element, kHeadDim>(problem, device)
-                                        : sm80::plan_backward<Element, kHeadDim>(problem, device);
-        },
-    .forward = [](const ForwardArgs& args, const Plan& plan,
-                  void*) { sm80::run_forward<Element, kHeadDim>(args, plan); },
-    .backward = sm80::run_backward<Element, kHeadDim>,
-};
+const Rows kTable(sm80::kernels());
 
 template <class Element>
 void check_element(const Case& c) {
-  const Backend& backend = c.head_dim == 32   ? kInstance<Element, 32>
-                           : c.head_dim == 64 ? kInstance<Element, 64>
-                                              : kInstance<Element, 128>;
-  check<sm80::StorageOf<Element>>(backend, c);
+  check<sm80::StorageOf<Element>>(kTable, c);
 }
 
 class Sm80Kernels : public testing::TestWithParam<Case> {};

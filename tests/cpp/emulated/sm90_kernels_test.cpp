@@ -3,18 +3,19 @@
 // and kernels.
 #include "attention_call.h"
 #include "gpu/host/tensor_map.cpp"
-#include "kernels/sm90/backend.cpp"
 #include "kernels/sm90/bwd_instance.cuh"
+#include "kernels/sm90/rows.cpp"
 #include "kernels/sm90/run_fwd.cuh"
 #include "kernels/stages/combine.cu"
 
 namespace flash_ext {
-
 namespace {
+
+const Rows kTable(sm90::kernels());
 
 class Sm90Kernels : public testing::TestWithParam<Case> {};
 
-TEST_P(Sm90Kernels, Bf16) { check<__nv_bfloat16>(sm90_backend, GetParam()); }
+TEST_P(Sm90Kernels, Bf16) { check<__nv_bfloat16>(kTable, GetParam()); }
 // Beyond the range of gradients in fp16.
 TEST(Sm90LargeScores, Bf16) {
   for (const int head_dim : {64, 128, 192}) {
@@ -26,14 +27,14 @@ TEST(Sm90LargeScores, Bf16) {
                      .d_lse = true,
                      .scale = 0x1p24,
                      .integers = true};
-    check<__nv_bfloat16>(sm90_backend, exact);
+    check<__nv_bfloat16>(kTable, exact);
     Case equal = exact;
     equal.integers = false;
     equal.equal = 4096;
-    check<__nv_bfloat16>(sm90_backend, equal);
+    check<__nv_bfloat16>(kTable, equal);
   }
 }
-TEST_P(Sm90Kernels, Fp16) { check<__half>(sm90_backend, GetParam()); }
+TEST_P(Sm90Kernels, Fp16) { check<__half>(kTable, GetParam()); }
 
 const Case kCases[] = {
     {.name = "plain", .len_q = 160, .len_k = 330},
@@ -336,7 +337,7 @@ void check_hidden(Case c) {
     c.special = x.operand;
     c.special_value = x.value;
     c.special_row = x.row;
-    check<T>(sm90_backend, c);
+    check<T>(kTable, c);
   }
 }
 

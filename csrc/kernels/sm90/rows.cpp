@@ -1,143 +1,47 @@
-// The sm90 backend's entry, host code only: refuses, plans, and picks the kernel's instance.
+// The rows of sm90, host code only: what each serves, what it takes, and which instance it picks.
 //
-//   fp16 and bf16 by TMA and wgmma (fwd.cuh, bwd.cuh, bias_gradient.cuh): bands, grouped heads, lse, softcap, bias,
-//   ALiBi, mask and dropout
+//   fp16 and bf16 by TMA and wgmma (fwd.cuh, bwd.cuh, bwd_wide.cuh, bias_gradient.cuh): bands, grouped heads, lse,
+//   softcap, bias, ALiBi, mask and dropout
 //
 // Serves compute capability 9.0 exactly, because wgmma is of that one architecture; backward serves less than forward.
-// Called by torch/dispatch.cpp. Invariant: what refuses() and refuses_views() let pass has an instance, and its tensor
-// maps encode; the list of instances comes from cmake/cuda_units.cmake.
-#include "core/backend.h"
-
+// Called through kernels/table.cpp. Invariant: what a row accepts has an instance, and its tensor maps encode; the list
+// of instances comes from cmake/cuda_units.cmake.
 #include <algorithm>
+#include <span>
 #include <utility>
 
+#include "core/kernel.h"
 #include "gpu/host/tensor_map.h"
 #include "kernels/sm90/bwd_config.h"
 #include "kernels/sm90/choose_tiles.h"
 #include "kernels/sm90/config.h"
+#include "kernels/sm90/cost.h"
 #include "sm90_instances.h"
 
 namespace flash_ext::sm90 {
 namespace {
 
-constexpr int64_t kMaxLength = int64_t{1} << 29;  // sums of a position, a band's edge and a tile fit 32 bits
-constexpr double kMaxDropout = 1 - 0x1p-17;       // from here on the threshold takes 17 bits (core/dropout.h)
-constexpr double kMaxSoftcap = 4096;              // fp16's tanh has an error of 2e-7
-constexpr double kMaxScale = 1e30;                // and its inverse: far from the ends of float
+constexpr int64_t kMaxLength = (int64_t{1} << 29) - 1;  // sums of a position, a band's edge and a tile fit 32 bits
+constexpr double kMaxDropout = 0.99999;  // from 1 - 2^-17 on the threshold takes 17 bits (core/dropout.h)
+constexpr double kMaxSoftcap = 4096;     // fp16's tanh has an error of 2e-7
+constexpr double kMaxScale = 1e30;       // and its inverse: far from the ends of float
 // Rows with fewer, and those of a band of one, have a dS that is nearly or exactly 0 in eager attention, and the
 // rounding of P and out is all that is left of it: kernels/sm80/shared_memory.h, may_be_inexact.
 constexpr int64_t kFewKeys = 16;
-// A tile with a mask or bias takes 4 us in forward however little of it there is; up to here sm80 took a third to two
-// thirds of the time (windows of 49 tokens, 64 by 64). With dropout the same is taken, not measured.
-constexpr int64_t kSmallScores = 64;
+// A tile with a mask or bias takes 4 us in forward however little of it there is; in shorter calls sm80 took a third to
+// two thirds of the time (windows of 49 tokens, 64 by 64). With dropout the same is taken, not measured.
+constexpr int64_t kLeastScores = 65;
 
-bool serves(const Instance& instance, DType dtype, Pass pass) {
+constexpr bool serves(const Instance& instance, DType dtype, Pass pass) {
   return instance.dtype == dtype && (pass == Pass::kForward || instance.run_backward != nullptr);
 }
 
-// The first that is wide enough; there is one, because refuses() has accepted.
+// The first that is wide enough; there is one, because a row has accepted.
 const Instance& instance_of(const Problem& problem, Pass pass) {
   const int64_t head_dim = std::max(problem.head_dim, problem.head_dim_v);
   return *std::find_if(std::begin(kInstances), std::end(kInstances), [&](const Instance& instance) {
     return serves(instance, problem.dtype, pass) && instance.head_dim >= head_dim;
   });
-}
-
-std::string refuses_head_dim(const Problem& problem, Pass pass, const char* name, int64_t size) {
-  const auto clause = [&](const std::string& rest) {
-    return std::string(name) + " " + std::to_string(size) + " is " + rest;
-  };
-  int largest = 0;
-  for (const Instance& instance : kInstances) {
-    if (serves(instance, problem.dtype, pass)) largest = std::max(largest, instance.head_dim);
-  }
-  const char* const where = pass == Pass::kForward ? "" : " in backward";
-  if (size > largest) return clause("more than " + std::to_string(largest) + where);
-  return size % 8 == 0 ? "" : clause("not a multiple of 8");
-}
-
-// The gradient of a bias is a pass of its own, bias_gradient.cuh; beside a mask or dropout or in float it is left.
-bool leaves_bias_gradient(const Problem& problem) { return problem.wants_dbias && !has_bias_gradient(problem); }
-
-// What forward serves and backward does not.
-std::string refuses_backward(const Problem& problem) {
-  const Band band = make_band(problem);
-  const int64_t head_dim = std::max(problem.head_dim, problem.head_dim_v);
-  if (is_scored(added_of(problem))) {
-    const std::string scores = problem.has_mask    ? "a mask is"
-                               : problem.has_bias  ? "a bias is"
-                               : problem.has_alibi ? "alibi_slopes are"
-                                                   : "dropout is";
-    if (head_dim > kNarrow) return scores + " not supported in backward above head dim " + std::to_string(kNarrow);
-    if (problem.deterministic) return scores + " not supported in deterministic backward";
-  }
-  if (problem.softcap != 0.0) {
-    if (problem.has_mask || problem.has_bias || problem.has_alibi || problem.dropout_p > 0.0) {
-      return "a softcap is not supported in backward beside a mask, bias, slopes or dropout";
-    }
-    if (problem.deterministic && head_dim <= kNarrow) {
-      return "a softcap is not supported in deterministic backward up to head dim 128";
-    }
-  }
-  if (problem.wants_dalibi) return "the gradient of alibi_slopes is not supported";
-  if (problem.wants_dbias && problem.has_alibi) return "the gradient of a bias is not supported beside alibi_slopes";
-  if (problem.heads_k != problem.heads_v) return "other heads of value than of key are not supported in backward";
-  if (band.upper <= band.lower) return "a band of one key is not supported in backward";
-  if (band.keys({0, problem.len_q}, problem.len_k).size() < kFewKeys)
-    return "fewer than 16 keys are not supported in backward";
-  const char* const unwanted = !problem.wants_dq   ? "query"
-                               : !problem.wants_dk ? "key"
-                               : !problem.wants_dv ? "value"
-                                                   : nullptr;
-  if (unwanted != nullptr) return std::string("a backward without the gradient of ") + unwanted + " is not supported";
-  return "";
-}
-
-std::string refuses(const Problem& problem, Pass pass, const DeviceInfo& device) {
-  if (device.compute_capability != 90) {
-    return "compute capability " + std::to_string(device.compute_capability / 10) + "." +
-           std::to_string(device.compute_capability % 10) + " is not 9.0";
-  }
-  const bool is_fp16 = problem.dtype == DType::kFloat16;
-  if (!is_fp16 && problem.dtype != DType::kBFloat16) return "only fp16 and bf16 are supported";
-  const auto is_wanted = [&](const Instance& instance) { return serves(instance, problem.dtype, pass); };
-  if (std::none_of(std::begin(kInstances), std::end(kInstances), is_wanted)) {
-    return std::string("this build has no ") + (pass == Pass::kForward ? "" : "backward ") + "kernels for " +
-           (is_fp16 ? "fp16" : "bf16");
-  }
-  std::string reason = refuses_head_dim(problem, pass, "head_dim", problem.head_dim);
-  if (reason.empty()) reason = refuses_head_dim(problem, pass, "head_dim_v", problem.head_dim_v);
-  if (!reason.empty()) return reason;
-  if (is_scored(problem) && std::max(problem.len_q, problem.len_k) <= kSmallScores) {
-    return "a mask, bias, slopes, softcap or dropout of at most 64 queries by 64 keys are not supported";
-  }
-  if (problem.softcap > kMaxSoftcap) return "a softcap above 4096 is not supported";
-  if (problem.dropout_p >= kMaxDropout) return "a dropout_p that rounds to 1 is not supported";
-  // The maximum is taken before scaling.
-  if (!(problem.scale >= 1 / kMaxScale && problem.scale <= kMaxScale)) return "scale is not between 1e-30 and 1e30";
-  if (std::max(problem.len_q, problem.len_k) >= kMaxLength) return "a sequence has 2^29 tokens or more";
-  return pass == Pass::kForward ? "" : refuses_backward(problem);
-}
-
-// A tile of 64 queries takes this backend 3 to 4 us however little of it there is. In forward, sm80 is faster up to
-// head dim 128 where heads are many, and as fast where they are few; in backward, where it has its kernel of one tile
-// (kernels/sm80/shared_memory.h, is_one_tile). docs/lab/2026-11-22-short-calls.md has the measurements.
-std::string yields(const Problem& problem, Pass pass) {
-  constexpr int64_t kTile = 64;
-  const int64_t head_dim = std::max(problem.head_dim, problem.head_dim_v);
-  // Only sums of dQ need memory beside it, and sm80 has none where one of its tiles holds all keys.
-  constexpr int64_t kMostBytes = 3 << 20;  // what a call may take beside inputs and outputs without a question
-  const int64_t sum_bytes = problem.batch * problem.heads_q * problem.len_q * problem.head_dim * 4;
-  if (pass == Pass::kBackward && problem.wants_dq && sum_bytes > kMostBytes && head_dim <= kTile &&
-      problem.len_k <= 2 * kTile) {
-    return "up to 128 keys and 64 columns sm80's dQ needs no memory beside it";
-  }
-  if (std::max(problem.len_q, problem.len_k) > kTile) return "";
-  if (pass == Pass::kForward) {
-    return head_dim > 128 ? "" : "up to 64 queries and keys and 128 columns sm80 is faster";
-  }
-  if (head_dim > kTile || problem.heads_q != problem.heads_k) return "";
-  return "up to 64 queries, keys and columns sm80's kernel of one tile is faster";
 }
 
 // NOTE: up to head dim 128 the warps that load a bias of other rows are slower than all the rest: 4.6 ms at 4x16x4095
@@ -171,9 +75,6 @@ std::string refuses_views(const ForwardArgs& args, const BackwardArgs* backward)
     if (in_accum) return std::string("the gradient of a broadcast ") + name + " is not supported";
   }
   if (!backward->d_out) return "a backward without grad_out is not supported";
-  if (leaves_bias_gradient(problem) && is_whole(problem, backward->dbias)) {
-    return "the gradient of a bias that is not broadcast is not supported beside a mask or dropout or in float32";
-  }
   ask("grad_out", backward->d_out, problem.heads_q, problem.len_q);
   ask("out", args.out, problem.heads_q, problem.len_q);
   return reason;
@@ -244,12 +145,13 @@ Plan plan_forward(const Problem& problem, const DeviceInfo& device) {
   return plan;
 }
 
-Plan plan_wide_backward(const Problem& problem, const Instance& instance, const DeviceInfo& device) {
+Plan plan_wide_backward(const Problem& problem, const DeviceInfo& device) {
+  const Instance& instance = instance_of(problem, Pass::kBackward);
   const WideKeysSmem smem = wide_keys_smem(instance.head_dim);
   const TileSchedule schedule = backward_schedule(problem, WideShape::block, device.multiprocessors);
   using Shape = WideShape;
-  Plan plan =
-      plan_of("sm90.backward.wide", Shape::threads, Shape::consumer_registers, Shape::producer_registers, device);
+  Plan plan = plan_of(problem.softcap != 0.0 ? "sm90.backward.wide.softcap" : "sm90.backward.wide", Shape::threads,
+                      Shape::consumer_registers, Shape::producer_registers, device);
   plan.schedule = "a tile of keys a block, then a tile of queries";
   plan.block_m = plan.block_n = Shape::block;
   plan.stages = Shape::stages;
@@ -268,7 +170,6 @@ Plan plan_wide_backward(const Problem& problem, const Instance& instance, const 
 
 Plan plan_backward(const Problem& problem, const DeviceInfo& device) {
   const Instance& instance = instance_of(problem, Pass::kBackward);
-  if (instance.head_dim > kNarrow) return plan_wide_backward(problem, instance, device);
   const Added added = added_of(problem);
   const bool scored = is_scored(added);
   const BackwardShape shape = backward_shape(instance.head_dim, added);
@@ -302,10 +203,6 @@ Plan plan_backward(const Problem& problem, const DeviceInfo& device) {
   return plan;
 }
 
-Plan plan(const Problem& problem, Pass pass, const DeviceInfo& device) {
-  return pass == Pass::kForward ? plan_forward(problem, device) : plan_backward(problem, device);
-}
-
 void forward(const ForwardArgs& args, const Plan& plan, void* workspace) {
   instance_of(args.problem, Pass::kForward).run_forward(args, plan.chosen<ForwardLaunch>(), workspace);
 }
@@ -314,19 +211,95 @@ void backward(const BackwardArgs& args, const Plan& plan, void* workspace) {
   instance_of(args.fwd.problem, Pass::kBackward).run_backward(args, plan.chosen<BackwardLaunch>(), workspace);
 }
 
+// ---- rows
+// ------------------------------------------------------------------------------------------------------------
+
+// Of the instances of this build.
+constexpr Features dtypes(Pass pass) {
+  Features features;
+  for (const Instance& instance : kInstances) {
+    features.add(feature_of(instance.dtype), serves(instance, instance.dtype, pass));
+  }
+  return features;
+}
+
+// The largest head dimension, at most `limit`, that every dtype has; 0: none.
+constexpr int largest(Pass pass, int limit = INT_MAX) {
+  int result = INT_MAX;
+  for (const DType dtype : {DType::kFloat16, DType::kBFloat16}) {
+    if (!dtypes(pass).has(feature_of(dtype))) continue;
+    int of_dtype = 0;
+    for (const Instance& instance : kInstances) {
+      if (serves(instance, dtype, pass) && instance.head_dim <= limit) of_dtype = std::max(of_dtype, instance.head_dim);
+    }
+    result = std::min(result, of_dtype);
+  }
+  return result == INT_MAX ? 0 : result;
+}
+
+constexpr Limits limits(Pass pass, int64_t least_length, int64_t least_head_dim, int64_t head_dim) {
+  return {.least_compute_capability = 90,
+          .compute_capability = 90,
+          .least_head_dim = least_head_dim,
+          .head_dim = head_dim,
+          .head_dim_multiple = 8,
+          .least_length = least_length,
+          .length = kMaxLength,
+          .least_keys = pass == Pass::kForward ? 1 : kFewKeys,
+          .softcap = kMaxSoftcap,
+          .dropout_p = kMaxDropout,
+          .least_scale = 1 / kMaxScale,  // the maximum is taken before scaling
+          .scale = kMaxScale};
+}
+
+constexpr Kernel forward_row(const char* name, Features features, int64_t least_length) {
+  const Features always = dtypes(Pass::kForward).with({Feature::kGroupedHeads, Feature::kValueHeads});
+  return {.name = name,
+          .backend = "sm90",
+          .device = DeviceType::kCuda,
+          .pass = Pass::kForward,
+          .supports = always.with(features),
+          .limits = limits(Pass::kForward, least_length, 1, largest(Pass::kForward)),
+          .serves_only = features,
+          .plan = plan_forward,
+          .forward = forward,
+          .cost = forward_cost,
+          .refuses_views = refuses_views};
+}
+
+constexpr Kernel backward_row(const char* name, Features features, Features only, int64_t least_length = 1,
+                              bool wide = false) {
+  const int narrow = largest(Pass::kBackward, kNarrow), all = largest(Pass::kBackward);
+  return {.name = name,
+          .backend = "sm90",
+          .device = DeviceType::kCuda,
+          .pass = Pass::kBackward,
+          .supports = dtypes(Pass::kBackward).with({Feature::kGroupedHeads}).with(features),
+          .limits = limits(Pass::kBackward, least_length, wide ? narrow + 1 : 1, wide ? all : narrow),
+          .serves_only = only,
+          .plan = wide ? plan_wide_backward : plan_backward,
+          .backward = backward,
+          .cost = backward_cost,
+          .refuses_views = refuses_views};
+}
+
+constexpr Features kScores = {Feature::kMask, Feature::kBias, Feature::kAlibi, Feature::kDropout};
+
+constexpr Kernel kKernels[] = {
+    forward_row("sm90.forward.scored", kScores.with({Feature::kSoftcap}), kLeastScores),
+    forward_row("sm90.forward", {}, 1),
+    // The gradient of a bias is a pass of its own, bias_gradient.cuh.
+    backward_row("sm90.backward.scored", kScores.with({Feature::kBiasGradient, Feature::kWholeBiasGradient}), kScores,
+                 kLeastScores),
+    backward_row("sm90.backward.softcap", {Feature::kSoftcap}, {Feature::kSoftcap}, kLeastScores),
+    backward_row("sm90.backward", {Feature::kDeterministic}, {}),
+    backward_row("sm90.backward.wide.softcap", {Feature::kDeterministic, Feature::kSoftcap}, {Feature::kSoftcap},
+                 kLeastScores, true),
+    backward_row("sm90.backward.wide", {Feature::kDeterministic}, {}, 1, true),
+};
+
 }  // namespace
+
+std::span<const Kernel> kernels() { return kKernels; }
+
 }  // namespace flash_ext::sm90
-
-namespace flash_ext {
-
-extern const Backend sm90_backend = {.name = "sm90",
-                                     .device = DeviceType::kCuda,
-                                     .refuses = sm90::refuses,
-                                     .plan = sm90::plan,
-                                     .forward = sm90::forward,
-                                     .backward = sm90::backward,
-                                     .refuses_views = sm90::refuses_views,
-                                     .yields = sm90::yields,
-                                     .leaves_bias_gradient = sm90::leaves_bias_gradient};
-
-}  // namespace flash_ext

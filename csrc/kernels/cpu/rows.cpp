@@ -1,10 +1,10 @@
-// The CPU backend's entry: refuses, plans, and picks compute type and engine.
+// The CPU's rows: they plan, and pick compute type and engine.
 //
 //   dtype        operands          product
 //   fp32, fp16   fp32              brgemm, else loops     (fp16 brgemm reaches half of fp32's speed without AMX-FP16)
 //   bf16         bf16, else fp32   brgemm, else loops
 //   fp64         fp64              loops
-// Called by torch/dispatch.cpp. Invariant: plan() alone decides; what it chose, a plan's Choice, is what runs.
+// Called through kernels/table.cpp. Invariant: plan() alone decides; what it chose, a plan's Choice, is what runs.
 #include "kernels/cpu/passes.h"
 #include "kernels/cpu/work.h"
 
@@ -44,8 +44,6 @@ void with_compute(Type type, const Function& function) {
   }
 }
 
-std::string refuses(const Problem&, Pass, const DeviceInfo&) { return ""; }
-
 Plan plan(const Problem& problem, Pass pass, const DeviceInfo& device) {
   const Flavour& flavour = choose_flavour(problem.dtype);
   const int64_t threads = device.multiprocessors > 0 ? device.multiprocessors : cpu_host().threads();
@@ -73,7 +71,26 @@ void backward(const BackwardArgs& args, const Plan& plan, void* workspace) {
                [&]<class Compute>(Compute) { run_backward<Compute>(args, plan, workspace); });
 }
 
+constexpr Kernel kKernels[] = {
+    {.name = "cpu.forward",
+     .backend = "cpu",
+     .device = DeviceType::kCpu,
+     .pass = Pass::kForward,
+     .supports = kAllFeatures,
+     .plan = [](const Problem& problem, const DeviceInfo& device) { return plan(problem, Pass::kForward, device); },
+     .forward = forward},
+    {.name = "cpu.backward",
+     .backend = "cpu",
+     .device = DeviceType::kCpu,
+     .pass = Pass::kBackward,
+     .supports = kAllFeatures,
+     .plan = [](const Problem& problem, const DeviceInfo& device) { return plan(problem, Pass::kBackward, device); },
+     .backward = backward},
+};
+
 }  // namespace
+
+std::span<const Kernel> kernels() { return kKernels; }
 
 }  // namespace flash_ext::cpu
 
@@ -103,7 +120,5 @@ void cpu_dropout_mask(const int64_t* rng_state, double p, int64_t batch_heads, i
   };
   cpu::for_each_item(items, std::min(cpu_host().threads(), (items + 15) / 16), draw, [] {});
 }
-
-extern const Backend cpu_backend = {"cpu", DeviceType::kCpu, cpu::refuses, cpu::plan, cpu::forward, cpu::backward};
 
 }  // namespace flash_ext

@@ -1,0 +1,50 @@
+// What the rows of sm80 in 16 bits take (core/cost.h); the others are alone in what they serve.
+//
+// Called by rows.cpp. Speeds are an H200's, of benchmarks/results/nvidia-h200/sm80 where sequences are long.
+#pragma once
+
+#include "core/cost.h"
+#include "core/tile_schedule.h"
+#include "kernels/sm80/config.h"
+
+namespace flash_ext::sm80 {
+
+inline double forward_cost(const Problem& problem, const DeviceInfo& device) {
+  const int64_t head_dim = std::max(problem.head_dim, problem.head_dim_v);
+  const bool few_queries = problem.len_q <= 64, plain = is_plain(problem);
+  Speed speed{head_dim <= 64 ? 360.0 : head_dim <= 128 ? 400.0 : 335.0, 1.5};
+  if (!plain) speed.tflops *= 0.8;
+  if (few_queries) {
+    // NOTE: measured up to 64 queries and keys, and at head dim 64 up to 128 keys. What is beyond is not, and counts as
+    // what sm90's tile of 64 queries takes.
+    const bool measured = problem.len_k <= (head_dim <= 64 ? 128 : 64) && head_dim <= 128 && plain;
+    speed.tile_us = !measured ? 3.2 : head_dim <= 64 ? 0.9 : 1.8;
+    speed.lone_us = !measured ? 3.2 : 2.1 + 0.01 * static_cast<double>(problem.len_k);
+  }
+  const double tiles =
+      static_cast<double>(problem.batch * problem.heads_q * block_count(problem.len_q, few_queries ? 64 : 128));
+  return time_of(problem, device, 2, tiles, speed);
+}
+
+inline double bias_gradient_cost(const Problem& problem, const DeviceInfo& device) {
+  const double tiles = static_cast<double>(problem.batch * problem.heads_q * block_count(problem.len_q, 128));
+  return time_of(problem, device, 2, tiles, {250, 6});
+}
+
+inline double backward_cost(const Problem& problem, const DeviceInfo& device) {
+  const int64_t head_dim = std::max(problem.head_dim, problem.head_dim_v);
+  const double tflops = head_dim <= 64 ? 290 : head_dim <= 128 ? 335 : 280;
+  const double tiles = static_cast<double>(problem.batch * problem.heads_k * block_count(problem.len_k, 128));
+  // A tile that holds all keys needs no sums of dQ (run_bwd.cuh, kDirectDq).
+  const bool is_direct = head_dim <= 64 && problem.len_k <= (is_plain(problem) ? 128 : 64);
+  double us = time_of(problem, device, 5, tiles, {is_plain(problem) ? tflops : 0.9 * tflops, 7});
+  if (problem.wants_dbias && !problem.whole_dbias) us += bias_gradient_cost(problem, device);
+  return us + (is_direct ? 0.0 : memory_cost(dq_bytes(problem)));
+}
+
+inline double one_tile_cost(const Problem& problem, const DeviceInfo& device) {
+  const double tiles = static_cast<double>(problem.batch * problem.heads_q);
+  return time_of(problem, device, 5, tiles, {290, problem.head_dim <= 32 && problem.head_dim_v <= 32 ? 2.2 : 3.4});
+}
+
+}  // namespace flash_ext::sm80

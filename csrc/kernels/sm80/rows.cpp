@@ -1,0 +1,235 @@
+// The rows of sm80, host code only: what each serves, what it takes, and which instance it picks.
+//
+//   fp16, bf16, fp32   mma.sync on tiles (fwd.cuh, bwd.cuh), the first of HeadDimsOf >= max(head_dim, head_dim_v)
+//   16 bits, one tile  mma.sync, a head of up to 64 queries and keys a block (one_tile.cuh)
+//   fp64               plain arithmetic (fp64_forward.cu, fp64_backward.cu), any head dimension up to the largest
+//
+// Serves compute capability 8.0 and above. Called through kernels/table.cpp. Invariant: what the limits let pass has an
+// instance; the lists of instances come from cmake/cuda_units.cmake.
+#include <algorithm>
+#include <span>
+#include <type_traits>
+
+#include "kernels/sm80/cost.h"
+#include "kernels/sm80/kernels.h"
+#include "kernels/sm80/shared_memory.h"
+#include "sm80_instances.h"
+
+namespace flash_ext::sm80 {
+namespace {
+
+constexpr DType dtype_of(Fp16) { return DType::kFloat16; }
+constexpr DType dtype_of(Bf16) { return DType::kBFloat16; }
+constexpr DType dtype_of(Fp32) { return DType::kFloat32; }
+constexpr DType dtype_of(Tf32) { return DType::kFloat32; }
+
+template <class Element>
+constexpr bool kRounds = std::is_same_v<Element, Tf32>;
+
+template <class... Element>
+constexpr Features dtypes(Types<Element...>, bool is_float) {
+  Features features;
+  const auto add = [&](DType dtype) { features.add(feature_of(dtype), (dtype == DType::kFloat32) == is_float); };
+  (add(dtype_of(Element{})), ...);
+  return features;
+}
+
+template <class... Element>
+constexpr bool has_tf32(Types<Element...>) {
+  return (kRounds<Element> || ...);
+}
+
+template <int... kValues>
+constexpr int largest(Values<kValues...>) {
+  return std::max({kValues...});
+}
+
+// Calls function<Element, kHeadDim>() for the instance that serves the problem.
+template <class Function>
+auto with_instance(const Problem& problem, const Function& function) {
+  const bool rounds = has_tf32(Elements{}) && problem.allow_tf32;
+  const auto is_wanted = [&]<class Element>(Element element) {
+    return dtype_of(element) == problem.dtype && kRounds<Element> == rounds;
+  };
+  return dispatch(Elements{}, is_wanted, [&]<class Element>() {
+    return dispatch(typename HeadDimsOf<Element>::Type{}, std::max(problem.head_dim, problem.head_dim_v),
+                    [&]<int kHeadDim>() { return function.template operator()<Element, kHeadDim>(); });
+  });
+}
+
+// ---- 16 bits and float32
+// ---------------------------------------------------------------------------------------------
+
+template <Pass kPass>
+Plan plan(const Problem& problem, const DeviceInfo& device) {
+  return with_instance(problem, [&]<class Element, int kHeadDim>() {
+    return kPass == Pass::kForward ? plan_forward<Element, kHeadDim>(problem, device)
+                                   : plan_backward<Element, kHeadDim>(problem, device);
+  });
+}
+
+void forward(const ForwardArgs& args, const Plan& plan, void*) {
+  with_instance(args.problem, [&]<class Element, int kHeadDim>() { run_forward<Element, kHeadDim>(args, plan); });
+}
+
+void backward(const BackwardArgs& args, const Plan& plan, void* workspace) {
+  with_instance(args.fwd.problem,
+                [&]<class Element, int kHeadDim>() { run_backward<Element, kHeadDim>(args, plan, workspace); });
+}
+
+template <Pass kPass>
+void inspect(const Problem& problem, Plan& plan) {
+  with_instance(problem, [&]<class Element, int kHeadDim>() {
+    kPass == Pass::kForward ? inspect_forward<Element, kHeadDim>(problem, plan)
+                            : inspect_backward<Element, kHeadDim>(problem, plan);
+  });
+}
+
+template <Pass kPass>
+int64_t least_shared_bytes(const Problem& problem, const DeviceInfo& device) {
+  return with_instance(problem, [&]<class, int kHeadDim>() {
+    return shared_bytes(problem, kPass == Pass::kForward ? Pass::kForward : Pass::kBackward, kHeadDim, true, device);
+  });
+}
+
+// ---- one tile
+// --------------------------------------------------------------------------------------------------------
+
+// Of 16 bits and head dimensions up to 64.
+template <class Function>
+auto with_one_tile(const Problem& problem, const Function& function) {
+  return with_instance(problem, [&]<class Element, int kHeadDim>() {
+    if constexpr (kHasOneTile<Element, kHeadDim>) return function.template operator()<Element, kHeadDim>();
+    return decltype(function.template operator()<Bf16, 64>())();  // the limits leave no such call
+  });
+}
+
+Plan plan_one_tile_row(const Problem& problem, const DeviceInfo& device) {
+  return with_one_tile(
+      problem, [&]<class Element, int kHeadDim>() { return plan_one_tile<Element, kHeadDim>(problem, device); });
+}
+
+void one_tile(const BackwardArgs& args, const Plan& plan, void* workspace) {
+  with_one_tile(args.fwd.problem,
+                [&]<class Element, int kHeadDim>() { run_one_tile<Element, kHeadDim>(args, plan, workspace); });
+}
+
+void inspect_one_tile_row(const Problem& problem, Plan& plan) {
+  with_one_tile(problem, [&]<class Element, int kHeadDim>() { inspect_one_tile<Element, kHeadDim>(problem, plan); });
+}
+
+int64_t one_tile_bytes(const Problem& problem, const DeviceInfo&) {
+  return with_instance(problem, [&]<class, int kHeadDim>() {
+    return kStaticSharedBytes + one_tile_smem(kHeadDim, bias_bytes_of(problem), problem.has_mask).total;
+  });
+}
+
+// ---- float64
+// ---------------------------------------------------------------------------------------------------------
+
+template <Pass kPass>
+Plan plan_double(const Problem& problem, const DeviceInfo& device) {
+  return plan_fp64(problem, kPass, device);
+}
+
+// ---- rows
+// ------------------------------------------------------------------------------------------------------------
+
+constexpr Limits kLimits = {.least_compute_capability = 80, .head_dim = largest(HeadDims{}), .length = kMaxLength};
+
+// fp16 takes tanh with an error of 2e-7, of the cap; bf16 with 1e-5 of it on 9.0, and is refused with it.
+constexpr Limits k16Bit = [] {
+  Limits limits = kLimits;
+  limits.softcap = 4096;
+  return limits;
+}();
+
+// The largest of which there is an instance with one tile, or 0.
+template <int... kValues>
+constexpr int one_tile_head_dim(Values<kValues...>) {
+  return std::max({0, (kHasOneTile<Bf16, kValues> ? kValues : 0)...});
+}
+
+constexpr Limits kOneTileLimits = [] {
+  Limits limits = k16Bit;
+  limits.head_dim = one_tile_head_dim(HeadDims{});
+  limits.length = kOneTile;
+  return limits;
+}();
+
+constexpr Features kAnyDType = {Feature::kFloat16, Feature::kBFloat16, Feature::kFloat32, Feature::kFloat64};
+
+constexpr Kernel row(const char* name, Pass pass, Features supports, const Limits& limits) {
+  return {.name = name,
+          .backend = "sm80",
+          .device = DeviceType::kCuda,
+          .pass = pass,
+          .supports = supports,
+          .limits = limits};
+}
+
+constexpr Kernel main_row(const char* name, Pass pass, bool is_float) {
+  const Features features = kAllFeatures.without(kAnyDType).with(dtypes(Elements{}, is_float));
+  Kernel kernel = row(name, pass, features, is_float ? kLimits : k16Bit);
+  if (pass == Pass::kForward) {
+    kernel.plan = plan<Pass::kForward>;
+    kernel.forward = forward;
+    kernel.shared_bytes = least_shared_bytes<Pass::kForward>;
+    kernel.inspect = inspect<Pass::kForward>;
+    if (!is_float) kernel.cost = forward_cost;
+  } else {
+    kernel.plan = plan<Pass::kBackward>;
+    kernel.backward = backward;
+    kernel.shared_bytes = least_shared_bytes<Pass::kBackward>;
+    kernel.inspect = inspect<Pass::kBackward>;
+    if (!is_float) kernel.cost = pass == Pass::kBackward ? backward_cost : bias_gradient_cost;
+  }
+  return kernel;
+}
+
+constexpr Kernel one_tile_row() {
+  const Features left_out = {Feature::kGroupedHeads, Feature::kValueHeads, Feature::kSoftcap, Feature::kDropout,
+                             Feature::kAlibiGradient};
+  const Features features = kAllFeatures.without(kAnyDType).with(dtypes(Elements{}, false)).without(left_out);
+  Kernel kernel = row("sm80.backward.one_tile", Pass::kBackward, features, kOneTileLimits);
+  kernel.plan = plan_one_tile_row;
+  kernel.backward = one_tile;
+  kernel.cost = one_tile_cost;
+  kernel.shared_bytes = one_tile_bytes;
+  kernel.inspect = inspect_one_tile_row;
+  return kernel;
+}
+
+constexpr Kernel double_row(const char* name, Pass pass) {
+  Kernel kernel = row(name, pass, kAllFeatures.without(kAnyDType).with({Feature::kFloat64}), kLimits);
+  if (pass == Pass::kForward) {
+    kernel.plan = plan_double<Pass::kForward>;
+    kernel.forward = [](const ForwardArgs& args, const Plan&, void*) { forward_fp64(args); };
+    kernel.inspect = [](const Problem&, Plan& plan) { inspect_forward_fp64(plan); };
+  } else {
+    kernel.plan = plan_double<Pass::kBackward>;
+    kernel.backward = [](const BackwardArgs& args, const Plan&, void* workspace) { backward_fp64(args, workspace); };
+    kernel.inspect = [](const Problem&, Plan& plan) { inspect_backward_fp64(plan); };
+  }
+  return kernel;
+}
+
+// What a main kernel leaves: a bias that several scores share. One that they do not is the main kernel's own.
+constexpr Kernel bias_gradient_row() {
+  Kernel kernel = main_row("sm80.bias_gradient", Pass::kBiasGradient, false);
+  kernel.supports = kernel.supports.without({Feature::kWholeBiasGradient});
+  return kernel;
+}
+
+constexpr Kernel kKernels[] = {
+    main_row("sm80.forward", Pass::kForward, false),   main_row("sm80.forward.fp32", Pass::kForward, true),
+    double_row("sm80.forward.fp64", Pass::kForward),   one_tile_row(),
+    main_row("sm80.backward", Pass::kBackward, false), main_row("sm80.backward.fp32", Pass::kBackward, true),
+    double_row("sm80.backward.fp64", Pass::kBackward), bias_gradient_row(),
+};
+
+}  // namespace
+
+std::span<const Kernel> kernels() { return kKernels; }
+
+}  // namespace flash_ext::sm80
