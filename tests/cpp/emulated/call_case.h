@@ -49,19 +49,15 @@ struct Case {
 
 inline void PrintTo(const Case& c, std::ostream* out) { *out << c.name; }
 
-// The table of a backend alone, whose kernels read any addresses here.
+// The table of a backend alone.
 class Rows {
  public:
-  explicit Rows(std::span<const Kernel> kernels) : rows_(kernels.begin(), kernels.end()) {
-    for (Kernel& kernel : rows_) {
-      kernel.refuses_views = nullptr;
-      table_.push_back(&kernel);
-    }
+  explicit Rows(std::span<const Kernel> kernels) {
+    for (const Kernel& kernel : kernels) table_.push_back(&kernel);
   }
   operator std::span<const Kernel* const>() const { return table_; }
 
  private:
-  std::vector<Kernel> rows_;
   std::vector<const Kernel*> table_;
 };
 
