@@ -1,12 +1,13 @@
 """Promise: of the kernels that accept a call, the one that `explain` chooses is as fast as any by the recorded times.
 
 The CSVs of benchmarks/results/nvidia-h200 are of the calls as they were served, which was by sm90, those of its folder
-sm80 of the same calls by name.
+sm80 of the same calls by name. A table of docs/lab has short calls, whose heads are many or few.
 """
 
 from __future__ import annotations
 
 import csv
+import re
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,9 @@ import flash_ext
 
 pytestmark = [pytest.mark.kernels("sm90"), pytest.mark.no_gpu]
 
-RESULTS = Path(__file__).parent.parent / "benchmarks" / "results" / "nvidia-h200"
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "nvidia-h200"
+SHORT = ROOT / "docs" / "lab" / "2026-11-22-short-calls.md"
 SIZES = ("B", "H", "Hkv", "Sq", "Sk", "D", "Ev", "causal", "mask", "dropout", "dtype", "pass")
 
 
@@ -51,4 +54,31 @@ def test_the_choice_is_as_fast_as_any_recorded_kernel() -> None:
     calls = times["sm90"].keys() & times["sm80"].keys()
     assert len(calls) >= 72
     slower = [key for key in calls if times[chosen(key)][key] > 1.05 * min(of[key] for of in times.values())]
+    assert len(slower) <= 0.05 * len(calls), slower
+
+
+def short_calls() -> list[tuple[int, int, int, int, float]]:
+    """Head dim, queries, keys, heads, and the time of sm90's forward over that of sm80's."""
+    header, _, *rows = [line.strip("|").split("|") for line in SHORT.read_text().splitlines() if line.startswith("|")]
+    heads = [int(re.search(r"\d+", cell)[0]) for cell in header[1:]]
+    found = []
+    for label, *cells in rows:
+        if (sizes := re.search(r"head dim (\d+), (\d+) x (\d+)", label)) is None:
+            break
+        dim, queries, keys = map(int, sizes.groups())
+        found += [(dim, queries, keys, count, float(cell)) for count, cell in zip(heads, cells, strict=True)]
+    return found
+
+
+def test_the_choice_of_short_forwards() -> None:
+    """Within 5 % of the faster one in 95 % of the calls."""
+    calls = short_calls()
+    assert len(calls) == 36
+    slower = []
+    for dim, queries, keys, heads, ratio in calls:
+        q, k = (torch.empty(1, heads, n, dim, dtype=torch.bfloat16, device="meta") for n in (queries, keys))
+        backend = flash_ext.explain(q, k, k, device="cuda").forward.backend
+        lost = {"sm90": ratio, "sm80": 1 / ratio}[backend]
+        if lost > 1.05:
+            slower.append((dim, queries, keys, heads, backend, ratio))
     assert len(slower) <= 0.05 * len(calls), slower

@@ -19,7 +19,7 @@ struct Speed {
 
 // Pairs of query and key that the band keeps, from a few queries.
 inline double kept_pairs(const Problem& problem) {
-  constexpr int64_t kSamples = 8;
+  constexpr int64_t kSamples = 4;
   const Band band = make_band(problem);
   double keys = 0;
   for (int64_t i = 0; i < kSamples; ++i) {

@@ -19,7 +19,7 @@ inline double forward_cost(const Problem& problem, const DeviceInfo& device) {
     // what sm90's tile of 64 queries takes.
     const bool measured = problem.len_k <= (head_dim <= 64 ? 128 : 64) && head_dim <= 128 && plain;
     speed.tile_us = !measured ? 3.2 : head_dim <= 64 ? 0.9 : 1.8;
-    speed.lone_us = !measured ? 3.2 : 2.1 + 0.01 * static_cast<double>(problem.len_k);
+    speed.lone_us = !measured ? 3.2 : 2.0 + 0.01 * static_cast<double>(problem.len_k);
   }
   const double tiles =
       static_cast<double>(problem.batch * problem.heads_q * block_count(problem.len_q, few_queries ? 64 : 128));
