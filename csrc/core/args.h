@@ -14,6 +14,7 @@
 
 namespace flash_ext {
 
+enum class Pass : uint8_t { kForward, kBackward, kBiasGradient };
 enum class DType : uint8_t { kFloat16, kBFloat16, kFloat32, kFloat64 };
 
 // Leading dimensions (..., heads, rows, cols) that do not merge into one by stride, e.g. under a broadcast.

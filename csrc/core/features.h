@@ -10,8 +10,6 @@
 
 namespace flash_ext {
 
-enum class Pass : uint8_t { kForward, kBackward, kBiasGradient };
-
 enum class Feature : uint8_t {
   kFloat16,
   kBFloat16,
@@ -60,7 +58,7 @@ constexpr const char* kFeatureNames[] = {
     "a backward without the gradient of key",
     "a backward without the gradient of value",
 };
-static_assert(std::size(kFeatureNames) == static_cast<size_t>(Feature::kCount));
+static_assert(sizeof(kFeatureNames) / sizeof(*kFeatureNames) == static_cast<size_t>(Feature::kCount));
 
 struct Features {
   uint32_t bits = 0;

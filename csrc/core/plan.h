@@ -23,6 +23,12 @@ struct Plan {
   int64_t split_keys = 0;            // of a part, where there are several
   Use on_chip[10];                   // shared memory (CPU: cache) by what it holds; ends at the first null name
   int64_t on_chip_limit = 0;
+  // One more of them, if it has any bytes.
+  void use(const char* name, int64_t bytes) {
+    Use* place = on_chip;
+    while (place->name != nullptr) ++place;
+    if (bytes > 0) *place = {name, bytes};
+  }
   int64_t on_chip_bytes() const {
     int64_t bytes = 0;
     for (const Use& use : on_chip) bytes += use.bytes;

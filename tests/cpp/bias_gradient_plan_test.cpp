@@ -1,11 +1,11 @@
-// core/bias_gradient_plan.h: every score tile is summed once into the tile of the gradient that it belongs to.
-#include "core/bias_gradient_plan.h"
-
+// core/plan_bias_gradient.h: every score tile is summed once into the tile of the gradient that it belongs to.
 #include <gtest/gtest.h>
 
 #include <map>
 #include <set>
 #include <tuple>
+
+#include "core/plan_bias_gradient.h"
 
 namespace flash_ext {
 namespace {

@@ -7,7 +7,7 @@
 
 #include <algorithm>
 
-#include "core/kernel.h"
+#include "core/plan.h"
 #include "gpu/host/launch.h"
 
 namespace flash_ext::cuda {

@@ -7,24 +7,10 @@
 // both backends and the tests. Invariant: what tma_refuses lets pass encodes; nothing here touches the device.
 #pragma once
 
-#include <cuda.h>
-
 #include "core/args.h"
+#include "gpu/tensor_map.h"
 
 namespace flash_ext::cuda {
-
-constexpr int kBoxBytes = 128;  // of a row
-constexpr int kBoxCols = kBoxBytes / 2;
-
-// What a (head, batch) index is multiplied by to become a coordinate: 1, or 0 along a broadcast.
-struct BoxSteps {
-  int head = 0, b0 = 0, b1 = 0;
-};
-
-struct TensorMap {
-  CUtensorMap map;
-  BoxSteps steps;
-};
 
 // Null: accepts. Otherwise why the view cannot be addressed by TMA, as the end of a sentence that names the tensor.
 // What a dimension of size 1 has for a stride is nobody's business: frameworks write anything there.

@@ -331,12 +331,12 @@ void plan_backward(const Problem& problem, int64_t threads, Choice choice, Plan&
   const BackwardTiles<Compute>& tiles = layout.tiles;
   plan.block_m = layout.cut.block_m;
   plan.block_n = tiles.block_n;
-  plan.on_chip[0] = {"s, dp", 2 * plan.block_n * kPanel * kAcc};
-  plan.on_chip[1] = {"p, ds", Compute::kPairs ? 3 * plan.block_n * kPanel * kOperand : 0};
-  plan.on_chip[2] = {"k, v", plan.block_n * (2 * tiles.depth + tiles.depth_v) * kOperand};
-  plan.on_chip[3] = {"q, do", 2 * plan.block_m * (tiles.cols + tiles.cols_v) * kOperand};
-  plan.on_chip[4] = {"dq", plan.block_m * tiles.cols * kAcc};
-  plan.on_chip[5] = {"dk, dv", plan.block_n * (tiles.cols + tiles.cols_v) * kAcc};
+  plan.use("s, dp", 2 * plan.block_n * kPanel * kAcc);
+  plan.use("p, ds", Compute::kPairs ? 3 * plan.block_n * kPanel * kOperand : 0);
+  plan.use("k, v", plan.block_n * (2 * tiles.depth + tiles.depth_v) * kOperand);
+  plan.use("q, do", 2 * plan.block_m * (tiles.cols + tiles.cols_v) * kOperand);
+  plan.use("dq", plan.block_m * tiles.cols * kAcc);
+  plan.use("dk, dv", plan.block_n * (tiles.cols + tiles.cols_v) * kAcc);
   plan.on_chip_limit = kCacheBytes;
   int64_t worker = layout.carve_worker(problem, nullptr);
   if (problem.wants_dbias) worker = std::max(worker, bias_gradient_scratch<Compute>(problem));

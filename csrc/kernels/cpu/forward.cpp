@@ -278,12 +278,12 @@ void plan_forward(const Problem& problem, int64_t threads, Choice choice, Plan& 
   constexpr int64_t kOperand = sizeof(typename Compute::Operand), kAcc = sizeof(typename Compute::Acc);
   plan.block_m = layout.cut.block_m;
   plan.block_n = layout.block_n;
-  plan.on_chip[0] = {"s", plan.block_m * plan.block_n * kAcc};
-  plan.on_chip[1] = {"p", std::is_same_v<Compute, ComputeBf16> ? plan.block_m * plan.block_n * kOperand : 0};
-  plan.on_chip[2] = {"k", plan.block_n * layout.depth * kOperand};
-  plan.on_chip[3] = {"v", plan.block_n * layout.out_cols * kOperand};
-  plan.on_chip[4] = {"q", plan.block_m * layout.depth * kOperand};
-  plan.on_chip[5] = {"o", plan.block_m * layout.out_cols * kAcc};
+  plan.use("s", plan.block_m * plan.block_n * kAcc);
+  plan.use("p", std::is_same_v<Compute, ComputeBf16> ? plan.block_m * plan.block_n * kOperand : 0);
+  plan.use("k", plan.block_n * layout.depth * kOperand);
+  plan.use("v", plan.block_n * layout.out_cols * kOperand);
+  plan.use("q", plan.block_m * layout.depth * kOperand);
+  plan.use("o", plan.block_m * layout.out_cols * kAcc);
   plan.on_chip_limit = kCacheBytes;
   plan.scratch_bytes = threads * layout.carve(problem, nullptr);
   plan.grid = layout.cut.items;

@@ -43,12 +43,4 @@ __device__ __forceinline__ void send_dbias(const Operands<Frag, kM, kN>& ds, uin
   bulk_commit();
 }
 
-// Whether the gradient is wanted in bf16: where this may serve, and if it does not, bias_gradient.cuh writes it so.
-template <class Traits>
-bool has_narrow_dbias(const Problem& problem, const DeviceInfo& device) {
-  return Traits::kSendsDbias && has_tensor_maps(device, sizeof(typename Traits::T), Traits::kHeadDim) &&
-         problem.wants_dbias && problem.bias_dtype == DType::kBFloat16 && !problem.wants_dalibi &&
-         problem.dropout_p == 0.0 && problem.len_k % 8 == 0;
-}
-
 }  // namespace flash_ext::sm80

@@ -5,7 +5,7 @@
 // thread, after a barrier of all that read what was there before.
 #pragma once
 
-#include "gpu/host/tensor_map.h"
+#include "gpu/tensor_map.h"
 #include "kernels/sm80/fragments.cuh"
 
 namespace flash_ext::sm80 {
@@ -36,31 +36,6 @@ __device__ __forceinline__ void load_box(Tile tile, const cuda::TensorMap& map, 
     cuda::tma_load(tile.base + panel * Tile::kNextLine, &map.map, barrier, at);
     at.col += cuda::kBoxCols;
   }
-}
-
-// A view and what of it is copied.
-struct BoxedView {
-  const TensorView& view;
-  int64_t heads, rows, cols;
-};
-
-// NOTE: what TMA refuses (rows or columns that are not 16 bytes apart, a third batch dimension) is copied as on 8.0.
-inline BoxCopies box_copies(const Problem& problem, const BoxedView& first, const BoxedView& second, int box_rows,
-                            bool has_tma, int stages) {
-  BoxCopies copies{};
-  copies.stages = stages;
-  const auto fits = [&](const BoxedView& x) {
-    return static_cast<bool>(x.view) && cuda::tma_refuses(problem, x.view, x.heads, x.rows) == nullptr;
-  };
-  copies.by_tma = has_tma && fits(first) && fits(second);
-  if (copies.by_tma) {
-    const auto map = [&](const BoxedView& x) {
-      return cuda::make_tensor_map(problem, x.view, x.heads, x.rows, x.cols, box_rows, cuda::Promotion::k256);
-    };
-    copies.first = map(first);
-    copies.second = map(second);
-  }
-  return copies;
 }
 
 }  // namespace flash_ext::sm80

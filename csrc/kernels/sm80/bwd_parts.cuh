@@ -9,7 +9,7 @@
 
 #include "core/score_mod.h"
 #include "core/tile_schedule.h"
-#include "gpu/host/tensor_map.h"
+#include "gpu/tensor_map.h"
 #include "kernels/sm80/far_rows.cuh"
 #include "kernels/sm80/score.cuh"
 #include "kernels/sm80/shared_memory.h"

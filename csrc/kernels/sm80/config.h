@@ -10,7 +10,6 @@
 #include <cstdint>
 
 #include "core/args.h"
-#include "core/kernel.h"
 #include "core/portable.h"
 
 namespace flash_ext::sm80 {

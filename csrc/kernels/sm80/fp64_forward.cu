@@ -113,9 +113,9 @@ Plan plan_fp64(const Problem& problem, Pass pass, const DeviceInfo& device) {
   plan.block_m = kTile;
   plan.block_n = kTile;
   plan.stages = 1;
-  plan.on_chip[0] = {"operand tiles", static_cast<int64_t>(sizeof(Operands))};
-  plan.on_chip[1] = {forward ? "probabilities" : "score gradients", static_cast<int64_t>(sizeof(Tile32))};
-  plan.on_chip[2] = {"row factors", static_cast<int64_t>(kTile * sizeof(double))};
+  plan.use("operand tiles", static_cast<int64_t>(sizeof(Operands)));
+  plan.use(forward ? "probabilities" : "score gradients", static_cast<int64_t>(sizeof(Tile32)));
+  plan.use("row factors", static_cast<int64_t>(kTile * sizeof(double)));
   plan.on_chip_limit = device.shared_memory_per_block;
   plan.scratch_bytes = forward ? 0 : BackwardScratch(problem, nullptr).bytes;
   plan.grid = query_tiles;

@@ -7,14 +7,12 @@
 // the next K. Where TMA copies them (9.0) and shared memory permits it they have two, and arrive a tile ahead. NOTE:
 // what limits it on 9.0 is that a scheduler has two warps, which issue an instruction in 37 % of the clocks. Two halves
 // of a block of 256 queries that take turns at the products (FlashAttention-3) were 13 % slower: they spilled, and a
-// warp alone waits for its ldmatrix; blocks that start half a tile apart were as fast. Called by rows.cpp through
-// kernels.h. Invariant: rows past len_q and keys past len_k are zeros in shared memory; keys past len_k are masked,
-// rows past len_q never written.
+// warp alone waits for its ldmatrix; blocks that start half a tile apart were as fast. Launched by run_fwd.cuh.
+// Invariant: rows past len_q and keys past len_k are zeros in shared memory; keys past len_k are masked, rows past
+// len_q never written.
 #pragma once
 
 #include "core/tile_schedule.h"
-#include "gpu/host/inspect.h"
-#include "gpu/host/launch.h"
 #include "kernels/sm80/boxes.cuh"
 #include "kernels/sm80/dropout.cuh"
 #include "kernels/sm80/restore_rows.cuh"
@@ -314,91 +312,6 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     const unsigned low = __ballot_sync(~0u, has_nan[0]), high = __ballot_sync(~0u, has_nan[1]);
     if ((low | high) != 0) restore_rows(args, block.bh, block.first_query + warp_row(), low, high);
   }
-}
-
-// ---- host -----------------------------------------------------------------------------------------------------------
-
-// fn(Traits) of the instance that serves the problem.
-template <class Element, int kHeadDim, class Fn>
-auto with_forward_traits(const Problem& problem, bool small, const Fn& fn) {
-  const bool plain = is_plain(problem);
-  if (small) {
-    return plain ? fn(ForwardTraits<Element, kHeadDim, true, true>())
-                 : fn(ForwardTraits<Element, kHeadDim, true, false>());
-  }
-  return plain ? fn(ForwardTraits<Element, kHeadDim, false, true>())
-               : fn(ForwardTraits<Element, kHeadDim, false, false>());
-}
-
-template <class Traits>
-ForwardSmem forward_smem_of(const Problem& problem, int stages) {
-  constexpr TileShape kTile = Traits::kTile;
-  return forward_smem(kTile, Traits::kHeadDim, sizeof(typename Traits::T), bias_bytes_of(problem), problem.has_mask,
-                      stages);
-}
-
-inline TileSchedule forward_schedule(const Problem& problem, int block_m, int element_bytes, int64_t processors) {
-  constexpr int64_t kL2Budget = 24 << 20;  // of the 40 to 60 MB of A100 and H200
-  const int64_t kv_head_bytes = problem.len_k * (problem.head_dim + problem.head_dim_v) * element_bytes;
-  return make_tile_schedule(problem, block_m, kv_head_bytes, kL2Budget, processors);
-}
-
-template <class Element, int kHeadDim>
-Plan plan_forward(const Problem& problem, const DeviceInfo& device) {
-  const bool small = takes_small_tiles(problem, Pass::kForward, kHeadDim, device);
-  const auto make = [&]<class Traits>(Traits) {
-    constexpr int kBytes = sizeof(typename Traits::T);
-    Plan plan;
-    plan.stages = forward_stages(problem, Traits::kTile, kHeadDim, kBytes, Traits::kMinBlocks, device);
-    const ForwardSmem smem = forward_smem_of<Traits>(problem, plan.stages);
-    if constexpr (kBytes == 2) {
-      plan.kernel = Traits::kPlain ? "sm80.forward.plain" : "sm80.forward.general";
-    } else if constexpr (std::is_same_v<Element, Tf32>) {
-      plan.kernel = Traits::kPlain ? "sm80.forward.fp32.plain.tf32" : "sm80.forward.fp32.general.tf32";
-    } else {
-      plan.kernel = Traits::kPlain ? "sm80.forward.fp32.plain" : "sm80.forward.fp32.general";
-    }
-    plan.block_m = Traits::kBlockM;
-    plan.block_n = Traits::kBlockN;
-    plan.on_chip[0] = {"q", smem.k};
-    plan.on_chip[1] = {"k", (smem.bias - smem.k) / 2};
-    plan.on_chip[2] = {"v", (smem.bias - smem.k) / 2};
-    int next = 3;
-    if (smem.mask > smem.bias) plan.on_chip[next++] = {"bias", smem.mask - smem.bias};
-    if (smem.total > smem.mask) plan.on_chip[next++] = {"mask", smem.total - smem.mask};
-    plan.on_chip_limit = device.shared_memory_per_block;
-    plan.grid = block_count(problem.len_q, Traits::kBlockM) * problem.batch * problem.heads_q;
-    const int64_t processors = int64_t{device.multiprocessors} * Traits::kMinBlocks;
-    if (processors > 0) plan.waves = static_cast<double>(plan.grid) / static_cast<double>(processors);
-    plan.choose(ForwardChoice{small, has_tensor_maps(device, kBytes, kHeadDim), plan.stages, processors});
-    return plan;
-  };
-  return with_forward_traits<Element, kHeadDim>(problem, small, make);
-}
-
-template <class Element, int kHeadDim>
-void run_forward(const ForwardArgs& args, const Plan& plan) {
-  const Problem& problem = args.problem;
-  const auto choice = plan.chosen<ForwardChoice>();
-  with_forward_traits<Element, kHeadDim>(problem, choice.small_tiles, [&]<class Traits>(Traits) {
-    TileSchedule schedule = forward_schedule(problem, Traits::kBlockM, sizeof(typename Traits::T), choice.processors);
-    schedule.batch_inner = batch_shares_scores(problem, args);
-    cuda::launch(forward_kernel<Traits>, cuda::grid_of(schedule.size()), Traits::kThreads,
-                 forward_smem_of<Traits>(problem, choice.stages).total, args.stream, args, schedule,
-                 ScoreOptions::of(args, Traits::kPlain || sizeof(typename Traits::T) == 2),
-                 box_copies(problem, {args.k, problem.heads_k, problem.len_k, problem.head_dim},
-                            {args.v, problem.heads_v, problem.len_k, problem.head_dim_v}, Traits::kBlockN,
-                            choice.tensor_maps, choice.stages));
-  });
-}
-
-template <class Element, int kHeadDim>
-void inspect_forward(const Problem& problem, Plan& plan) {
-  const auto choice = plan.chosen<ForwardChoice>();
-  with_forward_traits<Element, kHeadDim>(problem, choice.small_tiles, [&]<class Traits>(Traits) {
-    cuda::inspect(forward_kernel<Traits>, Traits::kThreads, forward_smem_of<Traits>(problem, choice.stages).total,
-                  plan);
-  });
 }
 
 }  // namespace flash_ext::sm80

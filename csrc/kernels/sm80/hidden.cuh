@@ -6,12 +6,14 @@
 // whichever of the two runs along the fragment's rows: kTransposed says that rows are keys.
 #pragma once
 
+#include <limits>
+
 #include "core/band.h"
 #include "kernels/sm80/tile.cuh"
 
 namespace flash_ext::sm80 {
 
-constexpr float kMinusInf = -__builtin_huge_valf();
+constexpr float kMinusInf = -std::numeric_limits<float>::infinity();
 
 // The band of a sequence whose lengths fit an int: key j is seen by query i when j - i is in [lower, upper] and j <
 // len_k.

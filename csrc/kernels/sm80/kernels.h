@@ -7,7 +7,8 @@
 #include <type_traits>
 
 #include "core/args.h"
-#include "core/kernel.h"
+#include "core/device.h"
+#include "core/plan.h"
 
 namespace flash_ext::sm80 {
 

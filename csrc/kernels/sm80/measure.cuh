@@ -14,7 +14,6 @@
 // bits.
 #pragma once
 
-#include "gpu/host/launch.h"
 #include "kernels/sm80/bwd_parts.cuh"
 #include "kernels/sm80/dropout.cuh"
 #include "kernels/sm80/shared_memory.h"
@@ -226,16 +225,6 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   // With the remainder of the division (y + z) / x is rounded once, and of one key it is its dP, bit for bit.
   const float quotient = y / x;
   scratch.delta[row + i] = quotient + (fmaf(-quotient, x, y) + z) / x - d_lse;
-}
-
-template <class Element, int kHeadDim>
-void run_measure(const BackwardArgs& args, const BackwardScratch& scratch) {
-  using Traits = MeasureTraits<Element, kHeadDim>;
-  const Problem& problem = args.fwd.problem;
-  const int64_t m_blocks = block_count(problem.len_q, Traits::kBlockM);
-  constexpr int64_t kShared = measure_shared_bytes(kHeadDim, sizeof(typename Traits::T));
-  cuda::launch(measure_kernel<Traits>, cuda::grid_of(problem.batch * problem.heads_q * m_blocks), Traits::kThreads,
-               kShared, args.fwd.stream, args, scratch, m_blocks, features_of(args.fwd));
 }
 
 }  // namespace flash_ext::sm80

@@ -9,14 +9,12 @@
 // measure.cuh is for otherwise) and delta is rowsum(P o dP) - dlse. P and dS pass through shared memory once, because
 // dV and dK sum over the queries of all warps; there a warp owns 16 keys.
 //
-// Called by run_bwd.cuh. Invariant: the order of every sum depends on nothing but the shapes and the card; queries past
-// len_q are zeros in shared memory, which make dS = 0 and add nothing to dV; keys past len_k are masked.
+// Launched by run_one_tile.cuh. Invariant: the order of every sum depends on nothing but the shapes and the card;
+// queries past len_q are zeros in shared memory, which make dS = 0 and add nothing to dV; keys past len_k are masked.
 #pragma once
 
 #include "core/bias_gradient_plan.h"
-#include "gpu/host/launch.h"
 #include "kernels/sm80/bwd_parts.cuh"
-#include "kernels/stages/rows.h"
 
 namespace flash_ext::sm80 {
 
@@ -333,60 +331,6 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
     if (next.valid()) next.advance(plan);
     if (next.valid()) find(next, n + 2);
   }
-}
-
-// ---- host -----------------------------------------------------------------------------------------------------------
-
-template <class Element, int kHeadDim>
-Plan plan_one_tile(const Problem& problem, const DeviceInfo& device) {
-  using Traits = OneTileTraits<Element, kHeadDim>;
-  constexpr int kOperand = 2 * Traits::Tile::bytes(kOneTile);
-  const OneTileSmem smem = one_tile_smem(kHeadDim, bias_bytes_of(problem), problem.has_mask);
-  Plan plan;
-  plan.kernel = "sm80.backward.one_tile";
-  plan.block_m = plan.block_n = kOneTile;
-  plan.stages = 2;
-  int next = 0;
-  const auto use = [&](const char* name, int bytes) {
-    if (bytes > 0) plan.on_chip[next++] = {name, bytes};
-  };
-  for (const char* operand : {"q", "k", "v", "d_out"}) use(operand, kOperand);
-  use("p and ds", smem.items - smem.p);
-  use("pointers", smem.bias - smem.items);
-  use("bias", smem.mask - smem.bias);
-  use("mask", smem.total - smem.mask);
-  plan.on_chip_limit = device.shared_memory_per_block;
-  plan.scratch_bytes = problem.wants_dbias ? bias_partial_elements(problem) * 4 : 0;
-  plan.grid = problem.batch * problem.heads_q;
-  if (device.multiprocessors > 0) {
-    plan.grid = std::min(plan.grid, int64_t{device.multiprocessors} * Traits::kBlocksPerSm);
-    plan.waves = static_cast<double>(plan.grid) / device.multiprocessors;
-  }
-  plan.choose(OneTileChoice{plan.grid, static_cast<int>(plan.on_chip_bytes())});
-  return plan;
-}
-
-template <class Element, int kHeadDim>
-void run_one_tile(const BackwardArgs& args, const Plan& plan, void* workspace) {
-  using Traits = OneTileTraits<Element, kHeadDim>;
-  const auto [grid, shared_bytes] = plan.chosen<OneTileChoice>();
-  const Problem& problem = args.fwd.problem;
-  // Items whose bias is the same follow each other.
-  BiasGradientPlan order =
-      make_bias_gradient_plan(problem, problem.wants_dbias ? args.dbias : args.fwd.bias, kOneTile, kOneTile, grid);
-  const bool in_parts = problem.wants_dbias && order.parts > 1;
-  if (in_parts) order.partial = static_cast<float*>(workspace);
-  cuda::launch(one_tile_backward_kernel<Traits>, cuda::grid_of(grid), Traits::kThreads, shared_bytes, args.fwd.stream,
-               args, order, problem.wants_dbias, features_of(args.fwd));
-  if (in_parts) {
-    cuda::sum_parts(args.dbias.data, DType::kFloat32, order.partial, order.part_elements, order.parts, args.fwd.stream);
-  }
-}
-
-template <class Element, int kHeadDim>
-void inspect_one_tile(const Problem&, Plan& plan) {
-  using Traits = OneTileTraits<Element, kHeadDim>;
-  cuda::inspect(one_tile_backward_kernel<Traits>, Traits::kThreads, plan.chosen<OneTileChoice>().shared_bytes, plan);
 }
 
 }  // namespace flash_ext::sm80

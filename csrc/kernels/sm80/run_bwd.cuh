@@ -9,10 +9,11 @@
 
 #include "gpu/host/inspect.h"
 #include "gpu/host/launch.h"
-#include "kernels/sm80/bias_gradient.cuh"
+#include "gpu/host/tensor_map.h"
 #include "kernels/sm80/bwd.cuh"
 #include "kernels/sm80/measure.cuh"
-#include "kernels/sm80/one_tile.cuh"
+#include "kernels/sm80/run_bias_gradient.cuh"
+#include "kernels/sm80/run_one_tile.cuh"
 #include "kernels/sm80/shared_memory.h"
 #include "kernels/stages/rows.h"
 
@@ -67,6 +68,24 @@ inline BackwardArgs without_values(BackwardArgs args, float* zeros) {
   row.col_stride = 1;
   args.fwd.v = row;
   return args;
+}
+
+// Whether the gradient is wanted in bf16: where this may serve, and if it does not, bias_gradient.cuh writes it so.
+template <class Traits>
+bool has_narrow_dbias(const Problem& problem, const DeviceInfo& device) {
+  return Traits::kSendsDbias && has_tensor_maps(device, sizeof(typename Traits::T), Traits::kHeadDim) &&
+         problem.wants_dbias && problem.bias_dtype == DType::kBFloat16 && !problem.wants_dalibi &&
+         problem.dropout_p == 0.0 && problem.len_k % 8 == 0;
+}
+
+template <class Element, int kHeadDim>
+void run_measure(const BackwardArgs& args, const BackwardScratch& scratch) {
+  using Traits = MeasureTraits<Element, kHeadDim>;
+  const Problem& problem = args.fwd.problem;
+  const int64_t m_blocks = block_count(problem.len_q, Traits::kBlockM);
+  constexpr int64_t kShared = measure_shared_bytes(kHeadDim, sizeof(typename Traits::T));
+  cuda::launch(measure_kernel<Traits>, cuda::grid_of(problem.batch * problem.heads_q * m_blocks), Traits::kThreads,
+               kShared, args.fwd.stream, args, scratch, m_blocks, features_of(args.fwd));
 }
 
 // How many launches the main kernel takes for the gradient of the bias, or 0 where it does not make it.
@@ -148,19 +167,15 @@ Plan plan_backward(const Problem& problem, const DeviceInfo& device) {
     plan.block_m = Traits::kBlockM;
     plan.block_n = Traits::kBlockN;
     plan.stages = Traits::kStages;
-    int next = 0;
-    const auto use = [&](const char* name, int bytes) {
-      if (bytes > 0) plan.on_chip[next++] = {name, bytes};
-    };
-    use("k", smem.v);
-    use("v", smem.q - smem.v);
-    use("q", smem.d_out - smem.q);
-    use("d_out", smem.p - smem.d_out);
-    use("p and ds", smem.rows - smem.p);
-    use("lse and delta", smem.bias - smem.rows);
-    use("bias", smem.mask - smem.bias);
-    use("mask", smem.dq - smem.mask);
-    use("dq", smem.total - smem.dq);
+    plan.use("k", smem.v);
+    plan.use("v", smem.q - smem.v);
+    plan.use("q", smem.d_out - smem.q);
+    plan.use("d_out", smem.p - smem.d_out);
+    plan.use("p and ds", smem.rows - smem.p);
+    plan.use("lse and delta", smem.bias - smem.rows);
+    plan.use("bias", smem.mask - smem.bias);
+    plan.use("mask", smem.dq - smem.mask);
+    plan.use("dq", smem.total - smem.dq);
     plan.on_chip_limit = device.shared_memory_per_block;
     plan.scratch_bytes = backward_scratch<Traits>(problem, nullptr).bytes;
     plan.narrow_dbias = has_narrow_dbias<Traits>(problem, device);

@@ -125,7 +125,7 @@ inline unsigned features_of(const ForwardArgs& args) {
 template <class Frag>
 __device__ __forceinline__ float without_split_nan(float x, unsigned features) {
   if constexpr (!Frag::kSplit) return x;
-  return fmaxf(x, features & kCap ? __builtin_nanf("") : -__builtin_huge_valf());
+  return fmaxf(x, features & kCap ? std::numeric_limits<float>::quiet_NaN() : kMinusInf);
 }
 
 // What forward and the main backward kernel are told of their scores.

@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "core/band.h"
+#include "core/device.h"
 #include "core/tile_schedule.h"
 #include "kernels/sm80/config.h"
 

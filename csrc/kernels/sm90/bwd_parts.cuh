@@ -5,8 +5,9 @@
 // rows.
 #pragma once
 
+#include <type_traits>
+
 #include "core/args.h"
-#include "gpu/host/launch.h"
 #include "kernels/sm90/bwd_config.h"
 #include "kernels/sm90/bwd_hidden.cuh"
 #include "kernels/sm90/pipeline.cuh"

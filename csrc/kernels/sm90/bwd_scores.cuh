@@ -329,7 +329,7 @@ __device__ __forceinline__ void take_backward_scores(float (&s)[Traits::kBlockM 
                    [&](float, float, float2 far, int) { is_nan |= far.x != far.x || far.y != far.y; });
       if (__any_sync(~0u, is_nan)) {
 #pragma unroll
-        for (float& x : dv) x = NAN;
+        for (float& x : dv) x = std::numeric_limits<float>::quiet_NaN();
       }
     }
   }

@@ -3,13 +3,13 @@
 // after the wait that proves their wgmma finished.
 #pragma once
 
-#include "gpu/host/tensor_map.h"
+#include "gpu/tensor_map.h"
 #include "kernels/sm90/descriptor.h"
 #include "kernels/sm90/ptx.cuh"
 
 namespace flash_ext::sm90 {
 
-using cuda::BoxSteps, cuda::make_tensor_map, cuda::Promotion, cuda::TensorMap;
+using cuda::BoxSteps, cuda::TensorMap;
 static_assert(kPanelBytes == cuda::kBoxBytes);
 
 // A place in a ring of stages. The consumer waits for full with `phase`, the producer for empty with the other one, so

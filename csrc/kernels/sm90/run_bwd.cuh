@@ -8,9 +8,9 @@
 #include <algorithm>
 
 #include "gpu/host/launch.h"
-#include "kernels/sm90/bias_gradient.cuh"
 #include "kernels/sm90/bwd.cuh"
 #include "kernels/sm90/bwd_rows.cuh"
+#include "kernels/sm90/run_bias_gradient.cuh"
 #include "kernels/sm90/run_scores.cuh"
 
 namespace flash_ext::sm90 {

@@ -8,6 +8,7 @@
 #include "gpu/host/launch.h"
 #include "kernels/sm90/bwd_rows.cuh"
 #include "kernels/sm90/bwd_wide.cuh"
+#include "kernels/sm90/run_scores.cuh"
 
 namespace flash_ext::sm90 {
 

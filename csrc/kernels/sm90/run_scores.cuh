@@ -5,9 +5,12 @@
 #include <algorithm>
 
 #include "core/args.h"
+#include "gpu/host/tensor_map.h"
 #include "kernels/sm90/scores.cuh"
 
 namespace flash_ext::sm90 {
+
+using cuda::make_tensor_map, cuda::Promotion;
 
 // element: bytes; zero strides where a dimension has one index, whatever stood there.
 inline ScoreView make_score_view(const Problem& problem, const TensorView& view, int element) {

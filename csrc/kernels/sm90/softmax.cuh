@@ -7,12 +7,14 @@
 // Invariant: step() touches S only; O, on which wgmma may still work, is rescaled by the caller after its wait.
 #pragma once
 
+#include <limits>
+
 #include "core/band.h"
 #include "kernels/sm90/ptx.cuh"
 
 namespace flash_ext::sm90 {
 
-constexpr float kMinusInf = -__builtin_huge_valf();
+constexpr float kMinusInf = -std::numeric_limits<float>::infinity();
 constexpr double kLog2e = 1.4426950408889634;
 
 // The band of a sequence whose lengths fit an int: key j is seen by query i when j - i is in [lower, upper] and j <
@@ -59,9 +61,11 @@ struct RowSoftmax {
   static constexpr int kLimit = 8;
   float row_max[2] = {kMinusInf, kMinusInf};
   float row_sum[2] = {0.f, 0.f};
-  float limit[2] = {NAN, NAN};  // what a tile's maximum may reach and row_max stays, or minus; NaN: raise() each time
-  float minus[kHasLimit ? 2 : 1] = {};  // -row_max in log2, which P is made with; 0 of a far row
-  float to_log2;                        // what one unit of score is in log2
+  float limit[2] = {std::numeric_limits<float>::quiet_NaN(),
+                    std::numeric_limits<float>::quiet_NaN()};  // what a tile's maximum may reach and row_max stays, or
+                                                               // minus; NaN: raise() each time
+  float minus[kHasLimit ? 2 : 1] = {};                         // -row_max in log2, which P is made with; 0 of a far row
+  float to_log2;                                               // what one unit of score is in log2
 
   __device__ __forceinline__ explicit RowSoftmax(float to_log2_) : to_log2(to_log2_) {}
 
@@ -71,7 +75,7 @@ struct RowSoftmax {
     for (int half = 0; half < 2; ++half) {
       row_max[half] = kMinusInf;
       row_sum[half] = 0.f;
-      limit[half] = NAN;
+      limit[half] = std::numeric_limits<float>::quiet_NaN();
     }
   }
 
@@ -118,7 +122,8 @@ struct RowSoftmax {
       const bool has_keys = after != kMinusInf, is_far = has_keys && fabsf(after * to_log2) > kFar;
       far[half] = is_far ? after : 0.f;
       const float now = has_keys && !is_far ? -after * to_log2 : 0.f;
-      limit[half] = has_keys && !is_far ? (kHasLimit ? after + kLimit / to_log2 : now) : NAN;
+      limit[half] =
+          has_keys && !is_far ? (kHasLimit ? after + kLimit / to_log2 : now) : std::numeric_limits<float>::quiet_NaN();
       if constexpr (kHasLimit) minus[half] = now;
     }
     if (!__any_sync(~0u, far[0] != 0.f || far[1] != 0.f)) return;

@@ -1,7 +1,7 @@
 // Stands in for csrc/gpu/host/inspect.h: nothing was compiled for a device.
 #pragma once
 
-#include "core/kernel.h"
+#include "core/plan.h"
 #include "gpu/host/launch.h"
 
 namespace flash_ext::cuda {

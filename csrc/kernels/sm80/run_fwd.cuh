@@ -1,0 +1,119 @@
+// The host side of forward: which instance, its plan, its launch. Called by rows.cpp through kernels.h; instantiated by
+// generated units (fwd.cu.in).
+#pragma once
+
+#include "gpu/host/inspect.h"
+#include "gpu/host/launch.h"
+#include "gpu/host/tensor_map.h"
+#include "kernels/sm80/fwd.cuh"
+
+namespace flash_ext::sm80 {
+
+// A view and what of it is copied.
+struct BoxedView {
+  const TensorView& view;
+  int64_t heads, rows, cols;
+};
+
+// NOTE: what TMA refuses (rows or columns that are not 16 bytes apart, a third batch dimension) is copied as on 8.0.
+inline BoxCopies box_copies(const Problem& problem, const BoxedView& first, const BoxedView& second, int box_rows,
+                            bool has_tma, int stages) {
+  BoxCopies copies{};
+  copies.stages = stages;
+  const auto fits = [&](const BoxedView& x) {
+    return static_cast<bool>(x.view) && cuda::tma_refuses(problem, x.view, x.heads, x.rows) == nullptr;
+  };
+  copies.by_tma = has_tma && fits(first) && fits(second);
+  if (copies.by_tma) {
+    const auto map = [&](const BoxedView& x) {
+      return cuda::make_tensor_map(problem, x.view, x.heads, x.rows, x.cols, box_rows, cuda::Promotion::k256);
+    };
+    copies.first = map(first);
+    copies.second = map(second);
+  }
+  return copies;
+}
+
+// fn(Traits) of the instance that serves the problem.
+template <class Element, int kHeadDim, class Fn>
+auto with_forward_traits(const Problem& problem, bool small, const Fn& fn) {
+  const bool plain = is_plain(problem);
+  if (small) {
+    return plain ? fn(ForwardTraits<Element, kHeadDim, true, true>())
+                 : fn(ForwardTraits<Element, kHeadDim, true, false>());
+  }
+  return plain ? fn(ForwardTraits<Element, kHeadDim, false, true>())
+               : fn(ForwardTraits<Element, kHeadDim, false, false>());
+}
+
+template <class Traits>
+ForwardSmem forward_smem_of(const Problem& problem, int stages) {
+  constexpr TileShape kTile = Traits::kTile;
+  return forward_smem(kTile, Traits::kHeadDim, sizeof(typename Traits::T), bias_bytes_of(problem), problem.has_mask,
+                      stages);
+}
+
+inline TileSchedule forward_schedule(const Problem& problem, int block_m, int element_bytes, int64_t processors) {
+  constexpr int64_t kL2Budget = 24 << 20;  // of the 40 to 60 MB of A100 and H200
+  const int64_t kv_head_bytes = problem.len_k * (problem.head_dim + problem.head_dim_v) * element_bytes;
+  return make_tile_schedule(problem, block_m, kv_head_bytes, kL2Budget, processors);
+}
+
+template <class Element, int kHeadDim>
+Plan plan_forward(const Problem& problem, const DeviceInfo& device) {
+  const bool small = takes_small_tiles(problem, Pass::kForward, kHeadDim, device);
+  const auto make = [&]<class Traits>(Traits) {
+    constexpr int kBytes = sizeof(typename Traits::T);
+    Plan plan;
+    plan.stages = forward_stages(problem, Traits::kTile, kHeadDim, kBytes, Traits::kMinBlocks, device);
+    const ForwardSmem smem = forward_smem_of<Traits>(problem, plan.stages);
+    if constexpr (kBytes == 2) {
+      plan.kernel = Traits::kPlain ? "sm80.forward.plain" : "sm80.forward.general";
+    } else if constexpr (std::is_same_v<Element, Tf32>) {
+      plan.kernel = Traits::kPlain ? "sm80.forward.fp32.plain.tf32" : "sm80.forward.fp32.general.tf32";
+    } else {
+      plan.kernel = Traits::kPlain ? "sm80.forward.fp32.plain" : "sm80.forward.fp32.general";
+    }
+    plan.block_m = Traits::kBlockM;
+    plan.block_n = Traits::kBlockN;
+    plan.use("q", smem.k);
+    plan.use("k", (smem.bias - smem.k) / 2);
+    plan.use("v", (smem.bias - smem.k) / 2);
+    plan.use("bias", smem.mask - smem.bias);
+    plan.use("mask", smem.total - smem.mask);
+    plan.on_chip_limit = device.shared_memory_per_block;
+    plan.grid = block_count(problem.len_q, Traits::kBlockM) * problem.batch * problem.heads_q;
+    const int64_t processors = int64_t{device.multiprocessors} * Traits::kMinBlocks;
+    if (processors > 0) plan.waves = static_cast<double>(plan.grid) / static_cast<double>(processors);
+    plan.choose(ForwardChoice{small, has_tensor_maps(device, kBytes, kHeadDim), plan.stages, processors});
+    return plan;
+  };
+  return with_forward_traits<Element, kHeadDim>(problem, small, make);
+}
+
+template <class Element, int kHeadDim>
+void run_forward(const ForwardArgs& args, const Plan& plan) {
+  const Problem& problem = args.problem;
+  const auto choice = plan.chosen<ForwardChoice>();
+  with_forward_traits<Element, kHeadDim>(problem, choice.small_tiles, [&]<class Traits>(Traits) {
+    TileSchedule schedule = forward_schedule(problem, Traits::kBlockM, sizeof(typename Traits::T), choice.processors);
+    schedule.batch_inner = batch_shares_scores(problem, args);
+    cuda::launch(forward_kernel<Traits>, cuda::grid_of(schedule.size()), Traits::kThreads,
+                 forward_smem_of<Traits>(problem, choice.stages).total, args.stream, args, schedule,
+                 ScoreOptions::of(args, Traits::kPlain || sizeof(typename Traits::T) == 2),
+                 box_copies(problem, {args.k, problem.heads_k, problem.len_k, problem.head_dim},
+                            {args.v, problem.heads_v, problem.len_k, problem.head_dim_v}, Traits::kBlockN,
+                            choice.tensor_maps, choice.stages));
+  });
+}
+
+template <class Element, int kHeadDim>
+void inspect_forward(const Problem& problem, Plan& plan) {
+  const auto choice = plan.chosen<ForwardChoice>();
+  with_forward_traits<Element, kHeadDim>(problem, choice.small_tiles, [&]<class Traits>(Traits) {
+    cuda::inspect(forward_kernel<Traits>, Traits::kThreads, forward_smem_of<Traits>(problem, choice.stages).total,
+                  plan);
+  });
+}
+
+}  // namespace flash_ext::sm80
