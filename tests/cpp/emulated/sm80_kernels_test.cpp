@@ -2,9 +2,9 @@
 // feature, against the formulas in double. What must hold: every element of every result is written and near the
 // reference, nothing beside it is touched, and deterministic gradients do not depend on the order in which threads run.
 #include "attention_call.h"
-#include "kernels/sm80/fwd.cuh"
 #include "kernels/sm80/rows.cpp"
 #include "kernels/sm80/run_bwd.cuh"
+#include "kernels/sm80/run_fwd.cuh"
 #include "kernels/stages/rows.cu"
 #include "sm80_cases.h"
 #include "sm80_hidden_cases.h"
