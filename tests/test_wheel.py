@@ -44,9 +44,19 @@ SYMBOLS = """
 """
 
 
-def test_of_a_function_that_is_too_new_the_newest_that_is_not_is_taken() -> None:
-    assert old_glibc.too_new(SYMBOLS, (2, 28)) == {"dlopen": "2.2.5", "exp": "2.2.5", "moved_twice": "2.3.4"}
-    assert old_glibc.too_new(SYMBOLS, (2, 34)) == {}
+@pytest.mark.parametrize(
+    ("ceiling", "names", "whole", "expected"),
+    [
+        ((2, 28), ".+", False, {"dlopen": "2.2.5", "exp": "2.2.5", "moved_twice": "2.3.4"}),
+        ((2, 28), "exp", False, {"exp": "2.2.5"}),
+        ((2, 28), "exp", True, {"exp": "2.2.5", "old": "2.17"}),
+        ((2, 34), ".+", False, {}),
+    ],
+)
+def test_of_a_function_that_is_too_new_the_newest_version_that_is_not_is_taken(
+    ceiling: tuple[int, ...], names: str, whole: bool, expected: dict[str, str]
+) -> None:
+    assert old_glibc.bindings(SYMBOLS, ceiling, re.compile(names), whole) == expected
 
 
 PROGRAM = """
@@ -63,7 +73,7 @@ extern "C" double probe(double x, int n) {
   pthread_once(&once, [] { kept = std::make_shared<int>(3); });
   const std::shared_ptr<int> copy = kept;
   const std::vector<double> ones(n, 1.0);
-  return std::exp(x) + std::log(x) + power(x, 2) + *copy + ones[n - 1];
+  return std::exp(x) + std::log(x) + std::tanh(x - 1) + power(x, 2) + *copy + ones[n - 1];
 }
 """
 

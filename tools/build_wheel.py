@@ -83,13 +83,14 @@ def unpack_torch(version: str) -> Path:
     """A folder that holds this torch as PYTHONPATH wants it, and NVTX's headers."""
     folder = PARTS / "torch" / version
     if not (folder / f"torch-{version}.dist-info").exists():
-        run("uv", "pip", "install", "--target", folder, "--no-deps", f"torch=={version}", "nvidia-nvtx")
+        install = ["uv", "pip", "install", "--python", sys.executable, "--target", folder, "--no-deps"]
+        run(*install, f"torch=={version}", "nvidia-nvtx")
     return folder
 
 
 def has_wheel(torch: str, python: str) -> bool:
-    ask = "uv pip install --dry-run --no-deps --only-binary :all: --python-version".split()
-    return answer(*ask, python, "--target", PARTS / "none", f"torch=={torch}") is not None
+    ask = ["uv", "pip", "install", "--python", sys.executable, "--python-version", python, "--target", PARTS / "none"]
+    return answer(*ask, "--dry-run", "--no-deps", "--only-binary", ":all:", f"torch=={torch}") is not None
 
 
 def build(torch: str, pythons: dict[str, Path], stage: Path, link: list[str], env: dict[str, str]) -> None:

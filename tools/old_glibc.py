@@ -2,8 +2,8 @@
 
 A new glibc has new versions of old functions: `dlopen` of 2.34, since it moved from libdl into libc, or `exp` of 2.29.
 The linker takes the newest. So stubs of libdl, libpthread and libm stand first on the link line, which offer each such
-function in its newest version up to a ceiling and nothing else; what is linked against them asks for that version, of
-the library that has it on an old machine. On a new one those libraries still answer for it.
+function in its newest version up to a ceiling; what is linked against them asks for that version, of the library that
+has it on an old machine. On a new one those libraries still answer for it.
 
 Two names have no older version, and an object defines them instead, hidden:
     __libc_single_threaded              (glibc 2.32) false, so that libstdc++ always counts references atomically
@@ -20,12 +20,13 @@ from pathlib import Path
 
 Version = tuple[int, ...]
 
-# The library of today that is read, the one that had the function, and the functions' names. Of libm only those that
-# take what they took: totalorder, too, has a new version, and its arguments are others.
+# The library of today that is read, the one that had the functions, their names, and whether the stub has its other
+# functions, too: it has to where the names of both are the same, because the linker then leaves out the second.
+# NOTE: of libm only those that take what they took: totalorder, too, has a new version, and other arguments.
 MOVED = (
-    ("libc.so.6", "libdl.so.2", re.compile("dl[a-z]+")),
-    ("libc.so.6", "libpthread.so.0", re.compile("(pthread|sem)_.+")),
-    ("libm.so.6", "libm.so.6", re.compile("exp2?|log2?|pow|hypot|fmod")),
+    ("libc.so.6", "libdl.so.2", re.compile("dl[a-z]+"), False),
+    ("libc.so.6", "libpthread.so.0", re.compile("(pthread|sem)_.+"), False),
+    ("libm.so.6", "libm.so.6", re.compile("exp2?|log2?|pow|hypot|fmod"), True),
 )
 
 OBJECT = """
@@ -43,20 +44,27 @@ def parse(version: str) -> Version:
     return tuple(map(int, version.split(".")))
 
 
-def too_new(symbols: str, ceiling: Version) -> dict[str, str]:
-    """Functions whose newest version is above the ceiling, with their newest below; of `readelf -W --dyn-syms`."""
+def bindings(symbols: str, ceiling: Version, names: re.Pattern[str], whole: bool) -> dict[str, str]:
+    """The version to take of each function in what `readelf -W --dyn-syms` prints.
+
+    Of `names`, where the newest version is above the ceiling, the newest that is not. With `whole`, also the newest
+    version of every function where that is not above it.
+    """
     newest: dict[str, Version] = {}
     older: dict[str, list[Version]] = defaultdict(list)
-    for name, is_newest, version in re.findall(r" I?FUNC .* (\w+)@(@?)GLIBC_([\d.]+)", symbols):
+    for name, is_newest, text in re.findall(r" I?FUNC .* (\w+)@(@?)GLIBC_([\d.]+)", symbols):
+        version = parse(text)
         if is_newest:
-            newest[name] = parse(version)
-        if parse(version) <= ceiling:
-            older[name].append(parse(version))
-    return {
-        name: ".".join(map(str, max(older[name])))
-        for name, version in sorted(newest.items())
-        if version > ceiling and older[name]
-    }
+            newest[name] = version
+        elif version <= ceiling:
+            older[name].append(version)
+    chosen = {}
+    for name, version in sorted(newest.items()):
+        if version <= ceiling and whole:
+            chosen[name] = version
+        elif version > ceiling and older[name] and names.fullmatch(name):
+            chosen[name] = max(older[name])
+    return {name: ".".join(map(str, version)) for name, version in chosen.items()}
 
 
 def make_stub(soname: str, functions: dict[str, str], folder: Path) -> Path:
@@ -83,12 +91,10 @@ def link_flags(ceiling: str, folder: Path) -> list[str]:
     item = folder / "absent.o"
     subprocess.run(["c++", "-O2", "-fPIC", "-c", folder / "absent.cpp", "-o", item], check=True)
     stubs = []
-    for today, soname, names in MOVED:
+    for today, soname, names, whole in MOVED:
         library = subprocess.run(["cc", f"-print-file-name={today}"], capture_output=True, text=True, check=True).stdout
         read = ["readelf", "-W", "--dyn-syms", library.strip()]
         symbols = subprocess.run(read, capture_output=True, text=True, check=True).stdout
-        functions = too_new(symbols, parse(ceiling))
-        functions = {name: version for name, version in functions.items() if names.fullmatch(name)}
-        if functions:
+        if functions := bindings(symbols, parse(ceiling), names, whole):
             stubs.append(str(make_stub(soname, functions, folder)))
     return [str(item), "-Wl,--push-state,--no-as-needed", *stubs, "-Wl,--pop-state"]

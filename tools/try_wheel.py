@@ -5,7 +5,7 @@
 An environment lies in a temporary folder outside the checkout. Torch comes first, by uv; then pip installs the wheel,
 with a PATH on which there is nothing but the environment: no compiler, no CUDA. There it is imported, a forward and a
 backward pass are compared with PyTorch's own, and `import` is timed in processes that have imported torch, the least
-of several. "ops us" and "_C us" are a small call through torch.ops and through the module _C, where there is one.
+of several. "call us" is a small call, and "without _C us" one as it is for a Python without that module.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import tyro
@@ -26,7 +26,7 @@ from tabulate import tabulate
 from torch_versions import VERSIONS
 
 TIMES = 5
-HEADER = ("torch", "Python", "result", "pip install s", "import s", "ops us", "_C us")
+HEADER = ("torch", "Python", "result", "pip install s", "import s", "call us", "without _C us")
 
 TIME_IMPORT = "import time, torch; t = time.perf_counter(); import flash_ext; print(time.perf_counter() - t)"
 
@@ -34,7 +34,7 @@ CHECK = """
 import importlib.metadata, json, sys, torch, torch.nn.functional as F
 from torch.utils.benchmark import Timer
 import flash_ext
-from flash_ext import ops
+from flash_ext import ops, sdpa
 assert flash_ext.__file__.startswith(sys.prefix), flash_ext.__file__
 info = flash_ext.build_info()
 assert info["version"] == importlib.metadata.version("flash_ext")
@@ -47,7 +47,7 @@ for causal in (False, True):
         out = function(*inputs, is_causal=causal)
         results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
     for expected, seen in zip(*results, strict=True):
-        torch.testing.assert_close(seen, expected)
+        torch.testing.assert_close(seen, expected, rtol=1e-4, atol=1e-4)
 try:
     explained = str(flash_ext.explain(*inputs))
 except ImportError as error:
@@ -60,10 +60,11 @@ def microseconds(call):
 
 with torch.no_grad():
     small = [torch.randn(1, 1, 16, 16) for _ in range(3)]
-    by_ops = microseconds(lambda: torch.ops.flash_ext.scaled_dot_product_attention(*small))
-    rest = (None, 0.0, False, None, False)
-    by_c = None if ops.C is None else microseconds(lambda: ops.C.scaled_dot_product_attention(*small, *rest))
-print(json.dumps([by_ops, by_c]))
+    call = lambda: flash_ext.scaled_dot_product_attention(*small)
+    times = [None if ops.C is None else microseconds(call)]
+    sdpa._eager = None
+    times.append(microseconds(call))
+print(json.dumps(times))
 """
 
 
@@ -76,8 +77,8 @@ class Row:
     result: str = "failed"
     pip_s: str = "-"
     import_s: str = "-"
-    ops_us: str = "-"
-    c_us: str = "-"
+    call_us: str = "-"
+    without_us: str = "-"
 
 
 def run(*command: str | Path, cwd: Path, path: str = os.environ["PATH"]) -> str:
@@ -87,18 +88,18 @@ def run(*command: str | Path, cwd: Path, path: str = os.environ["PATH"]) -> str:
     return subprocess.run(command, cwd=cwd, env=env, check=True, capture_output=True, text=True).stdout
 
 
-def attempt(wheel: Path, row: Row, interpreter: Path, folder: Path) -> Row:
-    """The row filled in. Raises CalledProcessError where something fails."""
+def attempt(wheel: Path, row: Row, interpreter: Path, folder: Path) -> None:
+    """Fills in the row. Raises CalledProcessError where something fails."""
     python = folder / "env/bin/python"
     run("uv", "venv", "--seed", "--python", interpreter, folder / "env", cwd=folder)
     run("uv", "pip", "install", "--python", python, f"torch=={row.torch}", "numpy", cwd=folder)
     start = time.monotonic()
     run(python, "-m", "pip", "install", wheel, cwd=folder, path=str(python.parent))
-    row = replace(row, pip_s=f"{time.monotonic() - start:.1f}")
-    seconds = [float(run(python, "-c", TIME_IMPORT, cwd=folder)) for _ in range(TIMES)]
-    row = replace(row, import_s=f"{min(seconds):.3f}")
-    by_ops, by_c = json.loads(run(python, "-c", CHECK, cwd=folder).splitlines()[-1])
-    return replace(row, result="passed", ops_us=f"{by_ops:.1f}", c_us="no _C" if by_c is None else f"{by_c:.1f}")
+    row.pip_s = f"{time.monotonic() - start:.1f}"
+    row.import_s = f"{min(float(run(python, '-c', TIME_IMPORT, cwd=folder)) for _ in range(TIMES)):.3f}"
+    with_c, without = json.loads(run(python, "-c", CHECK, cwd=folder).splitlines()[-1])
+    row.call_us = "no _C" if with_c is None else f"{with_c:.1f}"
+    row.without_us, row.result = f"{without:.1f}", "passed"
 
 
 def main(wheel: Path, /, torch: tuple[str, ...] = VERSIONS, python: tuple[str, ...] = ("3.10", "3.13")) -> int:
@@ -109,20 +110,19 @@ def main(wheel: Path, /, torch: tuple[str, ...] = VERSIONS, python: tuple[str, .
         torch: versions of torch
         python: versions of Python
     """
-    rows = []
-    for version in torch:
-        for minor in python:
-            interpreter = find_python(minor)
-            if interpreter is None or not has_wheel(version, minor):
-                reason = "Python not at hand" if interpreter is None else "torch has no wheel"
-                rows.append(Row(version, minor, reason))
-                continue
+    rows = [Row(version, minor) for version in torch for minor in python]
+    for row in rows:
+        interpreter = find_python(row.python)
+        if interpreter is None:
+            row.result = "Python is not at hand"
+        elif not has_wheel(row.torch, row.python):
+            row.result = "torch has no wheel"
+        else:
             folder = Path(tempfile.mkdtemp(prefix="flash_ext_wheel_"))
             try:
-                rows.append(attempt(wheel.resolve(), Row(version, minor), interpreter, folder))
+                attempt(wheel.resolve(), row, interpreter, folder)
             except subprocess.CalledProcessError as error:
-                rows.append(Row(version, minor))
-                print(error.stdout[-4000:], error.stderr[-4000:], error, sep="\n", flush=True)
+                print(f"torch {row.torch}, Python {row.python}:", error.stdout[-4000:], error.stderr[-4000:], sep="\n")
             finally:
                 shutil.rmtree(folder)
     print(tabulate(map(astuple, rows), HEADER, "pipe", disable_numparse=True))
