@@ -55,14 +55,15 @@ def answer(*command: str | Path) -> str | None:
 
 
 def find_python(version: str) -> Path | None:
-    """An interpreter of this version that has its headers: this one, uv's, one on PATH, or one of pyenv's."""
+    """An interpreter of this version that has its headers: this one, one of pyenv's, on PATH, or uv's."""
     ask = (
         "import sys, sysconfig; from pathlib import Path; header = Path(sysconfig.get_path('include'), 'Python.h'); "
         "print(sys.executable, '{}.{}'.format(*sys.version_info), header.exists())"
     )
-    pyenv = sorted(Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")).glob(f"versions/{version}.*/bin/python"))
-    found = answer("uv", "python", "find", "--no-python-downloads", "--system", version)
-    for candidate in (sys.executable, found, f"python{version}", *reversed(pyenv)):
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")).glob(f"versions/{version}.*/bin/python")
+    by_uv = ("uv", "python", "find", "--no-python-downloads", "--system", version)  # last: it looks at all there are
+    for find in (sys.executable, *sorted(pyenv, reverse=True), f"python{version}", by_uv):
+        candidate = answer(*find) if isinstance(find, tuple) else find
         words = (answer(candidate, "-c", ask) or "").split() if candidate else []
         if words[1:] == [version, "True"]:
             return Path(words[0])
@@ -111,7 +112,7 @@ def build(torch: str, pythons: dict[str, Path], stage: Path, link: list[str], en
             PYTHONPATH=str(folder),
         )
         run("cmake", "--build", BUILD)
-        run("cmake", "--install", BUILD, "--prefix", stage, "--strip")
+        run("cmake", "--install", BUILD, "--prefix", stage)
         print(f"  torch {torch}, Python {python}: {time.monotonic() - start:.0f} s", flush=True)
 
 
@@ -120,12 +121,13 @@ def make_wheel(stage: Path, out: Path) -> Path:
     source, plain = PARTS / "source", PARTS / "plain"
     for folder in (source, plain, PARTS / "audited"):
         shutil.rmtree(folder, ignore_errors=True)
+    run("strip", *stage.rglob("*.so"))
     copy_source(source)
     pack = ["uv", "build", "--wheel", "--no-build-isolation", "--python", sys.executable]
     run(*pack, "--out-dir", plain, source, FLASH_EXT_BUILT=str(stage))
     exclude = [word for name in OF_TORCH for word in ("--exclude", name)]
     audit = [sys.executable, "-m", "auditwheel", "repair", "--plat", PLATFORM, "--only-plat", *exclude]
-    run(*audit, "--zip-compression-level", "9", "--wheel-dir", PARTS / "audited", *plain.glob("*.whl"))
+    run(*audit, "--wheel-dir", PARTS / "audited", *plain.glob("*.whl"))
     (wheel,) = (PARTS / "audited").glob("*.whl")
     out.mkdir(parents=True, exist_ok=True)
     return Path(shutil.copy(wheel, out))

@@ -1,9 +1,9 @@
 """Link flags with which a library that is made here loads where glibc is older.
 
 A new glibc has new versions of old functions: `dlopen` of 2.34, since it moved from libdl into libc, or `exp` of 2.29.
-The linker takes the newest. So stubs of libdl, libpthread and libm stand first on the link line, which offer each such
-function in its newest version up to a ceiling; what is linked against them asks for that version, of the library that
-has it on an old machine. On a new one those libraries still answer for it.
+The linker takes the newest. So stubs of libdl, libpthread, librt and libm stand first on the link line, which offer
+each such function in its newest version up to a ceiling; what is linked against them asks for that version, of the
+library that has it on an old machine. On a new one those libraries still answer for it.
 
 Two names have no older version, and an object defines them instead, hidden:
     __libc_single_threaded              (glibc 2.32) false, so that libstdc++ always counts references atomically
@@ -26,6 +26,7 @@ Version = tuple[int, ...]
 MOVED = (
     ("libc.so.6", "libdl.so.2", re.compile("dl[a-z]+"), False),
     ("libc.so.6", "libpthread.so.0", re.compile("(pthread|sem)_.+"), False),
+    ("libc.so.6", "librt.so.1", re.compile("(shm|timer|mq|aio)_.+"), False),
     ("libm.so.6", "libm.so.6", re.compile("exp2?|log2?|pow|hypot|fmod"), True),
 )
 
