@@ -12,6 +12,7 @@ Reached by ``import flash_ext``; afterwards ``torch.ops.flash_ext`` holds every 
 
 from __future__ import annotations
 
+import ctypes
 import importlib.machinery
 import importlib.util
 import json
@@ -64,15 +65,25 @@ def _check(info: dict[str, Any]) -> None:
         raise ImportError(f"flash_ext has operators for torch {_MINOR} that are older than its kernels; {_REBUILD}")
 
 
+def _driver_version() -> int:
+    """12080: the driver is for CUDA 12.8; 0: there is none. Loads the driver's library and makes no context."""
+    version = ctypes.c_int()
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return 0
+    return version.value
+
+
 def _warn_of_old_driver(cuda: dict[str, Any]) -> None:
     # NOTE: only where torch is of an older CUDA than the kernels, and may run with a driver that they cannot run with.
-    # Elsewhere torch itself refuses the driver. To ask is to load the driver's library, and makes no context.
+    # Elsewhere torch itself refuses the driver.
     if not cuda["enabled"] or torch.version.cuda is None:
         return
     needed = int(cuda["toolkit"].split(".")[0])
     if int(torch.version.cuda.split(".")[0]) >= needed:
         return
-    driver = torch._C._cuda_getDriverVersion()  # 12080: it is for CUDA 12.8; 0: there is none
+    driver = _driver_version()
     if 0 < driver < 1000 * needed:
         warnings.warn(
             f"flash_ext's GPU kernels need a driver for CUDA {needed}.0 or later, and this one is for CUDA "

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -156,6 +157,25 @@ def test_a_call_that_needs_the_module_of_this_python_names_those_there_are(
     assert words in str(error.value)
 
 
+class FakeDriver:
+    def cuDriverGetVersion(self, version: Any) -> int:
+        version._obj.value = 12080
+        return 0
+
+
+def test_the_driver_is_asked_for_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops.ctypes, "CDLL", lambda name: FakeDriver())
+    assert ops._driver_version() == 12080
+
+
+def test_without_a_driver_there_is_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(ops.ctypes, "CDLL", absent)
+    assert ops._driver_version() == 0
+
+
 CUDA_13 = {"enabled": True, "toolkit": "13.0.88"}
 
 
@@ -174,7 +194,7 @@ def test_a_driver_that_serves_torch_and_not_the_kernels_is_told_at_import(
     monkeypatch: pytest.MonkeyPatch, cuda: dict[str, object], of_torch: str | None, driver: int, seen: str | None
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", of_torch)
-    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: driver, raising=False)
+    monkeypatch.setattr(ops, "_driver_version", lambda: driver)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         ops._warn_of_old_driver(cuda)
