@@ -12,9 +12,11 @@ import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
+BUILT = os.environ.get("FLASH_EXT_BUILT")  # a folder of libraries for several torch and Python (tools/build_wheel.py)
 
 
 def find_tool(name: str) -> str | None:
@@ -26,6 +28,9 @@ class CMakeBuild(build_ext):
     """Installs both libraries into the package's folder: the source's own for an editable install."""
 
     def run(self) -> None:
+        if BUILT is not None:
+            shutil.copytree(BUILT, Path(self.build_lib) / "flash_ext", dirs_exist_ok=True)
+            return
         if importlib.util.find_spec("torch") is None:
             raise SystemExit(
                 "flash_ext is built against the torch that it will run with, and this build sees none: "
@@ -50,4 +55,15 @@ class CMakeBuild(build_ext):
         return []
 
 
-setup(ext_modules=[Extension("flash_ext._C", sources=[])], cmdclass={"build_ext": CMakeBuild})
+class Wheel(bdist_wheel):
+    """Of libraries for several Python: the one that fits is chosen at import, so the tag names none."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        python, abi, platform = super().get_tag()
+        return (python, abi, platform) if BUILT is None else ("py3", "none", platform)
+
+
+setup(
+    ext_modules=[Extension("flash_ext._C", sources=[])],
+    cmdclass={"bdist_wheel": Wheel, "build_ext": CMakeBuild},
+)

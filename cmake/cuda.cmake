@@ -3,14 +3,16 @@
 # AUTO builds for the GPUs that it sees and is CPU-only where it sees none. ON builds the default architectures, or stops
 # with what is missing. FLASH_EXT_CUDA_ARCHS replaces the list ("native": the GPUs here) or, as "+100", adds to it.
 # Environment variables of these names win over the cache. A toolkit is an nvcc of torch's CUDA major version: CUDACXX,
-# PATH, then PyPI's packages beside torch.
+# PATH, then PyPI's packages beside torch. FLASH_EXT_CUDA_VERSION names another CUDA than torch's: one build of the kernels
+# serves several torch, because its runtime is its own, and streams and memory are the driver's.
 # Sets CUDA_ENABLED, CUDA_REASON (one clause), CUDA_TOOLKIT (nvcc's version or empty), CUDA_TOOLKIT_ROOT and CUDA_ARCHS:
 # "90" is machine code for 9.0, "80-virtual" PTX of 8.0, which later cards translate.
 
 set(FLASH_EXT_CUDA AUTO CACHE STRING "CUDA kernels: AUTO, ON or OFF")
 set_property(CACHE FLASH_EXT_CUDA PROPERTY STRINGS AUTO ON OFF)
 set(FLASH_EXT_CUDA_ARCHS "" CACHE STRING "CUDA architectures: empty (default), native, a list, or +additions")
-foreach(name FLASH_EXT_CUDA FLASH_EXT_CUDA_ARCHS)
+set(FLASH_EXT_CUDA_VERSION "" CACHE STRING "The toolkit's version: empty (torch's) or e.g. 13.0")
+foreach(name FLASH_EXT_CUDA FLASH_EXT_CUDA_ARCHS FLASH_EXT_CUDA_VERSION)
   if(DEFINED ENV{${name}})
     set(${name} "$ENV{${name}}")
   endif()
@@ -29,9 +31,16 @@ function(find_gpus result)
   endif()
 endfunction()
 
-# Sets nvcc to a compiler of torch's CUDA major version, or to nothing and `problem` to what was found instead.
+set(cuda_version "${TORCH_CUDA_VERSION}")
+set(who "the version of this torch")
+if(FLASH_EXT_CUDA_VERSION)
+  set(cuda_version ${FLASH_EXT_CUDA_VERSION})
+  set(who "as FLASH_EXT_CUDA_VERSION says")
+endif()
+
+# Sets nvcc to a compiler of that CUDA's major version, or to nothing and `problem` to what was found instead.
 function(find_nvcc nvcc problem)
-  string(REGEX MATCH "^[0-9]+" major "${TORCH_CUDA_VERSION}")
+  string(REGEX MATCH "^[0-9]+" major "${cuda_version}")
   find_program(NVCC_ON_PATH nvcc NO_CMAKE_SYSTEM_PATH)
   set(others "")
   foreach(candidate IN ITEMS "$ENV{CUDACXX}" ${NVCC_ON_PATH} ${TORCH_ROOT}/../nvidia/cu${major}/bin/nvcc)
@@ -47,7 +56,7 @@ function(find_nvcc nvcc problem)
     endif()
   endforeach()
   set(${nvcc} "" PARENT_SCOPE)
-  set(${problem} "there is no nvcc of CUDA ${major}, the version of this torch${others}" PARENT_SCOPE)
+  set(${problem} "there is no nvcc of CUDA ${major}, ${who}${others}" PARENT_SCOPE)
 endfunction()
 
 set(CUDA_ENABLED OFF)
@@ -61,7 +70,7 @@ elseif(FLASH_EXT_CUDA STREQUAL "AUTO" AND NOT gpus)
   set(CUDA_REASON "AUTO sees no GPU here (FLASH_EXT_CUDA=ON builds the kernels anyway)")
 elseif(NOT FLASH_EXT_CUDA MATCHES "^(AUTO|ON)$")
   message(FATAL_ERROR "FLASH_EXT_CUDA is '${FLASH_EXT_CUDA}': it must be AUTO, ON or OFF.")
-elseif(NOT TORCH_CUDA_VERSION)
+elseif(NOT cuda_version)
   set(problem "torch ${TORCH_VERSION} is a build without CUDA")
 else()
   find_nvcc(nvcc problem)
@@ -102,7 +111,7 @@ if(nvcc)
   enable_language(CUDA)
   set(CUDA_TOOLKIT ${CMAKE_CUDA_COMPILER_VERSION})
 elseif(problem AND FLASH_EXT_CUDA STREQUAL "ON")
-  set(pin "==${TORCH_CUDA_VERSION}.*")
+  set(pin "==${cuda_version}.*")
   message(FATAL_ERROR "FLASH_EXT_CUDA=ON, but ${problem}. Put such a toolkit on PATH or, beside torch, \
 pip install 'nvidia-cuda-nvcc${pin}' 'nvidia-nvvm${pin}' 'nvidia-cuda-crt${pin}' 'nvidia-cuda-cccl${pin}' \
 'nvidia-cuda-runtime${pin}'")

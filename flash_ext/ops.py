@@ -5,15 +5,19 @@
     torch_2.11/_C.cpython-....so           the module of a Python, beside them
     torch_2.11/build_info.json
 
+A build from source has one such folder, the wheel of ``tools/build_wheel.py`` one for each torch, with several _C.
+
 Reached by ``import flash_ext``; afterwards ``torch.ops.flash_ext`` holds every operator of ``csrc/torch/schemas.h``.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib.machinery
 import importlib.util
 import json
 import sys
+import warnings
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,6 +33,12 @@ LIBRARIES = [_FOLDER / "libflash_kernels.so", _OF_TORCH / "libflash_ext.so"]  # 
 _REBUILD = "run `pip install --no-build-isolation .` in the repository"
 
 
+def _listed(versions: set[str]) -> str:
+    """2.9, 2.10 and 2.11"""
+    *first, last = sorted(versions, key=lambda version: [int(number) for number in version.split(".")])
+    return f"{', '.join(first)} and {last}" if first else last
+
+
 def build_info() -> dict[str, Any]:
     """How this installation was built: version, commit, torch, compiler, CUDA decision and its reason.
 
@@ -37,10 +47,10 @@ def build_info() -> dict[str, Any]:
     file = _OF_TORCH / "build_info.json"
     if file.exists():
         return json.loads(file.read_text())
-    others = sorted(folder.name.removeprefix("torch_") for folder in _FOLDER.glob("torch_*"))
+    others = {folder.name.removeprefix("torch_") for folder in _FOLDER.glob("torch_*")}
     if not others:
         raise ImportError(f"flash_ext is not built: there is no {_OF_TORCH.name} beside the package; {_REBUILD}")
-    raise ImportError(f"flash_ext was built for torch {' and '.join(others)}, not for torch {_MINOR}; {_REBUILD}")
+    raise ImportError(f"flash_ext was built for torch {_listed(others)}, not for torch {_MINOR}; {_REBUILD}")
 
 
 def _check(info: dict[str, Any]) -> None:
@@ -55,8 +65,38 @@ def _check(info: dict[str, Any]) -> None:
         raise ImportError(f"flash_ext has operators for torch {_MINOR} that are older than its kernels; {_REBUILD}")
 
 
+def _driver_version() -> int:
+    """12080: the driver is for CUDA 12.8; 0: there is none. Loads the driver's library and makes no context."""
+    version = ctypes.c_int()
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return 0
+    return version.value
+
+
+def _warn_of_old_driver(cuda: dict[str, Any]) -> None:
+    # NOTE: only where torch is of an older CUDA than the kernels, and may run with a driver that they cannot run with.
+    # Elsewhere torch itself refuses the driver.
+    if not cuda["enabled"] or torch.version.cuda is None:
+        return
+    needed = int(cuda["toolkit"].split(".")[0])
+    if int(torch.version.cuda.split(".")[0]) >= needed:
+        return
+    driver = _driver_version()
+    if 0 < driver < 1000 * needed:
+        warnings.warn(
+            f"flash_ext's GPU kernels need a driver for CUDA {needed}.0 or later, and this one is for CUDA "
+            f"{driver // 1000}.{driver % 1000 // 10}: calls with CUDA tensors will fail until it is updated",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
 def _load() -> ModuleType | None:
-    _check(build_info())
+    info = build_info()
+    _check(info)
+    _warn_of_old_driver(info["cuda"])
     torch.ops.load_library(str(LIBRARIES[1]))
     files = [_OF_TORCH / f"_C{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
     file = next((file for file in files if file.exists()), None)
@@ -87,7 +127,9 @@ def new_library() -> torch.library.Library:
 def require_c() -> ModuleType:
     """The module ``_C``, for what is not an operator."""
     if C is None:
+        others = {"3." + file.name.split("-")[1].removeprefix("3") for file in _OF_TORCH.glob("_C.cpython-3*")}
         raise ImportError(
-            "flash_ext._C was built for another Python; rebuild with `pip install --no-build-isolation .`"
+            f"flash_ext has no module _C for Python {sys.version_info[0]}.{sys.version_info[1]}, "
+            f"{f'only for {_listed(others)}' if others else 'nor for another'}, and this call needs it; {_REBUILD}"
         )
     return C

@@ -107,6 +107,16 @@ def test_on_without_nvcc_names_what_to_install(fake_libtorch: Path, no_gpu: str)
 
 
 @needs_source
+@pytest.mark.parametrize("version", ["2.11.0+cu99", "2.11.0+cpu"])
+def test_a_toolkit_of_another_cuda_than_that_of_torch(fake_libtorch: Path, no_gpu: str, version: str) -> None:
+    (fake_libtorch / "build-version").write_text(version)
+    code, text, _ = configure(fake_libtorch, FLASH_EXT_CUDA="ON", FLASH_EXT_CUDA_VERSION="8.7", PATH=no_gpu)
+    assert code != 0
+    assert "FLASH_EXT_CUDA=ON, but there is no nvcc of CUDA 8, as FLASH_EXT_CUDA_VERSION says" in text
+    assert "'nvidia-cuda-nvcc==8.7.*'" in text
+
+
+@needs_source
 @pytest.mark.parametrize(
     ("version", "env", "sentence"),
     [

@@ -26,6 +26,8 @@ WITH_OTHER_ARGUMENTS = {
     "python benchmarks/train_lm.py": "tests/test_benchmarks.py",
     "uv run --no-sync python tools/torch_versions.py": ".ci/run",
     "uv run cmake": ".ci/run",
+    "uv run tools/build_wheel.py": ".ci/run",
+    "uv run tools/try_wheel.py": ".ci/run",
     "uv run pytest": ".ci/run",
     "uv run python benchmarks/again.py": "tests/test_again.py",
     "uv run python benchmarks/attention.py": "tests/test_benchmarks.py",

@@ -3,8 +3,9 @@
     uv run --no-sync python tools/torch_versions.py 2.9.1 2.15.0 --out build/torch.md
 
 The checkout is not touched: its files are copied to build/torch/VERSION/source, uv builds and installs what is there,
-and the tests import what was installed. An environment takes about 5 GB and goes when its version is done; --keep
-leaves it, and the next run then builds incrementally. Exits with 1 where a build or a test failed; the logs stay.
+and the tests import what was installed. With --wheel, that wheel is installed instead. An environment takes about 5 GB
+and goes when its version is done; --keep leaves it, and the next run then builds incrementally. Exits with 1 where a
+build or a test failed; the logs stay.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def copy_source(target: Path) -> None:
             shutil.copy2(ROOT / name, target / name)
 
 
-def check(row: Row, folder: Path) -> None:
+def check(row: Row, folder: Path, wheel: Path | None) -> None:
     """Installs, builds and tests with one version, and fills in the row. Raises CalledProcessError where one fails."""
     python, source, report = folder / "env/bin/python", folder / "source", folder / "junit.xml"
     folder.mkdir(parents=True, exist_ok=True)
@@ -87,10 +88,8 @@ def check(row: Row, folder: Path) -> None:
     install = ["uv", "pip", "install", "--python", python]
     row.install_s = run(folder / "install.log", *install, f"torch=={row.torch}", *NEEDED)
     copy_source(source)
-    own = (
-        "--verbose --no-deps --no-build-isolation --reinstall-package flash-ext".split()
-    )  # never a wheel of uv's cache
-    row.build_s = run(folder / "build.log", *install, *own, source)
+    own = "--verbose --no-deps --no-build-isolation --reinstall-package flash-ext".split()  # none of uv's cache
+    row.build_s = run(folder / "build.log", *install, *own, wheel or source)
     shutil.rmtree(source / "flash_ext")  # what runs there must find what was installed
     ask = "import flash_ext, json, torch; print(json.dumps([flash_ext.__file__, torch.version.cuda]))"
     run(folder / "import.log", python, "-c", ask, cwd=source)
@@ -127,13 +126,16 @@ def table(rows: list[Row]) -> str:
     return tabulate(map(astuple, rows), HEADER, "pipe", disable_numparse=True, stralign="right") + "\n"
 
 
-def main(versions: tuple[str, ...] = VERSIONS, /, out: Path | None = None, keep: bool = False) -> int:
+def main(
+    versions: tuple[str, ...] = VERSIONS, /, out: Path | None = None, keep: bool = False, wheel: Path | None = None
+) -> int:
     """Builds flash_ext CPU-only against several versions of torch, each in an environment of its own, and tests it.
 
     Args:
         versions: of torch
         out: FILE, to write the table there, too, in Markdown
         keep: keep environments and build folders under build/torch
+        wheel: of tools/build_wheel.py, which is installed in place of a build from source
     """
     if shutil.which("uv") is None:
         sys.exit("error: uv is not on PATH: pip install uv")
@@ -143,7 +145,7 @@ def main(versions: tuple[str, ...] = VERSIONS, /, out: Path | None = None, keep:
         folder = ROOT / "build/torch" / version
         print(f"torch {version} in {folder.relative_to(ROOT)}", flush=True)
         try:
-            check(rows[-1], folder)
+            check(rows[-1], folder, wheel and wheel.resolve())
         except subprocess.CalledProcessError as error:
             log = max(folder.glob("*.log"), key=lambda path: path.stat().st_mtime)
             words = log.read_text(errors="replace").splitlines()[-60:]
