@@ -9,12 +9,16 @@
 #include <vector>
 
 #include "check.h"
+#include "gpu/host/launch.h"
+#include "gpu/host/tensor_map.h"
 #include "kernels/sm90/descriptor.h"
 #include "kernels/sm90/pipeline.cuh"
 #include "kernels/sm90/wgmma.cuh"
 
 namespace flash_ext::sm90 {
 namespace {
+
+using cuda::make_tensor_map, cuda::Promotion;
 
 // ---- wgmma ----------------------------------------------------------------------------------------------------------
 
