@@ -202,16 +202,16 @@ def test_a_kernel_may_be_named() -> None:
 @pytest.mark.kernels("sm90")
 def test_the_gradient_of_a_bias_may_be_another_kernels() -> None:
     """Beside a mask, slopes, dropout or in float32 sm90 leaves it; not where every score has its own."""
-    shape = (2, 4, 300, 64)
+    shape = (2, 4, 304, 64)
     q = torch.empty(shape, device="meta", dtype=torch.bfloat16, requires_grad=True)
-    mask, slopes = torch.ones(300, 300, dtype=torch.bool, device="meta"), torch.ones(4, device="meta")
+    mask, slopes = torch.ones(304, 304, dtype=torch.bool, device="meta"), torch.ones(4, device="meta")
     dtypes = {"float32": torch.float32}
     for name, options in {"mask": {"mask": mask}, "slopes": {"alibi_slopes": slopes}, "float32": {}}.items():
-        bias = torch.empty(300, 300, device="meta", dtype=dtypes.get(name, torch.bfloat16), requires_grad=True)
+        bias = torch.empty(304, 304, device="meta", dtype=dtypes.get(name, torch.bfloat16), requires_grad=True)
         plan = flash_ext.explain(q, q, q, bias=bias, device="cuda", **options)
         assert plan.backward.kernel == "sm90.backward.scored, sm80.bias_gradient"
         assert candidates(plan, "backward")["sm90.backward.scored"].bias_gradient == "sm80.bias_gradient"
-        whole = torch.empty(2, 4, 300, 300, device="meta", dtype=bias.dtype, requires_grad=True)
+        whole = torch.empty(2, 4, 304, 304, device="meta", dtype=bias.dtype, requires_grad=True)
         plan = flash_ext.explain(q, q, q, bias=whole, device="cuda", **options)
         assert plan.backward.kernel == "sm80.backward.general"
 

@@ -81,9 +81,10 @@ inline void ask_limits(const Limits& limits, const Problem& problem, const Devic
                        : " is less than " + version(limits.least_compute_capability));
     });
   }
-  const bool value_is_larger = problem.head_dim_v > problem.head_dim;
-  check(value_is_larger ? "head_dim_v" : "head_dim", std::max(problem.head_dim, problem.head_dim_v),
-        limits.least_head_dim, limits.head_dim);
+  const int64_t head_dim = std::max(problem.head_dim, problem.head_dim_v);
+  check(problem.head_dim_v > problem.head_dim ? "head_dim_v" : "head_dim", head_dim, limits.least_head_dim,
+        limits.head_dim);
+  if (head_dim < limits.least_head_dim) reasons.count += 3;  // another row is for it
   const auto check_multiple = [&](const char* name, int64_t size) {
     if (size % limits.head_dim_multiple == 0) return;
     reasons.add([&] {
@@ -131,6 +132,7 @@ inline void ask(const Kernel& kernel, const Asked& asked, const DeviceInfo& devi
   if (reasons.is_decided()) return;
   if (!kernel.serves_only.empty() && (needed.bits & kernel.serves_only.bits) == 0) {
     reasons.add([&] { return "made for calls with " + feature_names(kernel.serves_only); });
+    reasons.count += 3;  // another row is for it
   }
   ask_limits(kernel.limits, problem, device, reasons);
   if (reasons.count > 0) return;
