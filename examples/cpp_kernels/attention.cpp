@@ -1,8 +1,8 @@
 // Attention on raw pointers, forward and backward, without torch: libflash_kernels.so is all it takes.
 //   ./attention          float32 on the CPU
 //   ./attention cuda     bfloat16 on the first GPU
-// A caller says what is to be computed (Problem) and where it lies (ForwardArgs, BackwardArgs), takes the first backend
-// that accepts, asks it for a plan, gives it the scratch memory that the plan wants, and runs it.
+// A caller says what is to be computed (Problem) and where it lies (ForwardArgs, BackwardArgs), takes the
+// cheapest kernel that accepts, asks it for a plan, gives it the scratch memory that the plan wants, and runs it.
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -16,6 +16,7 @@
 #endif
 
 #include "core/library.h"
+#include "core/select.h"
 
 using namespace flash_ext;
 
