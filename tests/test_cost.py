@@ -82,3 +82,17 @@ def test_the_choice_of_short_forwards() -> None:
         if lost > 1.05:
             slower.append((dim, queries, keys, heads, backend, ratio))
     assert len(slower) <= 0.05 * len(calls), slower
+
+
+def test_memory_is_worth_time() -> None:
+    """A sum of dQ in float beyond 3 MiB is left to a kernel that needs none: up to 128 keys and 64 columns."""
+    for queries, keys, dim, mask, backend in (
+        (1024, 77, 64, False, "sm80"),
+        (1024, 77, 64, True, "sm80"),
+        (64, 77, 64, False, "sm90"),
+        (1024, 300, 64, False, "sm90"),
+        (1024, 77, 128, False, "sm90"),
+    ):
+        q, k = (torch.empty(8, 16, n, dim, dtype=torch.bfloat16, device="meta") for n in (queries, keys))
+        options = {"mask": torch.ones(queries, keys, dtype=torch.bool, device="meta")} if mask else {}
+        assert flash_ext.explain(q, k, k, device="cuda", **options).backward.backend == backend

@@ -36,7 +36,7 @@ inline double backward_cost(const Problem& problem, const DeviceInfo& device) {
   const double tflops = head_dim <= 64 ? 290 : head_dim <= 128 ? 335 : 280;
   const double tiles = static_cast<double>(problem.batch * problem.heads_k * block_count(problem.len_k, 128));
   // A tile that holds all keys needs no sums of dQ (run_bwd.cuh, kDirectDq).
-  const bool is_direct = head_dim <= 64 && problem.len_k <= (is_plain(problem) ? 128 : 64);
+  const bool is_direct = head_dim <= 64 && problem.len_k <= 128;
   double us = time_of(problem, device, 5, tiles, {is_plain(problem) ? tflops : 0.9 * tflops, 7});
   if (problem.wants_dbias && !problem.whole_dbias) us += bias_gradient_cost(problem, device);
   return us + (is_direct ? 0.0 : memory_cost(dq_bytes(problem)));
