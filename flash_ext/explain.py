@@ -54,7 +54,8 @@ class Plan:
 class Candidate:
     """A kernel that was considered for a pass. Of those without a reason to refuse, the one of least cost runs.
 
-    ``cost_us`` is rough: microseconds by which kernels of a pass are compared, 0 where no other one serves its calls.
+    ``cost_us`` is rough: microseconds, and a penalty for much scratch memory, by which kernels of a pass are compared;
+    0 where no other one serves its calls.
     ``bias_gradient`` names the kernel that makes the gradient of the bias for it, where it does not make it itself.
     """
 
@@ -113,7 +114,7 @@ def _considered(candidates: Iterable[Candidate]) -> Iterator[str]:
                 if row.reason:
                     yield f"{row.kernel} refuses ({name}): {row.reason}"
                 elif not row.chosen:
-                    yield f"{row.kernel} could run ({name}), in about {row.cost_us:.3g} us"
+                    yield f"{row.kernel} could run ({name}), at a cost of {row.cost_us:.3g} us"
 
 
 def _uses(plan: Plan) -> str:

@@ -52,12 +52,12 @@ inline std::string grouped(int64_t number) {
   return text;
 }
 
-inline std::string feature_names(Features features) {
+inline std::string feature_names(Features features, const char* last = " and ") {
   std::string text;
   for (unsigned i = 0; i < static_cast<unsigned>(Feature::kCount); ++i) {
     if (!features.has(static_cast<Feature>(i))) continue;
     features = features.without({static_cast<Feature>(i)});
-    text += (text.empty() ? "" : features.empty() ? " and " : ", ") + std::string(kFeatureNames[i]);
+    text += (text.empty() ? "" : features.empty() ? last : ", ") + std::string(kFeatureNames[i]);
   }
   return text;
 }
@@ -131,7 +131,7 @@ inline void ask(const Kernel& kernel, const Asked& asked, const DeviceInfo& devi
   }
   if (reasons.is_decided()) return;
   if (!kernel.serves_only.empty() && (needed.bits & kernel.serves_only.bits) == 0) {
-    reasons.add([&] { return "made for calls with " + feature_names(kernel.serves_only); });
+    reasons.add([&] { return "made for calls with " + feature_names(kernel.serves_only, " or "); });
     reasons.count += 3;  // another row is for it
   }
   ask_limits(kernel.limits, problem, device, reasons);

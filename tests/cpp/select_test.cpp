@@ -126,7 +126,7 @@ TEST_F(Select, ReasonsAreSentencesOfWhatIsMissing) {
   problem().wants_dk = true;
   problem().has_alibi = false;
   kernel.serves_only = {Feature::kMask, Feature::kDropout};
-  EXPECT_EQ(reason(kernel), "made for calls with a mask and dropout");
+  EXPECT_EQ(reason(kernel), "made for calls with a mask or dropout");
   kernel.device = DeviceType::kCpu;
   EXPECT_EQ(reason(kernel), "the tensors are not on the CPU");
   problem().batch_rank = 5;

@@ -57,8 +57,7 @@ auto with_instance(const Problem& problem, const Function& function) {
   });
 }
 
-// ---- 16 bits and float32
-// ---------------------------------------------------------------------------------------------
+// ---- 16 bits and float32 -------------------------------------------------------------------------------------------
 
 template <Pass kPass>
 Plan plan(const Problem& problem, const DeviceInfo& device) {
@@ -92,8 +91,7 @@ int64_t least_shared_bytes(const Problem& problem, const DeviceInfo& device) {
   });
 }
 
-// ---- one tile
-// --------------------------------------------------------------------------------------------------------
+// ---- one tile ------------------------------------------------------------------------------------------------------
 
 // Of 16 bits and head dimensions up to 64.
 template <class Function>
@@ -124,16 +122,14 @@ int64_t one_tile_bytes(const Problem& problem, const DeviceInfo&) {
   });
 }
 
-// ---- float64
-// ---------------------------------------------------------------------------------------------------------
+// ---- float64 -------------------------------------------------------------------------------------------------------
 
 template <Pass kPass>
 Plan plan_double(const Problem& problem, const DeviceInfo& device) {
   return plan_fp64(problem, kPass, device);
 }
 
-// ---- rows
-// ------------------------------------------------------------------------------------------------------------
+// ---- rows ----------------------------------------------------------------------------------------------------------
 
 constexpr Limits kLimits = {.least_compute_capability = 80, .head_dim = largest(HeadDims{}), .length = kMaxLength};
 
