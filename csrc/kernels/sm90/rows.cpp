@@ -209,8 +209,7 @@ void backward(const BackwardArgs& args, const Plan& plan, void* workspace) {
   instance_of(args.fwd.problem, Pass::kBackward).run_backward(args, plan.chosen<BackwardLaunch>(), workspace);
 }
 
-// ---- rows
-// ------------------------------------------------------------------------------------------------------------
+// ---- rows ----------------------------------------------------------------------------------------------------------
 
 // Of the instances of this build.
 constexpr Features dtypes(Pass pass) {
