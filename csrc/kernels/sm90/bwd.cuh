@@ -15,63 +15,11 @@
 // each has arrived, and empty when the adder has read it.
 #pragma once
 
+#include "kernels/sm90/bwd_load.cuh"
 #include "kernels/sm90/bwd_order.cuh"
 #include "kernels/sm90/bwd_scores.cuh"
 
 namespace flash_ext::sm90 {
-
-// ---- producer -------------------------------------------------------------------------------------------------------
-
-// Order: K, Q, V, dO; but behind another tile K comes last, because the others have room sooner.
-// NOTE: K first was worth 1 to 3 % at head dim 128, also where a block runs hundreds of tiles of queries; perhaps how
-// the warpgroups start against each other stays.
-template <class Traits>
-__device__ __forceinline__ void produce_backward(const BackwardParams& params, const typename Traits::Tiles& tiles) {
-  constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN;
-  typename Traits::Place place;
-  uint32_t phase = 0;
-  for (uint32_t linear = blockIdx.x; linear < params.tiles; linear += gridDim.x) {
-    const KeyWork work = KeyWork::at<kBlockM, kBlockN>(params, linear);
-    const auto load_keys = [&](const Ring<Traits::kKvBytes>& ring, const TensorMap& map) {
-      barrier_wait(ring.empty(0), phase ^ 1);
-      barrier_expect(ring.full(0), Traits::kKvBytes);
-      load_panels<kBlockN, Traits::kPanels>(ring.tile(0), ring.full(0), map,
-                                            work.box(map.steps, work.head_k, work.first_key));
-    };
-    bool first = true, has_k = false;
-    if (linear == blockIdx.x && work.last_m > work.first_m) {
-      load_keys(tiles.k(), params.k);
-      has_k = true;
-    }
-    for (int member = 0; member < params.members; ++member) {
-      const int head = work.head_k * params.members + member;
-      const float* stats = params.stats + int64_t{work.row + member} * params.m_blocks * (kQueryStats * kBlockM);
-      for (int m = work.first_m; m < work.last_m; ++m) {
-        const auto load = [&](const Ring<Traits::kQBytes>& ring, const TensorMap& map, int more) {
-          const uint32_t full = ring.full(place.stage);
-          barrier_wait(ring.empty(place.stage), place.phase ^ 1);
-          barrier_expect(full, Traits::kQBytes + more);
-          load_panels<kBlockM, Traits::kPanels>(ring.tile(place.stage), full, map,
-                                                work.box(map.steps, head, m * kBlockM));
-        };
-        load(tiles.q(), params.q, Traits::kStatsBytes);
-        bulk_load(tiles.stats(place.stage), stats + m * (kQueryStats * kBlockM), tiles.q().full(place.stage),
-                  Traits::kStatsBytes);
-        if (first) load_keys(tiles.v(), params.v);
-        load(tiles.d_out(), params.d_out, 0);
-        place.advance();
-        if (first) {
-          if (!has_k) load_keys(tiles.k(), params.k);
-          first = false;
-          phase ^= 1;
-        }
-      }
-    }
-    if constexpr (Traits::kWalk == Walk::kOne) break;
-  }
-}
-
-// ---- consumers ------------------------------------------------------------------------------------------------------
 
 template <class Traits>
 __device__ __forceinline__ void consume_backward(const typename Traits::Params& params,
@@ -201,16 +149,21 @@ __device__ __forceinline__ void consume_backward(const typename Traits::Params& 
       if constexpr (Traits::kKSteps > 0) hold(k_frag);
     };
     int left = total;
-    // One tile of queries, whose S^T is there. kDefers: dQ is that of the one before, and there is none if kFirst.
-    // kLast: no tile follows, whose S^T would be computed.
-    const auto step = [&]<bool kFirst, bool kLast>(std::bool_constant<kFirst>, std::bool_constant<kLast>) {
+    // NOTE: with scores, or a softcap in fp16, there are no registers for `inside`: 4 to 12 bytes were spilled. With a
+    // softcap in bf16 the other way spilled 8.
+    const auto is_boundary = [&] {
+      if constexpr (!Traits::kScored && !(Traits::kCaps && Traits::kScaled)) return !inside.has(m);
+      return params.is_boundary(m * kBlockM, kBlockM, work.first_key + consumer * 64, 64);
+    };
+    // One tile of queries, whose S^T and dO are there. kDefers: dQ is that of the one before, and there is none if
+    // kFirst. kLast: no tile follows, whose S^T would be computed. kWhole: no pair is hidden, and no row is far.
+    const auto step = [&]<bool kFirst, bool kLast, bool kWhole>(std::bool_constant<kFirst>, std::bool_constant<kLast>,
+                                                                std::bool_constant<kWhole>) {
       float dp_acc[kBlockM / 2], dq_acc[Traits::kDqCols / 2];
       uint32_t p_frag[kBlockM / 4], ds_frag[kBlockM / 4];
       [[maybe_unused]] KeptOfMask<Traits> kept;
       [[maybe_unused]] float slope = 0.f;
       if constexpr (Traits::kScored) slope = params.scores.alibi.of(head, work.b0, work.b1);
-      barrier_wait(d_out_ring.full(place.stage), place.phase);
-      if constexpr (Traits::kOrdered) m = uniform(load_shared_int(tiles.m_block(place.stage)));
       const auto issue_dp = [&] {
         wgmma_fence();
         issue_scores<T, kBlockN, kBlockM, kHeadDim>(dp_acc, v_desc, d_out_ring.tile(place.stage));
@@ -222,19 +175,14 @@ __device__ __forceinline__ void consume_backward(const typename Traits::Params& 
                                      distance);
       }
       if constexpr (Traits::kCaps) cap_scores<T, true>(s_acc, params.softcap);
-      // NOTE: with scores, or a softcap in fp16, there are no registers for `inside`: 4 to 12 bytes were spilled. With
-      // a softcap in bf16 the other way spilled 8.
-      const auto is_boundary = [&] {
-        if constexpr (!Traits::kScored && !(Traits::kCaps && Traits::kScaled)) return !inside.has(m);
-        return params.is_boundary(m * kBlockM, kBlockM, work.first_key + consumer * 64, 64);
-      };
-      if (Traits::kMayBeFar && is_boundary() && is_far_tile(tiles.stats_far(place.stage))) {
+      if (!kWhole && Traits::kMayBeFar && is_boundary() && is_far_tile(tiles.stats_far(place.stage))) {
         subtract_far(s_acc, tiles.stats_far(place.stage), params.scale, params.inverse_scale);
       }
       [[maybe_unused]] uint32_t sloped_p[Traits::kCaps ? kBlockM / 4 : 1];  // P (1 - tanh^2), of which dS is made
       probabilities<Traits>(p_frag, sloped_p, s_acc, params, tiles.stats_lse(place.stage));
-      if (has_mask(params)) mark_hidden(p_frag, kept);
-      if (is_boundary()) mark_hidden(p_frag, KeptColumns::of_keys(params.band, params.len_q, row, m * kBlockM));
+      if (!kWhole && has_mask(params)) mark_hidden(p_frag, kept);
+      if (!kWhole && is_boundary())
+        mark_hidden(p_frag, KeptColumns::of_keys(params.band, params.len_q, row, m * kBlockM));
       hold(p_frag);
       if constexpr (Traits::kLateDp) {
         hold(sloped_p);
@@ -260,7 +208,7 @@ __device__ __forceinline__ void consume_backward(const typename Traits::Params& 
           ds_frag[i / 2] = ds_of<Traits>(p, x, y, delta, ds_scale);
         });
       }
-      if (has_mask(params) || is_boundary()) clear_marked(ds_frag, p_frag);
+      if (!kWhole && (has_mask(params) || is_boundary())) clear_marked(ds_frag, p_frag);
       if constexpr (kLast) {
         if (lane == 0) barrier_arrive(v_ring.empty(0));
       }
@@ -343,18 +291,37 @@ __device__ __forceinline__ void consume_backward(const typename Traits::Params& 
       wgmma_wait<0>();
       hold(s_acc);
       hold_k();
+      const std::false_type no;
+      const std::true_type yes;
+      const auto wait_tile = [&] {
+        barrier_wait(d_out_ring.full(place.stage), place.phase);
+        if constexpr (Traits::kOrdered) m = uniform(load_shared_int(tiles.m_block(place.stage)));
+      };
       const auto rest = [&] {
-        for (; left > 1; --left) step(std::false_type(), std::false_type());
-        step(std::false_type(), std::true_type());
+        for (; left > 1; --left) {
+          wait_tile();
+          if constexpr (Traits::kHasWholeStep) {
+            if (!has_mask(params) && !is_boundary()) {
+              step(no, no, yes);
+              continue;
+            }
+          }
+          step(no, no, no);
+        }
+        wait_tile();
+        step(no, yes, no);
       };
       if constexpr (!kDefers) {
         rest();
-      } else if (total == 1) {
-        step(std::true_type(), std::true_type());
       } else {
-        step(std::true_type(), std::false_type());
-        --left;
-        rest();
+        wait_tile();
+        if (total == 1) {
+          step(yes, yes, no);
+        } else {
+          step(yes, no, no);
+          --left;
+          rest();
+        }
       }
       if constexpr (Traits::kOrdered) {
         barrier_wait(tiles.dq_empty(), place.stage ^ 1);

@@ -1,8 +1,8 @@
 // What the backward kernel is made of beside its two roles: parameters, shared memory, the tiles of the grid, products,
 // stores, and the scale of dS in fp16.
 //
-// Called by bwd.cuh, bwd_order.cuh and bwd_rows.cuh. Invariant: fragments are [keys, queries], as wgmma.cuh says for 64
-// rows.
+// Called by bwd.cuh, bwd_load.cuh, bwd_order.cuh and bwd_rows.cuh. Invariant: fragments are [keys, queries], as
+// wgmma.cuh says for 64 rows.
 #pragma once
 
 #include <type_traits>
@@ -93,6 +93,9 @@ struct BackwardTraits {
   // P is at most 1: in fp16, where 2^-14 is the least normal number, it is kept as 2^10 P.
   static constexpr bool kScaled = std::is_same_v<T, __half>;
   static constexpr bool kAccumulates = true;  // dq_accum, which prepare_kernel fills with zeros
+  // Tiles in which no pair is hidden have code of their own. NOTE: with scores or a softcap at head dim 128, and with
+  // dropout in fp16 at 64, that spills 20 to 204 bytes.
+  static constexpr bool kHasWholeStep = kMayBeFar || (kHeadDim <= 64 && !(kDrops && kScaled));
   static constexpr float kPShift = kScaled ? 10.f : 0.f;
   static constexpr int kStagingBytes = 16 * kDqCols * 4;
   static_assert(kStagingBytes >= 16 * kPanels * kPanelBytes, "a warp's rows of dK fit where its dQ was");
