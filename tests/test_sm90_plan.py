@@ -26,7 +26,8 @@ MULTIPROCESSORS = 132  # of the H200
 @pytest.mark.parametrize("length", [1, 500, 1024, 2048, 4096, 16384])
 def test_plan(length: int, causal: bool, head_dim: int, dtype: torch.dtype) -> None:
     q, k = half(2, 16, length, head_dim, dtype=dtype), half(2, 4, max(length, 129), head_dim, dtype=dtype)
-    plan = explain(q, k, causal=causal, align="bottom_right")
+    with flash_ext.use_backend("sm90"):
+        plan = explain(q, k, causal=causal, align="bottom_right")
     forward = plan.forward
     assert (forward.backend, forward.kernel) == ("sm90", "sm90.forward")
     assert forward.block_m in (128, 192, 256) and forward.block_n % 16 == 0 and forward.stages in (2, 3, 4)
@@ -62,15 +63,18 @@ def test_backward_plan(length: int, causal: bool, head_dim: int, dtype: torch.dt
     assert (backward.registers, backward.producer_registers) == (240, 24)
     tiles = 2 * 4 * -(-length // backward.block_n)
     assert backward.waves == pytest.approx(tiles / MULTIPROCESSORS, abs=1e-6)
-    ordered = length <= 512 and not causal
+    stored = length <= 128
+    ordered = length <= 512 and not causal and not stored
     persistent = ordered
     assert backward.schedule.startswith("dq in order, ") == ordered
+    assert backward.schedule.startswith("dq stored at once, ") == stored
     assert backward.schedule.endswith("persistent") == persistent
     assert backward.grid == (min(tiles, MULTIPROCESSORS) if persistent else tiles)
     assert 1 <= backward.l2_section <= 8
-    heads, width = 2 * 16, 64 if head_dim <= 64 else 128
+    heads, width = 2 * 16, 0 if stored else 64 if head_dim <= 64 else 128
     padded = -(-length // backward.block_m) * backward.block_m
-    assert heads * length * head_dim * 4 <= backward.scratch_bytes <= heads * padded * (width + 3) * 4 + 4096
+    least = 0 if stored else heads * length * head_dim * 4
+    assert least <= backward.scratch_bytes <= heads * padded * (width + 3) * 4 + 4096
     with flash_ext.use_backend("sm90"):
         assert explain(q, k, causal=causal).backward == backward
 
@@ -101,11 +105,36 @@ def test_deterministic_backward_plan(length: int, causal: bool, head_dim: int, d
     assert (strict.backend, strict.kernel) == ("sm90", "sm90.backward")
     assert strict.on_chip == loose.on_chip and strict.block_m == loose.block_m
     tiles = 2 * 4 * -(-length // strict.block_n)
+    if length <= 128:
+        assert strict == loose and strict.schedule == "dq stored at once, a tile of keys a block"
+        return
     assert strict.schedule == "dq in order, persistent"
     assert strict.grid == min(tiles, MULTIPROCESSORS)
     turns = 4 * (2 * 16 * -(-length // strict.block_m) + 1)
     more = 0 if loose.schedule == strict.schedule else -(-turns // 128) * 128
     assert strict.scratch_bytes - loose.scratch_bytes == more
+
+
+def test_dq_of_one_tile_of_keys_is_stored() -> None:
+    """Where all tiles of queries meet it; dropout, a softcap, and scores above head dim 64 sum dq in float."""
+
+    def stored(queries: int, keys: int, head_dim: int = 64, batch: int = 8, **options: Any) -> str:
+        q, k = half(batch, 16, queries, head_dim), half(batch, 16, keys, head_dim)
+        with flash_ext.use_backend("sm90"):
+            return explain(q, k, **options).backward.schedule
+
+    assert stored(1024, 128) == stored(1024, 77) == "dq stored at once, a tile of keys a block"
+    assert stored(1024, 128, batch=32) == stored(128, 128, 128, batch=64) == "dq stored at once, persistent"
+    assert stored(128, 128, causal=True).startswith("dq stored")
+    assert stored(1024, 77, mask=torch.ones(1024, 77, dtype=torch.bool, device="meta")).startswith("dq stored")
+    for others in (
+        stored(1024, 129),
+        stored(1024, 77, dropout_p=0.1),
+        stored(1024, 77, softcap=30.0),
+        stored(1024, 77, 128, mask=torch.ones(1024, 77, dtype=torch.bool, device="meta")),
+        stored(1024, 77, window=(16, 16)),
+    ):
+        assert not others.startswith("dq stored")
 
 
 def test_many_short_causal_columns_are_persistent() -> None:
@@ -232,6 +261,10 @@ def test_backward_plan_with_scores(length: int, causal: bool, head_dim: int, dty
         "dropout": {"dropout_p": 0.1},
     }
     plans = [explain(**tensors, causal=causal, **options) for options in scores.values()]
+    if length <= 128 and head_dim <= 64:  # one tile of keys: but with dropout dq is stored at once, which needs less
+        stored, summed = plans[0].backward, plans[-1].backward
+        assert stored.schedule.startswith("dq stored at once") and stored.scratch_bytes < summed.scratch_bytes
+        plans = plans[-1:]
     assert all(plan.backward == plans[0].backward for plan in plans)
     backward, plain = plans[0].backward, explain(**tensors, causal=causal).backward
     assert (backward.backend, backward.kernel) == ("sm90", "sm90.backward.scored")

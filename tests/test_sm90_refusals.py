@@ -170,7 +170,7 @@ BACKWARD: dict[str, tuple[dict[str, Tensor], dict[str, Any], str]] = {
     "one key": (wanting(), {"window": (0, 0)}, "no support for a band of one key"),
     "own key": (wanting(), {"window": (0, None), "causal": True}, "no support for a band of one key"),
     "few keys": (
-        {"query": half(2, 4, 256, 64), "key": half(2, 4, 15, 64), "value": half(2, 4, 15, 64)},
+        {"query": half(2, 4, 4096, 64), "key": half(2, 4, 15, 64), "value": half(2, 4, 15, 64)},
         {},
         "all queries together see 15 keys, fewer than 16",
     ),

@@ -12,8 +12,8 @@
 namespace flash_ext {
 
 struct Speed {
-  double tflops;       // of a full card, of the products that the formulas have
-  double tile_us;      // what a tile takes beside its products, where many follow each other
+  double tflops = 1;   // of a full card, of the products that the formulas have
+  double tile_us = 0;  // what a tile takes beside its products, where many follow each other
   double lone_us = 0;  // ... where each has a multiprocessor for itself; 0: the same
 };
 
@@ -27,6 +27,12 @@ inline double kept_pairs(const Problem& problem) {
     keys += static_cast<double>(band.keys({query, query + 1}, problem.len_k).size());
   }
   return keys / kSamples * static_cast<double>(problem.len_q * problem.batch * problem.heads_q);
+}
+
+// Of forwards of up to 64 queries, those that were timed with both backends. Heads of a group may share a tile, which
+// is not in the formulas and tells where keys are many.
+inline bool is_timed_short(const Problem& problem) {
+  return problem.len_q <= 64 && (problem.heads_q == problem.heads_k || problem.len_k <= 128);
 }
 
 // products: of a score tile, 2 in forward and 5 in backward.

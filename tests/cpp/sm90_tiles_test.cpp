@@ -325,6 +325,27 @@ TEST(BackwardTiles, InOrderTheShortestComesFirst) {
   EXPECT_FALSE(ordered_schedule(window, 128).last_first);
 }
 
+TEST(BackwardTiles, DqOfOneTileOfKeysIsStored) {
+  Problem one = problem(128, true);
+  EXPECT_TRUE(is_dq_stored(one));
+  one.deterministic = true;
+  EXPECT_FALSE(is_ordered(one));
+  one.len_q = 100000;  // aligned at the top left: all see keys
+  EXPECT_TRUE(is_dq_stored(one));
+  one.bottom_right = true;
+  EXPECT_FALSE(is_dq_stored(one));  // the first queries see none, and get zeros elsewhere
+  EXPECT_FALSE(is_dq_stored(problem(129, false)));
+  Problem masked = problem(100, false);
+  masked.has_mask = true;
+  masked.head_dim = masked.head_dim_v = 64;
+  EXPECT_TRUE(is_dq_stored(masked));
+  masked.head_dim_v = 72;
+  EXPECT_FALSE(is_dq_stored(masked));
+  masked.head_dim_v = 64;
+  masked.dropout_p = 0.1;
+  EXPECT_FALSE(is_dq_stored(masked));
+}
+
 TEST(BackwardTiles, InOrderWhereAskedForOrShort) {
   EXPECT_TRUE(is_ordered(problem(512, false)));
   EXPECT_FALSE(is_ordered(problem(512, true)));

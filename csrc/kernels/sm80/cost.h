@@ -12,17 +12,21 @@ namespace flash_ext::sm80 {
 inline double forward_cost(const Problem& problem, const DeviceInfo& device) {
   const int64_t head_dim = std::max(problem.head_dim, problem.head_dim_v);
   const bool few_queries = problem.len_q <= 64, plain = is_plain(problem);
-  Speed speed{head_dim <= 64 ? 360.0 : head_dim <= 128 ? 400.0 : 335.0, 1.5};
-  if (!plain) speed.tflops *= 0.8;
-  if (few_queries) {
-    // NOTE: measured up to 64 queries and keys, and at head dim 64 up to 128 keys. What is beyond is not, and counts as
-    // what sm90's tile of 64 queries takes.
-    const bool measured = problem.len_k <= (head_dim <= 64 ? 128 : 64) && head_dim <= 128 && plain;
-    speed.tile_us = !measured ? 3.2 : head_dim <= 64 ? 0.9 : 1.8;
-    speed.lone_us = !measured ? 3.2 : 2.0 + 0.01 * static_cast<double>(problem.len_k);
-  }
+  const double keys = static_cast<double>(problem.len_k);
   const double tiles =
       static_cast<double>(problem.batch * problem.heads_q * block_count(problem.len_q, few_queries ? 64 : 128));
+  Speed speed;
+  if (is_timed_short(problem) && plain) {
+    speed = head_dim <= 32    ? Speed{177, 0.75, 2.6 + 0.012 * keys}
+            : head_dim <= 64  ? Speed{257, 0.9, 3.3 + 0.013 * keys}
+            : head_dim <= 128 ? Speed{225, 1.4, 3.5 + 0.007 * keys}
+                              : Speed{277, 3.2, 5.5};
+  } else {
+    const double crowd = 2.5 * std::min(1.0, tiles / 132);  // 128 lone tiles take longer than 16
+    speed = {head_dim <= 64 ? 360.0 : head_dim <= 128 ? 400.0 : 335.0, 2.2, 3.2 + 0.010 * keys + crowd};
+    if (!plain) speed = {0.8 * speed.tflops, speed.tile_us + 1.0, speed.lone_us + 3.0};
+    if (few_queries) speed.tile_us = speed.lone_us = 3.2;  // NOTE: not timed; no less than sm90 takes
+  }
   return time_of(problem, device, 2, tiles, speed);
 }
 

@@ -49,7 +49,9 @@ __device__ __forceinline__ void consume_backward(const typename Traits::Params& 
     if constexpr (Traits::kOrdered) {
       return uniform(read_work<Traits>(tiles, work_place));
     } else {
-      return KeyWork::at<kBlockM, kBlockN>(params, linear);
+      KeyWork work = KeyWork::at<kBlockM, kBlockN>(params, linear);
+      if constexpr (Traits::kStored) work.first_m = 0, work.last_m = params.m_blocks;
+      return work;
     }
   };
 
@@ -83,13 +85,29 @@ __device__ __forceinline__ void consume_backward(const typename Traits::Params& 
     int m = work.first_m;  // the tile of queries; ordered: what the producer says
     [[maybe_unused]] int head = work.head_k * params.members;
     [[maybe_unused]] int dq_m = work.first_m;  // kDefers: that of `dq`
-    // dQ of a tile of queries, from its staging to global memory; after a fence. parity: of the tile, in this block.
-    const auto add_dq = [&](int parity) {
+    // Starts at the first tile of queries. NOTE: found anew, because keeping it through the loop spilled 16 bytes.
+    const auto store_dq = [&](int tile) {
+      uint32_t again = linear;
+      asm volatile("" : "+r"(again));
+      const KeyWork now = find_work(again);
+      const int member = tile / params.m_blocks;
+      BoxStart at = now.box(params.dq_rows.steps, now.head_k * params.members + member,
+                            (tile - member * params.m_blocks) * kBlockM + warp_row % kBlockM);
+      if constexpr (!Traits::kSplitsQueries) at.col = consumer * kDqCols;
+      tma_store(&params.dq_rows.map, staging, at);
+    };
+    // dQ of a tile of queries, from its staging to global memory; after a fence. Of this block, parity: of the tile's
+    // number, tile: its number.
+    const auto add_dq = [&](int parity, [[maybe_unused]] int tile) {
       if constexpr (Traits::kOrdered) {
         if (lane == 0) barrier_arrive(tiles.dq_full(parity));
       } else {
         if (elect_one()) {
-          bulk_add(dq, staging, Traits::kStagingBytes);
+          if constexpr (Traits::kStored) {
+            store_dq(tile);
+          } else {
+            bulk_add(dq, staging, Traits::kStagingBytes);
+          }
           tma_store_commit();
         }
         dq += kTile;
@@ -134,14 +152,18 @@ __device__ __forceinline__ void consume_backward(const typename Traits::Params& 
       hold(dq_acc);
       if (Traits::kReturnsDs && lane == 0) barrier_arrive(ds_ring.empty(ds_place_of(dq_place).stage));
       dq_place.advance();
+      if constexpr (Traits::kStored) {
+        stage_gradient<T>(dq_acc, params.scale * ds_unscale, staging);
+      } else {
 #pragma unroll
-      for (int i = 0; i < kDqCols / 8; ++i) {
-        if constexpr (Traits::kScaled) {
+        for (int i = 0; i < kDqCols / 8; ++i) {
+          if constexpr (Traits::kScaled) {
 #pragma unroll
-          for (int j = 4 * i; j < 4 * i + 4; ++j) dq_acc[j] *= ds_unscale;
+            for (int j = 4 * i; j < 4 * i + 4; ++j) dq_acc[j] *= ds_unscale;
+          }
+          store_shared4(staging + i * 512 + lane * 16, dq_acc[4 * i], dq_acc[4 * i + 1], dq_acc[4 * i + 2],
+                        dq_acc[4 * i + 3]);
         }
-        store_shared4(staging + i * 512 + lane * 16, dq_acc[4 * i], dq_acc[4 * i + 1], dq_acc[4 * i + 2],
-                      dq_acc[4 * i + 3]);
       }
     };
     uint32_t k_frag[Traits::kKSteps > 0 ? 4 * Traits::kKSteps : 1];
@@ -219,7 +241,7 @@ __device__ __forceinline__ void consume_backward(const typename Traits::Params& 
       __syncwarp();
       if (lane == 0) barrier_arrive(ds_ring.full(ds_at.stage));
       ds_place.advance();
-      if (total - left > kDefers) add_dq(place.stage ^ !kDefers);
+      if (total - left > kDefers) add_dq(place.stage ^ !kDefers, total - left - 1 - kDefers);
       if (++m == work.last_m) {
         m = work.first_m;
         ++head;
@@ -257,7 +279,7 @@ __device__ __forceinline__ void consume_backward(const typename Traits::Params& 
           if constexpr (kHasDq) {
             fence_async_proxy();
             __syncwarp();
-            add_dq(place.stage);
+            add_dq(place.stage, total - 2);
           }
           issue_dq(dq_acc);
           wait_staging(place.stage ^ 1);
@@ -267,7 +289,7 @@ __device__ __forceinline__ void consume_backward(const typename Traits::Params& 
         if (lane == 0) barrier_arrive(k_ring.empty(0));
         fence_async_proxy();
         __syncwarp();
-        add_dq(place.stage ^ 1);
+        add_dq(place.stage ^ 1, total - 1);
       } else {
         wgmma_wait<0>();
         hold(s_acc);

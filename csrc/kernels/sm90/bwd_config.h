@@ -4,6 +4,7 @@
 // Called by rows.cpp, bwd.cuh, bwd_order.cuh, bwd_rows.cuh and run_bwd.cuh. Invariant: as of config.h.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "core/band.h"
@@ -62,6 +63,7 @@ enum QueryStat { kLseStat, kFarStat, kDeltaStat, kQueryStats };
 enum class Walk : uint8_t {
   kOne,      // a block each
   kEvery,    // every gridDim.x-th
+  kStored,   // every gridDim.x-th; and dQ of a tile of queries is complete (is_dq_stored)
   kOrdered,  // the next of a counter; and dQ is added up in one order (bwd_order.cuh)
 };
 
@@ -189,6 +191,19 @@ inline bool has_few_queries(const Problem& problem) {
   return (queries_of(problem, problem.len_k / 4) + queries_of(problem, problem.len_k * 3 / 4)) / 2 <= 1024;
 }
 
+// Whether one tile of keys is all there is, and all tiles of queries meet it: a tile's dQ is complete when it is
+// computed, and stored as it is; no sums in float, and no order of them. NOTE: with dropout the kernel that does so
+// spills 4 (bf16) and 132 bytes, with a softcap, and with scores at head dim 128, 8.
+constexpr int kMostStoredScores = 64;  // head dim
+inline bool is_dq_stored(const Problem& problem) {
+  constexpr int64_t kFewest = 64;  // queries of a tile
+  const Added added = added_of(problem);
+  if (problem.len_k > BackwardShape::block_n || added == Added::kDrops || added == Added::kCap) return false;
+  if (added == Added::kScores && std::max(problem.head_dim, problem.head_dim_v) > kMostStoredScores) return false;
+  const Range queries = make_band(problem).queries({0, problem.len_k}, problem.len_q);
+  return queries.first < kFewest && queries.last > (problem.len_q - 1) / kFewest * kFewest;
+}
+
 // Whether blocks walk over tiles, so that Q and dO of the next one arrive under the end of this one. It pays where
 // tiles are short and differ (an H200, causal, 16k tokens, TFLOP/s at S = 512 / 1k / 2k / 4k: head dim 64
 // 202/300/386/462 against 173/265/373/461, head dim 128 223/337/435/494 against 211/311/413/495; later, beside the
@@ -198,6 +213,7 @@ inline bool has_few_queries(const Problem& problem) {
 inline bool is_even(const Problem& problem) { return queries_of(problem, 0) == queries_of(problem, problem.len_k - 1); }
 inline bool is_backward_persistent(const Problem& problem, int64_t processors) {
   const int64_t tiles = problem.batch * problem.heads_k * block_count(problem.len_k, BackwardShape::block_n);
+  if (is_dq_stored(problem)) return has_few_queries(problem) && tiles >= 2 * processors;
   return has_few_queries(problem) && !is_even(problem) && tiles >= 8 * processors;
 }
 
@@ -207,6 +223,7 @@ inline bool is_backward_persistent(const Problem& problem, int64_t processors) {
 // any: full, head dim 128, 1k 0.94, 2k 0.995; 64: 1k 1.01. Causal, 2k 0.97; 64: 1k 1.03. Before dQ was finished early:
 // S = 512 0.97, causal 0.94, and with 32 to 256 tiles of keys 0.98 to 1.10, because there are few to wait for.
 inline bool is_ordered(const Problem& problem) {
+  if (is_dq_stored(problem)) return false;
   if (problem.deterministic) return true;
   if (is_scored(problem)) return false;
   const int64_t length = problem.len_q > problem.len_k ? problem.len_q : problem.len_k;

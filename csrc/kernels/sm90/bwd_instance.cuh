@@ -42,10 +42,17 @@ void run_backward(const BackwardArgs& args, const BackwardLaunch& how, void* wor
     const Added added = added_of(args.fwd.problem);
     if (added == Added::kDrops) {
       launch_backward<BackwardTraits<T, kHeadDim, Walk::kEvery, Added::kDrops>>(args, how, workspace);
-    } else if (added == Added::kScores) {
-      launch_backward<BackwardTraits<T, kHeadDim, Walk::kEvery, Added::kScores>>(args, how, workspace);
     } else if (added == Added::kCap) {
       launch_backward<BackwardTraits<T, kHeadDim, Walk::kEvery, Added::kCap>>(args, how, workspace);
+    } else if (added == Added::kScores) {
+      if constexpr (kHeadDim <= kMostStoredScores) {
+        if (is_dq_stored(args.fwd.problem)) {
+          return launch_backward<BackwardTraits<T, kHeadDim, Walk::kStored, Added::kScores>>(args, how, workspace);
+        }
+      }
+      launch_backward<BackwardTraits<T, kHeadDim, Walk::kEvery, Added::kScores>>(args, how, workspace);
+    } else if (is_dq_stored(args.fwd.problem)) {
+      launch_backward<BackwardTraits<T, kHeadDim, Walk::kStored>>(args, how, workspace);
     } else if (is_ordered(args.fwd.problem)) {
       launch_backward<BackwardTraits<T, kHeadDim, Walk::kOrdered>>(args, how, workspace);
     } else if (is_backward_persistent(args.fwd.problem, how.processors)) {

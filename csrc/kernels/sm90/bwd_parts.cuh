@@ -19,9 +19,10 @@ namespace flash_ext::sm90 {
 
 struct BackwardParams {
   TensorMap q, k, v, d_out, dk, dv;
+  TensorMap dq_rows;    // Walk::kStored
   const float* stats;   // [b, h_q, m_blocks, kQueryStats, block_m], see bwd_rows.cuh
   const float* bounds;  // [b, h_q, 2], fp16: largest |dO row| and |delta|
-  float* dq;            // [b, h_q, m_blocks, block_m * head dim], in the order of the fragments
+  float* dq;            // [b, h_q, m_blocks, block_m * head dim], in the order of the fragments; not Walk::kStored
   TileSchedule schedule;
   TileBand band;
   int tiles;
@@ -79,7 +80,7 @@ struct BackwardTraits {
                                     std::conditional_t<kCaps, CappedBackwardParams, BackwardParams>>;
   static constexpr bool kMayBeFar = !kScored && !kCaps;  // which scores see to themselves, and a softcap is not
   static constexpr Walk kWalk = kWalk_;
-  static constexpr bool kOrdered = kWalk == Walk::kOrdered;
+  static constexpr bool kOrdered = kWalk == Walk::kOrdered, kStored = kWalk == Walk::kStored;
   static constexpr BackwardShape kShape = backward_shape(kHeadDim_, kAdded);
   static constexpr int kHeadDim = kHeadDim_, kBlockM = kShape.block_m, kBlockN = kShape.block_n;
   static constexpr int kPanels = panels(kHeadDim);
@@ -95,11 +96,11 @@ struct BackwardTraits {
   static constexpr bool kAccumulates = true;  // dq_accum, which prepare_kernel fills with zeros
   // Tiles in which no pair is hidden have code of their own. NOTE: with scores or a softcap at head dim 128, and with
   // dropout in fp16 at 64, that spills 20 to 204 bytes.
-  static constexpr bool kHasWholeStep = kMayBeFar || (kHeadDim <= 64 && !(kDrops && kScaled));
+  static constexpr bool kHasWholeStep = !kStored && (kMayBeFar || (kHeadDim <= 64 && !(kDrops && kScaled)));
   static constexpr float kPShift = kScaled ? 10.f : 0.f;
   static constexpr int kStagingBytes = 16 * kDqCols * 4;
   static_assert(kStagingBytes >= 16 * kPanels * kPanelBytes, "a warp's rows of dK fit where its dQ was");
-  static constexpr int kKSteps = kShape.k_steps;
+  static constexpr int kKSteps = kStored ? 0 : kShape.k_steps;  // NOTE: beside stores of dQ 4 and 8 bytes spilled
   using Place = RingPlace<kShape.stages>;
   using DsPlace = RingPlace<kShape.ds_stages>;
   // Whoever has read dS says so; else the order of the products does (bwd.cuh).
@@ -337,18 +338,22 @@ __device__ __forceinline__ void store_packed(const uint32_t (&packed)[kCount], u
   }
 }
 
+// 16 rows of a warp to its staging, as TMA takes them from there.
+template <class T, int kCount>
+__device__ __forceinline__ void stage_gradient(const float (&c)[kCount], float factor, uint32_t staging) {
+  uint32_t packed[kCount / 2];
+#pragma unroll
+  for (int i = 0; i < kCount / 2; ++i) packed[i] = pack(c[2 * i] * factor, c[2 * i + 1] * factor, T());
+  store_packed<16>(packed, staging, 0);
+}
+
 // dK or dV of one warp: 16 rows, through the warp's staging, then by TMA.
 template <class Traits>
 __device__ __forceinline__ void store_gradient(const float (&c)[Traits::kHeadDim / 2], float factor, uint32_t staging,
                                                const TensorMap& map, BoxStart at) {
-  uint32_t packed[Traits::kHeadDim / 4];
-#pragma unroll
-  for (int i = 0; i < Traits::kHeadDim / 4; ++i) {
-    packed[i] = pack(c[2 * i] * factor, c[2 * i + 1] * factor, typename Traits::T());
-  }
   if (elect_one()) tma_store_wait_read();
   __syncwarp();
-  store_packed<16>(packed, staging, 0);
+  stage_gradient<typename Traits::T>(c, factor, staging);
   fence_async_proxy();
   __syncwarp();
   if (elect_one()) {

@@ -12,9 +12,18 @@ namespace flash_ext::sm90 {
 inline double forward_cost(const Problem& problem, const DeviceInfo& device) {
   const int64_t head_dim = std::max(problem.head_dim, problem.head_dim_v);
   const bool few_queries = problem.len_q <= 64;
-  // A tile of 64 queries occupies a multiprocessor for 3 us however little of it there is.
-  Speed speed{head_dim <= 64 ? 550.0 : head_dim <= 128 ? 700.0 : 780.0, few_queries ? 3.0 : 1.0};
-  if (is_scored(problem)) speed.tflops *= 0.72;
+  const double keys = static_cast<double>(problem.len_k);
+  const bool scored = is_scored(problem);
+  Speed speed;
+  if (is_timed_short(problem) && !scored) {
+    speed = head_dim <= 32   ? Speed{212, 3.4, 4.6 + 0.003 * keys}
+            : head_dim <= 64 ? Speed{366, 3.2, 4.7 + 0.002 * keys}
+                             : Speed{293, 2.3, 4.3};
+  } else {
+    speed = {head_dim <= 64 ? 550.0 : head_dim <= 128 ? 700.0 : 780.0, head_dim <= 64 ? 2.0 : 2.6, 4.8 + 0.002 * keys};
+    if (scored) speed = {0.72 * speed.tflops, speed.tile_us + 1.7, speed.lone_us + 2.0};
+    if (few_queries) speed.tile_us = speed.lone_us = 3.0;
+  }
   const double tiles =
       static_cast<double>(problem.batch * problem.heads_q * block_count(problem.len_q, few_queries ? 64 : 128));
   return time_of(problem, device, 2, tiles, speed);
@@ -26,7 +35,7 @@ inline double backward_cost(const Problem& problem, const DeviceInfo& device) {
   const double tiles = static_cast<double>(problem.batch * problem.heads_k * block_count(problem.len_k, 128));
   double us = time_of(problem, device, 5, tiles, {is_scored(problem) ? 0.8 * tflops : tflops, 6});
   if (problem.wants_dbias && !problem.whole_dbias) us += time_of(problem, device, 2, tiles, {400, 6});
-  return us + memory_cost(dq_bytes(problem));
+  return us + (is_dq_stored(problem) ? 0.0 : memory_cost(dq_bytes(problem)));
 }
 
 }  // namespace flash_ext::sm90

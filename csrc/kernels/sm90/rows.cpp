@@ -181,7 +181,11 @@ Plan plan_backward(const Problem& problem, const DeviceInfo& device) {
                                                         : "sm90.backward";
   Plan plan = plan_of(kernel, shape.threads, shape.consumer_registers(), shape.producer_registers(), device);
   const bool persistent = ordered || is_backward_persistent(problem, device.multiprocessors);
-  plan.schedule = ordered ? "dq in order, persistent" : persistent ? "persistent" : "a tile of keys a block";
+  if (is_dq_stored(problem)) {
+    plan.schedule = persistent ? "dq stored at once, persistent" : "dq stored at once, a tile of keys a block";
+  } else {
+    plan.schedule = ordered ? "dq in order, persistent" : persistent ? "persistent" : "a tile of keys a block";
+  }
   plan.block_m = shape.block_m;
   plan.block_n = shape.block_n;
   plan.stages = shape.stages;

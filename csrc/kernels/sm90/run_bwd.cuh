@@ -36,7 +36,7 @@ BackwardScratch backward_scratch(const Problem& problem, void* workspace) {
     scratch.bytes += (count * 4 + 127) / 128 * 128;
   };
   take(scratch.stats, heads * kQueryStats * padded);
-  take(scratch.dq, heads * padded * Traits::kHeadDim);
+  if (!is_dq_stored(problem)) take(scratch.dq, heads * padded * Traits::kHeadDim);
   if (has_bias_gradient(problem)) take(scratch.bias_partial, bias_partial_elements(problem));
   scratch.zeros = scratch.bytes;
   if (Traits::kScaled) take(scratch.bounds, heads * 2);
@@ -67,6 +67,9 @@ void launch_backward(const BackwardArgs& args, const BackwardLaunch& how, void* 
   params.v = map(args.fwd.v, problem.heads_k, problem.len_k, problem.head_dim_v, kBlockN);
   params.dk = map(args.dk, problem.heads_k, problem.len_k, problem.head_dim, 16);
   params.dv = map(args.dv, problem.heads_k, problem.len_k, problem.head_dim_v, 16);
+  if constexpr (Traits::kStored) {
+    params.dq_rows = map(args.dq, problem.heads_q, problem.len_q, problem.head_dim, 16);
+  }
   params.stats = scratch.stats;
   params.bounds = scratch.bounds;
   params.dq = scratch.dq;
@@ -104,13 +107,15 @@ void launch_backward(const BackwardArgs& args, const BackwardLaunch& how, void* 
   const Meetings<kBlockM, kBlockN> meetings{params.band.lower, params.band.upper, params.len_q, params.band.len_k};
   const bool is_stored = Traits::kOrdered && meetings.meets_keys(0) && meetings.meets_keys(params.m_blocks - 1);
   cuda::launch(prepare_kernel<Prepare>, cuda::grid_of(query_tiles), kRowThreads, 0, args.fwd.stream, args,
-               scratch.stats, scratch.bounds, is_stored ? nullptr : scratch.dq, params.m_blocks);
+               scratch.stats, scratch.bounds, is_stored || Traits::kStored ? nullptr : scratch.dq, params.m_blocks);
   cuda::launch_dependent(backward_kernel<Traits>, blocks, Traits::kShape.threads, Traits::kSmem.total, args.fwd.stream,
                          params);
-  const int64_t rooms = is_stored ? int64_t{kFinishBlocks} * how.processors : query_tiles;
-  cuda::launch_dependent(finish_kernel<Rows>, cuda::grid_of(std::min(query_tiles, rooms)), kRowThreads, 0,
-                         args.fwd.stream, args, scratch.dq, is_stored ? scratch.turns : nullptr, meetings,
-                         static_cast<unsigned>(query_tiles));
+  if constexpr (!Traits::kStored) {
+    const int64_t rooms = is_stored ? int64_t{kFinishBlocks} * how.processors : query_tiles;
+    cuda::launch_dependent(finish_kernel<Rows>, cuda::grid_of(std::min(query_tiles, rooms)), kRowThreads, 0,
+                           args.fwd.stream, args, scratch.dq, is_stored ? scratch.turns : nullptr, meetings,
+                           static_cast<unsigned>(query_tiles));
+  }
   if constexpr (Traits::kScored) {
     if (has_bias_gradient(problem)) {
       run_bias_gradient<BiasGradientTraits<typename Traits::T, Traits::kHeadDim>>(args, scratch.stats,
