@@ -1,7 +1,8 @@
 """Promise: of the kernels that accept a call, the one that `explain` chooses is as fast as any by the recorded times.
 
 The CSVs of benchmarks/results/nvidia-h200 are of the calls as they were served, which was by sm90, those of its folder
-sm80 of the same calls by name. A table of docs/lab has short calls, whose heads are many or few.
+sm80 of the same calls by name; those of the suite choice are of both by name. A table of docs/lab has short calls,
+whose heads are many or few.
 """
 
 from __future__ import annotations
@@ -84,6 +85,20 @@ def test_the_choice_of_short_forwards() -> None:
         if lost > 1.05:
             slower.append((dim, queries, keys, heads, backend, ratio))
     assert len(slower) <= 0.05 * len(calls), slower
+
+
+def test_the_choice_of_short_calls() -> None:
+    """Within 5 % of the faster backend in 95 % of the passes that were timed with both by name."""
+    times: dict[tuple[str, ...], dict[str, float]] = {}
+    with (RESULTS / "choice" / "attention_choice.csv").open() as file:
+        for row in csv.DictReader(file):
+            backend = row["peer"].removeprefix("flash_ext-")
+            if backend in ("sm80", "sm90") and row["ms"] != "failed":
+                times.setdefault(tuple(row[name] for name in SIZES), {})[backend] = float(row["ms"])
+    both = {key: of for key, of in times.items() if len(of) == 2}
+    assert len(both) >= 180
+    slower = [(key, of) for key, of in both.items() if of[chosen(key)] > 1.05 * min(of.values())]
+    assert len(slower) <= 0.05 * len(both), slower
 
 
 def test_memory_is_worth_time() -> None:
