@@ -7,12 +7,12 @@
 // FlashAttention-3 (arXiv:2407.08608), section 3.1 and appendix B.1: scores are computed transposed, so that P^T and
 // dS^T are register operands of dV and dK. dS also goes through shared memory, because dQ sums over the keys of both
 // warpgroups, which leaves by bulk reductions to a float array in the order of the fragments (bwd_rows.cuh), in
-// whatever order blocks come, or in one order (bwd_order.cuh).
-// Called by run_bwd.cuh. Invariant: a ring's barriers as in pipeline.cuh, those of dS by an arrival of each warp. A
-// stage of dS is written again when both warpgroups have handed it back, or where they do not (Traits::kReturnsDs),
-// only after both have passed the barrier of the next one, before which each waited for its own dQ of this one. A
-// warp's staging is its own, for dQ and, after it, for dV and dK. Walk::kOrdered: the staging of all warps is full when
-// each has arrived, and empty when the adder has read it.
+// whatever order blocks come, or in one order (bwd_order.cuh). Walk::kStored: one tile of keys is all there is, and dQ
+// is stored as it is. Called by run_bwd.cuh. Invariant: a ring's barriers as in pipeline.cuh, those of dS by an arrival
+// of each warp. A stage of dS is written again when both warpgroups have handed it back, or where they do not
+// (Traits::kReturnsDs), only after both have passed the barrier of the next one, before which each waited for its own
+// dQ of this one. A warp's staging is its own, for dQ and, after it, for dV and dK. Walk::kOrdered: the staging of all
+// warps is full when each has arrived, and empty when the adder has read it.
 #pragma once
 
 #include "kernels/sm90/bwd_load.cuh"
@@ -85,7 +85,8 @@ __device__ __forceinline__ void consume_backward(const typename Traits::Params& 
     int m = work.first_m;  // the tile of queries; ordered: what the producer says
     [[maybe_unused]] int head = work.head_k * params.members;
     [[maybe_unused]] int dq_m = work.first_m;  // kDefers: that of `dq`
-    // Starts at the first tile of queries. NOTE: found anew, because keeping it through the loop spilled 16 bytes.
+    // dQ of a tile of queries, by its number in this block, from its staging. NOTE: the tile of keys is found anew,
+    // because keeping it through the loop spilled 16 bytes.
     const auto store_dq = [&](int tile) {
       uint32_t again = linear;
       asm volatile("" : "+r"(again));
@@ -96,8 +97,8 @@ __device__ __forceinline__ void consume_backward(const typename Traits::Params& 
       if constexpr (!Traits::kSplitsQueries) at.col = consumer * kDqCols;
       tma_store(&params.dq_rows.map, staging, at);
     };
-    // dQ of a tile of queries, from its staging to global memory; after a fence. Of this block, parity: of the tile's
-    // number, tile: its number.
+    // dQ of a tile of queries, from its staging to global memory; after a fence. tile: its number in this block,
+    // parity: of that.
     const auto add_dq = [&](int parity, [[maybe_unused]] int tile) {
       if constexpr (Traits::kOrdered) {
         if (lane == 0) barrier_arrive(tiles.dq_full(parity));

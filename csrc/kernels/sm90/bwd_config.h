@@ -192,8 +192,8 @@ inline bool has_few_queries(const Problem& problem) {
 }
 
 // Whether one tile of keys is all there is, and all tiles of queries meet it: a tile's dQ is complete when it is
-// computed, and stored as it is; no sums in float, and no order of them. NOTE: with dropout the kernel that does so
-// spills 4 (bf16) and 132 bytes, with a softcap, and with scores at head dim 128, 8.
+// computed, and stored as it is; no sums in float, and no order of them. NOTE: not with what spills in one of the two
+// types: dropout at head dim 64 4 (bf16) and 132 bytes, a softcap at 64 4 (bf16), scores at 128 12 (fp16).
 constexpr int kMostStoredScores = 64;  // head dim
 inline bool is_dq_stored(const Problem& problem) {
   constexpr int64_t kFewest = 64;  // queries of a tile

@@ -94,8 +94,8 @@ struct BackwardTraits {
   // P is at most 1: in fp16, where 2^-14 is the least normal number, it is kept as 2^10 P.
   static constexpr bool kScaled = std::is_same_v<T, __half>;
   static constexpr bool kAccumulates = true;  // dq_accum, which prepare_kernel fills with zeros
-  // Tiles in which no pair is hidden have code of their own. NOTE: with scores or a softcap at head dim 128, and with
-  // dropout in fp16 at 64, that spills 20 to 204 bytes.
+  // Tiles in which no pair is hidden have code of their own, but for kStored, which has few. NOTE: with scores or a
+  // softcap at head dim 128, and with dropout in fp16 at 64, that spills 20 to 204 bytes.
   static constexpr bool kHasWholeStep = !kStored && (kMayBeFar || (kHeadDim <= 64 && !(kDrops && kScaled)));
   static constexpr float kPShift = kScaled ? 10.f : 0.f;
   static constexpr int kStagingBytes = 16 * kDqCols * 4;
