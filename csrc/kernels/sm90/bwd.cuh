@@ -7,12 +7,13 @@
 // FlashAttention-3 (arXiv:2407.08608), section 3.1 and appendix B.1: scores are computed transposed, so that P^T and
 // dS^T are register operands of dV and dK. dS also goes through shared memory, because dQ sums over the keys of both
 // warpgroups, which leaves by bulk reductions to a float array in the order of the fragments (bwd_rows.cuh), in
-// whatever order blocks come, or in one order (bwd_order.cuh). Walk::kStored: one tile of keys is all there is, and dQ
-// is stored as it is. Called by run_bwd.cuh. Invariant: a ring's barriers as in pipeline.cuh, those of dS by an arrival
-// of each warp. A stage of dS is written again when both warpgroups have handed it back, or where they do not
-// (Traits::kReturnsDs), only after both have passed the barrier of the next one, before which each waited for its own
-// dQ of this one. A warp's staging is its own, for dQ and, after it, for dV and dK. Walk::kOrdered: the staging of all
-// warps is full when each has arrived, and empty when the adder has read it.
+// whatever order blocks come, or in one order (bwd_order.cuh). Walk::kStored: where one tile of keys is all there is,
+// dQ is stored as it is.
+// Called by run_bwd.cuh. Invariant: a ring's barriers as in pipeline.cuh, those of dS by an arrival of each warp. A
+// stage of dS is written again when both warpgroups have handed it back, or where they do not (Traits::kReturnsDs),
+// only after both have passed the barrier of the next one, before which each waited for its own dQ of this one. A
+// warp's staging is its own, for dQ and, after it, for dV and dK. Walk::kOrdered: the staging of all warps is full when
+// each has arrived, and empty when the adder has read it.
 #pragma once
 
 #include "kernels/sm90/bwd_load.cuh"
