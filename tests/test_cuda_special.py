@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import is_granted_refusal
-from fuzz.cases import Case, Special, View
+from fuzz.cases import Case, Low, Special, View
 from fuzz.judge import judge
 
 import flash_ext
@@ -42,11 +42,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_case(dtype: str, shape: str, special: Special, bias: str, **options: Any) -> Case:
+def make_case(
+    dtype: str, shape: str, special: Special, bias: str, low: Low | None = None, wants_bias: bool = True, **options: Any
+) -> Case:
     (heads, queries, keys), cols = SHAPES[shape]
     kv = (1, heads // 2, keys, cols)
     biases = {"none": None, "whole": (heads, queries, keys), "of_keys": (1, keys), "of_queries": (queries, 1)}
-    wants = ("query", "key", "value", *(["bias"] if bias != "none" else []))
+    wants = ("query", "key", "value", *(["bias"] if bias != "none" and wants_bias else []))
     dropout_p = options.pop("dropout_p", 0.0)
     return Case(
         seed=3,
@@ -61,7 +63,7 @@ def make_case(dtype: str, shape: str, special: Special, bias: str, **options: An
         bias_dtype=dtype,
         bias_view=View(),
         bias_numbers="normal",
-        low=None,
+        low=low,
         mask=None,
         mask_share=0.0,
         mask_view=View(),
@@ -102,6 +104,26 @@ def test_without_dropout(dtype: str, shape: str, option: str, device: str, backe
 def test_what_dropout_removes(dtype: str, shape: str, p: float, device: str, backend: str) -> None:
     """A probability that is NaN stays so times 0, and so does 0 times an infinity."""
     check_all(dtype, shape, device, backend, dropout_p=p)
+
+
+@pytest.mark.parametrize("wants_bias", [False, True])
+@pytest.mark.parametrize("p", [0.0, 0.5])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_that_a_bias_empties(
+    dtype: str, shape: str, p: float, wants_bias: bool, device: str, backend: str
+) -> None:
+    """A row of -inf has gradients of 0, whatever stands in value or in the gradient of its out."""
+    for i, special in enumerate(SPECIALS):
+        if special.tensor not in ("value", "grad", "key"):
+            continue
+        low = Low("-inf", ("rows", "all")[i % 4 == 0], 0.5)
+        bias = ("whole", "of_queries")[i % 2]
+        case = make_case(dtype, shape, special, bias, low, wants_bias, dropout_p=p, softcap=2.0 if i % 3 == 0 else 0.0)
+        verdict = judge(case, device, backend)
+        if verdict.refusal is not None:
+            assert is_granted_refusal(backend, RuntimeError(verdict.refusal)), verdict.refusal
+        assert not verdict.wrong, f"{verdict.wrong} {case.describe()}"
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

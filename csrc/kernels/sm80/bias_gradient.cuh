@@ -45,7 +45,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
   __shared__ SharedValue<Dropout> dropout;
   __shared__ TileBand band;
   __shared__ int diagonal;
-  __shared__ int measured[2];  // the last item, of even or odd number, with a row whose P do not sum up to 1
+  // The last item, of even or odd number, with a row whose P do not sum up to 1; with one that has no key.
+  __shared__ int measured[2], emptied[2];
 
   const int warp = threadIdx.x / 32;
   const bool drops = problem.dropout_p > 0.0;
@@ -55,7 +56,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
     band = TileBand::make(problem);
     diagonal = problem.bottom_right ? static_cast<int>(problem.len_k - problem.len_q) : 0;
     if (drops) dropout.get() = make_dropout(args.fwd.rng_state[0], args.fwd.rng_state[1], problem.dropout_p);
-    measured[0] = measured[1] = -1;
+    measured[0] = measured[1] = emptied[0] = emptied[1] = -1;
     BiasGradientEntry& before = ring[kBiasItems - 1];
     before.q = before.k = before.v = before.d_out = before.to = -1;
   }
@@ -132,6 +133,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
     to[2 * kBlockM] = row.z;
     to[3 * kBlockM] = row.w;
     if (row.z != 1.f) measured[at % 2] = at;
+    if (row.x == kMinusInf) emptied[at % 2] = at;
   };
 
   float4 row = make_float4(kMinusInf, 0.f, 1.f, 0.f);  // of this thread's query in the next item
@@ -177,8 +179,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
       }
     }
     Scores p_acc;
-    clear(p_acc);
-    if (item().visible) gemm_nt<Frag, kHeadDim, false>(p_acc, k_smem, warp_key(), q_smem, warp_query());
+    if (item().visible)
+      score_product<Frag, kHeadDim, true, false>(features, p_acc, k_smem, warp_key(), q_smem, warp_query());
 
     __syncthreads();  // nobody reads K and Q any more; the next item is found
     const auto loads = [&] { return goes_on(at) && next().visible; };
@@ -242,6 +244,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
       }
       with_query(dp_acc, 1, [](float& x, float of_query) { x -= of_query; });
       if (d_lse != nullptr) with_query(dp_acc, 3, [](float& x, float of_query) { x += of_query; });
+      if (emptied[at % 2] == at) with_query(dp_acc, 0, [](float& x, float lse) { x = lse == -kMinusInf ? 0.f : x; });
       if (problem.has_mask || hides_lengths_or_band()) {  // what is hidden has an infinite P
         const auto is_hidden = [](float p) { return fabsf(p) == -kMinusInf; };
         for_each_pair(dp_acc, p_acc, [&](float& x, float p) { x = is_hidden(p) ? 0.f : x; });

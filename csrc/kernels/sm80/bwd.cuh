@@ -174,8 +174,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     const bool hides = !Traits::kAsksLate && has_hidden(query);  // before P is waited for
     const auto clear_hidden = [&](auto& ds) {
       if (Traits::kAsksLate ? has_hidden(query) : hides) visit_band(query, clears_hidden(ds));
-      if (Traits::kGeneral && has(kMask) && warp_has_special(ds)) {
-        mods.template visit_masked<true, kM, kBlockM / 8>(options.features, warp_key(), 0, stage, clears_hidden(ds));
+      if (Traits::kGeneral && has(kMask | kBias) && warp_has_special(ds)) {
+        mods.template visit_unseen<kM, kBlockM / 8>(options.features, warp_key(), stage, row_smem + stage * 3 * kBlockM,
+                                                    clears_hidden(ds));
       }
     };
     if constexpr (Traits::kPacksDs) {
@@ -344,8 +345,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 
       float s_acc[kM][kBlockM / 8][4];
       if (holds_dv()) {
-        clear(s_acc);
-        gemm_nt<Frag, kHeadDim>(s_acc, k_smem, warp_key(), q_smem, 0);
+        score_product<Frag, kHeadDim, Traits::kGeneral>(options.features, s_acc, k_smem, warp_key(), q_smem, 0);
         score_to_p(s_acc, query, stage);
         auto p_frag = operands<Frag>(s_acc);
         if constexpr (kDrawsAhead) {

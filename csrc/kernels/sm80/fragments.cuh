@@ -187,8 +187,9 @@ struct Fragments16 {
   static __device__ __forceinline__ void mma(float (&c)[4], const A& a, const B& b) { mma_m16n8k16(c, a.r, b.r, T()); }
 };
 
-// kSplit: float accuracy in three products, else one product of rounded numbers.
-template <bool kSplitFloat>
+// kSplit: float accuracy in three products, else one product of rounded numbers. kFinite: of what is infinite or NaN
+// +-2^100 or 0, see score_product (score.cuh).
+template <bool kSplitFloat, bool kFinite = false>
 struct FragmentsTf32 {
   static constexpr bool kSplit = kSplitFloat;
   using Storage = float;
@@ -208,6 +209,10 @@ struct FragmentsTf32 {
     uint32_t hi[kCount], lo[kSplit ? kCount : 1];
     __device__ __forceinline__ void set(int i, uint32_t bits) {
       if constexpr (kSplit) {
+        if constexpr (kFinite) {
+          const float x = __uint_as_float(bits);
+          bits = __float_as_uint(x == x ? fminf(fmaxf(x, -0x1p100f), 0x1p100f) : 0.f);
+        }
         hi[i] = (bits + 0x1000U) & ~0x1FFFU;
         lo[i] = __float_as_uint(__uint_as_float(bits) - __uint_as_float(hi[i]));
       } else {

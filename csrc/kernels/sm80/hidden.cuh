@@ -1,6 +1,6 @@
-// Which pairs of query and key of a warp's fragment are hidden: by the band, by a bool mask, or because they lie beyond
-// a length. Their scores are -inf, and in backward their dS is 0: P = 0 times what their row has may be NaN. So eager
-// attention has it, whose masked_fill passes no gradient on.
+// Which pairs of query and key of a warp's fragment are hidden: by the band, by a bool mask, because they lie beyond
+// a length, or by a bias that leaves their query none. Their scores are -inf, and in backward their dS is 0: P = 0
+// times what their row has may be NaN. So eager attention has it, whose masked_fill passes no gradient on.
 //
 // Called by score.cuh and every kernel that has scores. Invariant: coordinates are (query, key) inside the tile,
 // whichever of the two runs along the fragment's rows: kTransposed says that rows are keys.
@@ -66,6 +66,22 @@ __device__ __forceinline__ void visit_hidden(const TileBand& band, int len_q, in
         const int key = own_key + m * 16 + half * 8;
         fn(m, n, half, key < least[0] || key > most[0], key < least[1] || key > most[1]);
       }
+    }
+  }
+}
+
+// The same where a query's row has no key, which a bias of -inf leaves it. lse: in shared memory, of a fragment whose
+// rows are keys.
+template <int kM, int kN, class Fn>
+__device__ __forceinline__ void visit_emptied(const float* lse, const Fn& fn) {
+  lse += 2 * lane_column();
+#pragma unroll
+  for (int n = 0; n < kN; ++n) {
+    const bool first = lse[n * 8] == kMinusInf, second = lse[n * 8 + 1] == kMinusInf;
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+      fn(m, n, 0, first, second);
+      fn(m, n, 1, first, second);
     }
   }
 }
@@ -138,8 +154,8 @@ __device__ __forceinline__ auto clears_hidden(Operands<Frag, kM, kN>& c) {
   };
 }
 
-// Whether a number of the warp's fragment is NaN or infinite: else what a mask hides has dS = 0 by its P, and the mask
-// need not be read again.
+// Whether a number of the warp's fragment is NaN or infinite: else what a mask or a bias hides has dS = 0 by its P, and
+// the mask need not be read again.
 template <int kM, int kN>
 __device__ __forceinline__ bool warp_has_special(const float (&c)[kM][kN][4]) {
   float sum = 0.f;

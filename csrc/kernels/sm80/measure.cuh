@@ -148,9 +148,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     __syncthreads();  // all tiles are there
     make_products_exact<Frag, kHeadDim, kBlockM, kBlockN, kThreads>(problem, q_smem, k_smem, d_out_smem, v_smem);
     float p_acc[1][kN][4], dp_acc[1][kN][4];
-    clear(p_acc);
     clear(dp_acc);
-    gemm_nt<Frag, kHeadDim>(p_acc, k_smem, warp_key, q_smem, 0);
+    score_product<Frag, kHeadDim>(features, p_acc, k_smem, warp_key, q_smem, 0);
     mods.template apply<true>(features, p_acc, warp_key, 0, first_query + diagonal - key);
     if (tile_band.is_boundary(first_query, kBlockM, key, kBlockN)) {
       mask_band<true>(p_acc, warp_key, 0, tile_band, first_query, key);

@@ -210,9 +210,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
     }
 
     float p[1][kBlock / 8][4], ds[1][kBlock / 8][4];
-    clear(p);
+    score_product<Frag, kHeadDim>(features, p, tile(kQ, n), warp_row, tile(kK, n), 0);
     clear(ds);
-    gemm_nt<Frag, kHeadDim>(p, tile(kQ, n), warp_row, tile(kK, n), 0);
     gemm_nt<Frag, kHeadDim>(ds, tile(kDOut, n), warp_row, tile(kV, n), 0);
     if (new_scores) {
       cp_async_wait<1>();
@@ -254,8 +253,11 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
     for_each_row(ds, [&](float& x, int i) { x += d_lse[i]; });
     for_each_pair(ds, p, [](float& x, float y) { x *= y; });
     if (hides) mask_band<false>(ds, warp_row, 0, band, 0, 0, 0.f);
-    if (problem.has_mask && warp_has_special(ds)) {
-      item.mods.template visit_masked<false, 1, kBlock / 8>(features, warp_row, 0, 0, clears_hidden(ds));
+    if ((problem.has_mask || problem.has_bias) && warp_has_special(ds)) {
+      if (problem.has_mask) {
+        item.mods.template visit_masked<false, 1, kBlock / 8>(features, warp_row, 0, 0, clears_hidden(ds));
+      }
+      for_each_row(ds, [&](float& x, int i) { x = sum[i] == 0.f ? 0.f : x; });  // rows without keys
     }
     if (sums_bias) for_each_pair(bias_sum, ds, [](float& x, float y) { x += y; });
 

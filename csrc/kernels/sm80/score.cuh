@@ -121,11 +121,27 @@ inline unsigned features_of(const ForwardArgs& args) {
 
 // A score of -inf where it is NaN, in backward. An infinite number that is split in two makes NaN of every score that
 // it has a part in; one that is NaN or +inf in truth has a row whose lse is NaN, and so is P. Not with a softcap, which
-// makes finite what is infinite: its NaN stays.
+// makes finite what is infinite: score_product.
 template <class Frag>
 __device__ __forceinline__ float without_split_nan(float x, unsigned features) {
   if constexpr (!Frag::kSplit) return x;
   return fmaxf(x, features & kCap ? std::numeric_limits<float>::quiet_NaN() : kMinusInf);
+}
+
+// C = A B^T of backward's scores. With a softcap a tile that the split made NaN of is multiplied again with large
+// numbers for infinite ones, whose scores get the sign; where one is NaN in truth, so is lse.
+template <class Frag, int kHeadDim, bool kMayCap = true, bool kAhead = Frag::kAhead, int kM, int kN, class TileA,
+          class TileB>
+__device__ __forceinline__ void score_product(unsigned features, float (&c)[kM][kN][4], TileA a_tile, int row,
+                                              TileB b_tile, int col) {
+  clear(c);
+  gemm_nt<Frag, kHeadDim, kAhead>(c, a_tile, row, b_tile, col);
+  if constexpr (kMayCap && Frag::kSplit) {
+    if ((opaque(features) & kCap) && warp_has_special(c)) {
+      clear(c);
+      gemm_nt<FragmentsTf32<true, true>, kHeadDim, kAhead>(c, a_tile, row, b_tile, col);
+    }
+  }
 }
 
 // What forward and the main backward kernel are told of their scores.
@@ -315,6 +331,14 @@ struct ScoreMods {
   __device__ __forceinline__ void visit_masked(unsigned features, int row0, int col0, int stage, const Fn& fn) const {
     sm80::visit_masked<kTransposed, kMaskPitch, kM, kN>(row0, col0, mask_stage(stage), features & kMaskRows ? 1 : 0,
                                                         fn);
+  }
+
+  // S^T: what the mask hides, and what queries without keys have. lse: as of visit_emptied.
+  template <int kM, int kN, class Fn>
+  __device__ __forceinline__ void visit_unseen(unsigned features, int row0, int stage, const float* lse,
+                                               const Fn& fn) const {
+    if (opaque(features) & kMask) visit_masked<true, kM, kN>(features, row0, 0, stage, fn);
+    visit_emptied<kM, kN>(lse, fn);
   }
 
   // NOTE: what is rounded is written out, not left to contraction, so that every kernel sees the same score.

@@ -132,6 +132,7 @@ __device__ __forceinline__ void consume_items(const BiasGradientParams& params, 
       };
       const float is_far = __ldg(params.stats + entry.stats + Traits::stat(kFarStat, consumer * 64));
       const float minus_lse[2] = {number(kLseStat, 0, kMinusInf), number(kLseStat, 1, kMinusInf)};
+      const bool emptied = minus_lse[0] == kMinusInf || minus_lse[1] == kMinusInf;
       const float delta[2] = {number(kDeltaStat, 0, 0.f), number(kDeltaStat, 1, 0.f)};
       float s_acc[64], dp_acc[64];
       const auto issue = [&](float(&c)[64], const auto& at) {
@@ -169,12 +170,12 @@ __device__ __forceinline__ void consume_items(const BiasGradientParams& params, 
       release();
 #pragma unroll
       for (int i = 0; i < 64; ++i) dp_acc[i] -= delta[i / 2 % 2];
-      if (rows < (consumer + 1) * 64 ||
-          params.band.is_boundary(entry.first_query + consumer * 64, 64, entry.first_key, kBlock)) {
+      // Queries without keys, which a bias of -inf leaves, and those beyond the sequence.
+      if (emptied || params.band.is_boundary(entry.first_query + consumer * 64, 64, entry.first_key, kBlock)) {
         auto kept = KeptColumns::of_queries(params.band, entry.first_query + row, entry.first_key);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          if (row + 8 * half >= rows) kept.low[half] = kBlock;
+          if (number(kLseStat, half, kMinusInf) == kMinusInf) kept.low[half] = kBlock;
         }
 #pragma unroll
         for (int i = 0; i < 64; ++i) {

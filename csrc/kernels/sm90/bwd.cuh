@@ -64,7 +64,8 @@ __device__ __forceinline__ void consume_backward(const typename Traits::Params& 
 
   for (uint32_t linear = next(blockIdx.x); linear < params.tiles; linear = next(linear + gridDim.x)) {
     const KeyWork work = find_work(linear);
-    const int row = work.first_key + warp_row + lane / 4;
+    const int kept_row = work.first_key + warp_row + lane / 4;
+    const auto row = [&] { return Traits::kFindsRow ? work.first_key + find_row(consumer) : kept_row; };
     const int total = (work.last_m - work.first_m) * params.members;
     float* dq = params.dq + (int64_t{work.row} * params.m_blocks + work.first_m) * kTile +
                 (staging - tiles.staging(0)) / sizeof(float);
@@ -194,9 +195,9 @@ __device__ __forceinline__ void consume_backward(const typename Traits::Params& 
       };
       if constexpr (!Traits::kLateDp) issue_dp();
       if constexpr (Traits::kScored) {
-        const int distance = row - (m * kBlockM + lane % 4 * 2) - params.scores.alibi.offset;
-        take_backward_scores<Traits>(s_acc, dv_acc, kept, params, tiles, place.stage, scores, warp_row, slope,
-                                     distance);
+        const int distance = row() - (m * kBlockM + lane % 4 * 2) - params.scores.alibi.offset;
+        take_backward_scores<Traits, !kWhole>(s_acc, dv_acc, kept, params, tiles, place.stage, scores, warp_row, slope,
+                                              distance);
       }
       if constexpr (Traits::kCaps) cap_scores<T, true>(s_acc, params.softcap);
       if (!kWhole && Traits::kMayBeFar && is_boundary() && is_far_tile(tiles.stats_far(place.stage))) {
@@ -206,7 +207,7 @@ __device__ __forceinline__ void consume_backward(const typename Traits::Params& 
       probabilities<Traits>(p_frag, sloped_p, s_acc, params, tiles.stats_lse(place.stage));
       if (!kWhole && has_mask(params)) mark_hidden(p_frag, kept);
       if (!kWhole && is_boundary())
-        mark_hidden(p_frag, KeptColumns::of_keys(params.band, params.len_q, row, m * kBlockM));
+        mark_hidden(p_frag, KeptColumns::of_keys(params.band, params.len_q, row(), m * kBlockM));
       hold(p_frag);
       if constexpr (Traits::kLateDp) {
         hold(sloped_p);
@@ -233,6 +234,9 @@ __device__ __forceinline__ void consume_backward(const typename Traits::Params& 
         });
       }
       if (!kWhole && (has_mask(params) || is_boundary())) clear_marked(ds_frag, p_frag);
+      if (!kWhole && Traits::kScored && is_far_tile(tiles.stats_far(place.stage))) {
+        clear_emptied(ds_frag, tiles.stats_lse(place.stage));
+      }
       if constexpr (kLast) {
         if (lane == 0) barrier_arrive(v_ring.empty(0));
       }
@@ -325,7 +329,8 @@ __device__ __forceinline__ void consume_backward(const typename Traits::Params& 
         for (; left > 1; --left) {
           wait_tile();
           if constexpr (Traits::kHasWholeStep) {
-            if (!has_mask(params) && !is_boundary()) {
+            if (!has_mask(params) && !is_boundary() &&
+                !(Traits::kScored && is_far_tile(tiles.stats_far(place.stage)))) {
               step(no, no, yes);
               continue;
             }

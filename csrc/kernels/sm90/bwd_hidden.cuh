@@ -1,4 +1,5 @@
-// Which pairs of a tile of backward the band, the lengths or a mask hide, and how they are kept out of gradients.
+// Which pairs of a tile of backward the band, the lengths, a mask or a row without keys hide, and how they are kept out
+// of gradients.
 //
 // A fragment of 64 rows: this thread has columns 8 n + c and 8 n + c + 1, c = 2 (lane % 4), of two rows, 8 apart; a
 // packed word has two neighbours. Whether each is kept is a bit: of 32 columns of a row bits 8 n and 8 n + 1 of a word,
@@ -102,6 +103,20 @@ constexpr uint32_t kSigns = 0x80008000;  // of a packed pair
 template <class Kept, int kCount>
 __device__ __forceinline__ void mark_hidden(uint32_t (&p)[kCount], const Kept& kept) {
   with_kept(p, kept, [](uint32_t& x, uint32_t keeps) { x = (x & keeps) | (kSigns & ~keeps); });
+}
+
+// The same where a query has no key; rows are keys. lse: kLseStat of the queries, in shared memory.
+template <int kCount>
+__device__ __forceinline__ void clear_emptied(uint32_t (&packed)[kCount], uint32_t lse) {
+  lse += threadIdx.x % 4 * 8;
+  __syncwarp();
+#pragma unroll
+  for (int n = 0; n < kCount / 2; ++n) {
+    const float2 pair = load_shared2(lse + n * 32);
+    const uint32_t keeps = (pair.x == kMinusInf ? 0u : 0xFFFFu) | (pair.y == kMinusInf ? 0u : 0xFFFF0000u);
+    packed[2 * n] &= keeps;
+    packed[2 * n + 1] &= keeps;
+  }
 }
 
 // dS, 0 where mark_hidden() has marked P.

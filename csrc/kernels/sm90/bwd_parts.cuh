@@ -97,6 +97,8 @@ struct BackwardTraits {
   // Tiles in which no pair is hidden have code of their own, but for kStored, which has few. NOTE: with scores or a
   // softcap at head dim 128, and with dropout in fp16 at 64, that spills 20 to 204 bytes.
   static constexpr bool kHasWholeStep = !kStored && (kMayBeFar || (kHeadDim <= 64 && !(kDrops && kScaled)));
+  // NOTE: this one finds its rows anew, because keeping them spilled 8 bytes; in others finding did.
+  static constexpr bool kFindsRow = kAdded == Added::kScores && kScaled && kHeadDim <= 64 && kWalk == Walk::kEvery;
   static constexpr float kPShift = kScaled ? 10.f : 0.f;
   static constexpr int kStagingBytes = 16 * kDqCols * 4;
   static_assert(kStagingBytes >= 16 * kPanels * kPanelBytes, "a warp's rows of dK fit where its dQ was");
@@ -184,6 +186,13 @@ struct alignas(16) KeyWork {
 };
 
 static_assert(sizeof(KeyWork) == kKeyWorkBytes);
+
+// A thread's first row of a tile of 64 rows a warpgroup; the compiler does not know that it was known.
+__device__ __forceinline__ int find_row(int consumer) {
+  unsigned thread = threadIdx.x;
+  asm volatile("" : "+r"(thread));
+  return consumer * 64 + static_cast<int>(thread % 128 / 32 * 16 + thread % 32 / 4);
+}
 
 template <int kRows, int kPanels>
 __device__ __forceinline__ void load_panels(uint32_t tile, uint32_t barrier, const TensorMap& map, BoxStart at) {

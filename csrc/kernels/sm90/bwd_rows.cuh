@@ -4,7 +4,8 @@
 //            of all queries of a tile with one that is_far (0, -lse, delta) or, of those that are,
 //            (-log2 Z, -shift, delta), so that P = 2^(min(s - shift, 0) log2(e) - log2 Z), see bwd_far.cuh
 //            with dropout (1 - p) delta, see dropout.cuh
-//            where scores are added, a tile with a row whose lse is NaN is taken for far, too: (NaN, NaN, delta)
+//            where scores are added, a tile with a row whose lse is NaN is taken for far, too: (NaN, NaN, delta), and
+//            one with a row that a bias leaves no key: (-inf, 0, delta)
 //   finish:  dq = gradient_scale() * dq_accum, from the order of the fragments to rows
 //
 // Queries are padded to whole tiles: those beyond the sequence, and rows without keys, get -inf for -lse, so that their
@@ -76,8 +77,10 @@ __global__ void __launch_bounds__(kRowThreads, 2)
     sums[first_row + i * kRows] = sum;
     if (Traits::kScaled) all_squares[first_row + i * kRows] = squares;
   }
-  // One of the tile's queries is; with dropout NaN counts, which the consumers must not drop.
-  const bool far = __syncthreads_or(is_inside && (is_far(lse) || (Traits::kScored && lse != lse))) != 0;
+  // One of the tile's queries is; with dropout NaN counts, which the consumers must not drop, and with a bias a row
+  // without keys, which may lie beside a NaN. A mask says itself what it hides.
+  const auto counts = [&] { return is_far(lse) || lse != lse || (lse == kMinusInf && problem.has_bias); };
+  const bool far = __syncthreads_or(is_inside && (Traits::kScored ? counts() : is_far(lse))) != 0;
   float* const tile_stats =
       stats + (tile.bh * m_blocks + tile.first_query / Traits::kBlockM) * (kQueryStats * Traits::kBlockM);
   if (own_row < Traits::kBlockM) {

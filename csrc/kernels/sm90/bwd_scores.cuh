@@ -313,12 +313,12 @@ __device__ __forceinline__ void apply_backward_scores(float (&s)[Traits::kBlockM
 
 // The next tile of queries, whose numbers are in this stage. P of a query whose lse is no number is NaN, and where
 // dropout removes it the 0 that is multiplied would hide that from dV.
-template <class Traits>
+template <class Traits, bool kMayBeFar>
 __device__ __forceinline__ void take_backward_scores(float (&s)[Traits::kBlockM / 2], float (&dv)[Traits::kHeadDim / 2],
                                                      KeptOfMask<Traits>& kept, const ScoredBackwardParams& params,
                                                      const typename Traits::Tiles& tiles, int stage, ScorePlace& place,
                                                      int warp_key, float slope, int distance) {
-  if (!is_far_tile(tiles.stats_far(stage))) {
+  if (!kMayBeFar || !is_far_tile(tiles.stats_far(stage))) {
     apply_backward_scores<Traits, false>(s, kept, params, tiles, place, warp_key, slope, distance);
   } else {
     apply_backward_scores<Traits, true>(s, kept, params, tiles, place, warp_key, slope, distance);

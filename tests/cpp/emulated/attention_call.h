@@ -62,6 +62,9 @@ class Call {
       for (float& x : numbers) x = integer() * static_cast<float>(c.scale);
     }
     if (c.lowest_bias) std::fill(numbers.begin(), numbers.end(), lowest(c.float_bias));
+    for (int64_t j = 0; j < bias_heads_ * c.len_k && c.emptied >= 0; ++j) {
+      numbers[(j / c.len_k * rows_ + c.emptied) * c.len_k + j % c.len_k] = -INFINITY;
+    }
     size_t i = 0;
     bias_.fill([&] { return numbers[i++]; });
     i = 0;
@@ -370,11 +373,7 @@ void check(Table table, const Case& c) {
   const Results result = call.run(table, 1), reference = call.reference();
   const double allowed = c.rounding + (std::is_same_v<T, float> ? 2e-5 : (std::is_same_v<T, __half> ? 2e-3 : 1e-2));
   if (c.special != Operand::kNone) {
-    Results eager = call.reference(true);
-    if (std::is_same_v<T, float> && std::isinf(c.special_value) && c.softcap > 0) {
-      // A float is split in two, and the product of an infinite one is NaN where a softcap makes it finite.
-      for (std::vector<float>* x : {&eager.dq, &eager.dk, &eager.dv, &eager.dbias}) x->assign(x->size(), NAN);
-    }
+    const Results eager = call.reference(true);
     check_special(result, reference, eager, allowed);
     if (c.bias_gradient) {
       EXPECT_EQ(misplaced(result.dbias, reference.dbias, eager.dbias, true), 0) << "dbias";

@@ -391,5 +391,18 @@ TYPED_TEST(Sm90HiddenPairs, OfABias) {
   }
 }
 
+TYPED_TEST(Sm90HiddenPairs, OfARowThatABiasEmpties) {
+  for (const int head_dim : {64, 128}) {
+    Case c{.name = "bias", .head_dim = head_dim, .len_q = 130, .len_k = 144, .bias = true, .emptied = 70};
+    c.bias_gradient = true;
+    check_hidden<TypeParam>(c);
+    c.name = "bias, mask, dropout";
+    c.bias_gradient = false;
+    c.mask = true;
+    c.dropout = 0.3;
+    check_hidden<TypeParam>(c);
+  }
+}
+
 }  // namespace
 }  // namespace flash_ext
