@@ -34,7 +34,7 @@ class CMakeBuild(build_ext):
         if importlib.util.find_spec("torch") is None:
             raise SystemExit(
                 "flash_ext is built against the torch that it will run with, and this build sees none: "
-                "install torch>=2.9, setuptools, cmake and ninja, then `pip install --no-build-isolation .`"
+                "install torch>=2.9, setuptools, cmake and ninja, then `pip install --no-build-isolation -e .`"
             )
         cmake, ninja = find_tool("cmake"), find_tool("ninja")
         if cmake is None:

@@ -28,6 +28,15 @@ _late.when_imported(
 _late.when_imported("torch.utils.flop_counter", _flops.register)
 
 __version__ = build_info()["version"]
+
+
+def __getattr__(name: str) -> object:
+    """`flash_ext.profiling`, imported when it is first asked for."""
+    if name == "profiling":
+        return _importlib.import_module("flash_ext.profiling")
+    raise AttributeError(f"module 'flash_ext' has no attribute {name!r}")
+
+
 __all__ = [
     "AttentionError",
     "FlashAttention",

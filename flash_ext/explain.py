@@ -21,7 +21,17 @@ from flash_ext.ops import require_c
 class Plan:
     """One pass as a backend will run it. Tiles in elements, memory in bytes; 0 where a notion does not exist.
 
-    ``registers`` and what follows it are asked of the compiled kernel, and 0 where its device is not in use.
+    * ``backend``, ``kernel``: who runs it; ``schedule``: how blocks find their tiles.
+    * ``block_m``, ``block_n``: queries and keys of a tile; ``stages``: buffers of a tile that arrives ahead.
+    * ``on_chip``: uses of shared memory, of a block; ``static_bytes``: what a block has beside; ``on_chip_limit``: what
+      it may have. On the CPU buffers of a thread, and its cache.
+    * ``scratch_bytes``: memory of the device that the call allocates and gives back.
+    * ``grid``: blocks; ``waves``: how often all multiprocessors are filled with them.
+    * ``splits``: parts of the keys of a tile of queries, each a block's work, 1 where they are one block's;
+      ``split_keys``: keys of a part; ``l2_section``: key heads whose tiles run together, so that L2 holds their keys.
+    * Of the compiled kernel, 0 where its device is not in use: ``registers`` of a thread that computes,
+      ``producer_registers`` of one that loads, ``local_bytes`` of a thread, which registers did not hold,
+      ``resident_blocks`` on a multiprocessor at a time, ``occupancy``: their threads over those that it can have.
     """
 
     backend: str
@@ -35,15 +45,15 @@ class Plan:
     scratch_bytes: int
     grid: int
     waves: float
-    registers: int  # a thread; where roles have their own numbers, of one that computes
-    producer_registers: int  # ... and of one that loads
-    local_bytes: int  # a thread: what registers did not hold
-    static_bytes: int  # shared memory beside on_chip
-    resident_blocks: int  # on a multiprocessor at a time
-    occupancy: float  # their threads over those that a multiprocessor can have
+    registers: int
+    producer_registers: int
+    local_bytes: int
+    static_bytes: int
+    resident_blocks: int
+    occupancy: float
     l2_section: int
-    splits: int  # parts of the keys of a tile of queries, each a block's work; 1 where they are one block's
-    split_keys: int  # a part
+    splits: int
+    split_keys: int
 
     @property
     def on_chip_bytes(self) -> int:
@@ -114,7 +124,8 @@ def _considered(candidates: Iterable[Candidate]) -> Iterator[str]:
                 if row.reason:
                     yield f"{row.kernel} refuses ({name}): {row.reason}"
                 elif not row.chosen:
-                    yield f"{row.kernel} could run ({name}), at a cost of {row.cost_us:.3g} us"
+                    cost = f", at a cost of {row.cost_us:.3g} us" if row.cost_us else ""
+                    yield f"{row.kernel} could run ({name}){cost}"
 
 
 def _uses(plan: Plan) -> str:

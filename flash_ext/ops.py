@@ -30,7 +30,7 @@ _FOLDER = Path(__file__).parent
 _MINOR = ".".join(torch.__version__.split(".")[:2])
 _OF_TORCH = _FOLDER / f"torch_{_MINOR}"
 LIBRARIES = [_FOLDER / "libflash_kernels.so", _OF_TORCH / "libflash_ext.so"]  # the second loads the first
-_REBUILD = "run `pip install --no-build-isolation .` in the repository"
+_REBUILD = "run `pip install --no-build-isolation -e .` in the repository"
 
 
 def _listed(versions: set[str]) -> str:
@@ -49,7 +49,10 @@ def build_info() -> dict[str, Any]:
         return json.loads(file.read_text())
     others = {folder.name.removeprefix("torch_") for folder in _FOLDER.glob("torch_*")}
     if not others:
-        raise ImportError(f"flash_ext is not built: there is no {_OF_TORCH.name} beside the package; {_REBUILD}")
+        raise ImportError(
+            f"flash_ext is not built: there is no {_OF_TORCH.name} beside the package in {_FOLDER}; {_REBUILD}, "
+            "or, where it is installed elsewhere, run Python in another folder"
+        )
     raise ImportError(f"flash_ext was built for torch {_listed(others)}, not for torch {_MINOR}; {_REBUILD}")
 
 

@@ -141,7 +141,7 @@ def test_a_build_isolated_from_torch_ends_in_one_sentence() -> None:
     result = run(sys.executable, "-c", hide_torch)
     assert result.returncode != 0
     assert "built against the torch that it will run with" in result.stderr.splitlines()[-1]
-    assert "pip install --no-build-isolation ." in result.stderr.splitlines()[-1]
+    assert "pip install --no-build-isolation -e ." in result.stderr.splitlines()[-1]
     assert "Traceback" not in result.stderr
 
 
@@ -173,7 +173,8 @@ def test_a_library_of_another_torch_is_one_sentence_at_import(copy: Path) -> Non
     assert f"flash_ext was built for torch 1.12 and 1.13, not for torch {minor}; run" in import_error(copy)
     for folder in copy.glob("torch_*"):
         shutil.rmtree(folder)
-    assert f"flash_ext is not built: there is no torch_{minor} beside the package; run" in import_error(copy)
+    sentence = f"flash_ext is not built: there is no torch_{minor} beside the package in {copy}; run"
+    assert sentence in import_error(copy)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ WITH_OTHER_ARGUMENTS = {
     "python -m flash_ext.profiling": "tests/test_profiling.py",
     "python benchmarks/train_lm.py": "tests/test_benchmarks.py",
     "uv run --no-sync python tools/torch_versions.py": ".ci/run",
-    "uv run cmake": ".ci/run",
+    "uv run --no-sync cmake": ".ci/run",
     "uv run tools/build_wheel.py": ".ci/run",
     "uv run tools/try_wheel.py": ".ci/run",
     "uv run pytest": ".ci/run",

@@ -15,6 +15,14 @@ from flash_ext import profiling
 from flash_ext.profiling.__main__ import main
 
 
+def test_the_module_is_there_when_asked_for() -> None:
+    program = "import sys, flash_ext; assert 'flash_ext.profiling' not in sys.modules; print(flash_ext.profiling.range)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0 and "range" in done.stdout, done.stderr
+    with pytest.raises(AttributeError, match="module 'flash_ext' has no attribute 'profile'"):
+        flash_ext.profile  # noqa: B018
+
+
 def test_range_without_a_listener_is_one_shared_object() -> None:
     assert profiling.range("a") is profiling.range("b")
     with profiling.range("a"), profiling.range("a"):

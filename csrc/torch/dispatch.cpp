@@ -28,7 +28,8 @@ void check_chosen(const Kernel* chosen, Pass pass, const Asked& asked, const Dev
   if (chosen != nullptr || name.empty()) return;
   const std::vector<Considered> rows = consider(kernels(), pass, asked, device);
   const Considered* const row = nearest(kernels(), pass, name, rows);
-  throw AttentionError(std::string(name), "refuses: " + (row == nullptr ? "it has no such pass" : row->reason));
+  const char* const missing = pass == Pass::kForward ? "it has no forward" : "it has no backward";
+  throw AttentionError(std::string(name), "refuses: " + (row == nullptr ? missing : row->reason));
 }
 
 }  // namespace
