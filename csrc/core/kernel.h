@@ -56,26 +56,14 @@ struct Kernel {
   std::string (*refuses_views)(const ForwardArgs& args, const BackwardArgs* backward) = nullptr;
 };
 
-// What runs a backward, in order: the main kernel, and behind it those that make what it leaves, today the gradient of
-// a bias. Empty: no kernel serves the call.
-class Stages {
- public:
-  static constexpr int kMost = 2;
-
-  Stages() = default;
-  explicit Stages(const Kernel* main, const Kernel* bias_gradient = nullptr) : kernels_{main, bias_gradient} {}
-
-  int size() const { return kernels_[0] == nullptr ? 0 : kernels_[1] == nullptr ? 1 : 2; }
-  bool empty() const { return size() == 0; }
-  const Kernel& operator[](int stage) const { return *kernels_[stage]; }
-  const Kernel* main() const { return kernels_[0]; }
-  // What a stage is given of a call: the gradients that are its own.
-  BackwardArgs args(int stage, const BackwardArgs& call) const;
-
- private:
-  const Kernel* kernels_[kMost] = {};
+// What runs a backward: the main kernel, and the one that makes the gradient of a bias where the main one does not.
+struct BackwardKernels {
+  const Kernel* main = nullptr;
+  const Kernel* bias_gradient = nullptr;
 };
 
+// The arguments of each of the two. NOTE: not as `of_bias ? bias_gradient_alone(args) : without_bias_gradient(args)`:
+// g++ 13.3 at -O3 merged the two and gave the second the zeros of the first for strides of dq, dk and dv.
 inline BackwardArgs without_bias_gradient(BackwardArgs args) {
   args.fwd.problem.wants_dbias = args.fwd.problem.whole_dbias = false;
   args.dbias = TensorView();
@@ -88,11 +76,6 @@ inline BackwardArgs bias_gradient_alone(BackwardArgs args) {
   args.dq = args.dk = args.dv = TensorView();
   args.dalibi = nullptr;
   return args;
-}
-
-inline BackwardArgs Stages::args(int stage, const BackwardArgs& call) const {
-  if (kernels_[stage]->pass == Pass::kBiasGradient) return bias_gradient_alone(call);
-  return size() > 1 ? without_bias_gradient(call) : call;
 }
 
 }  // namespace flash_ext

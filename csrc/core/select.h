@@ -208,23 +208,25 @@ inline const Kernel* select_bias_gradient(Table table, const BackwardArgs& args,
   return select(table, Pass::kBiasGradient, {alone.fwd, &alone}, device, {});
 }
 
-inline Stages select_backward(Table table, const BackwardArgs& args, const DeviceInfo& device, std::string_view name) {
+inline BackwardKernels select_backward(Table table, const BackwardArgs& args, const DeviceInfo& device,
+                                       std::string_view name) {
   const Asked asked{args.fwd, &args};
-  const Kernel* const whole = select(table, Pass::kBackward, asked, device, name);
+  BackwardKernels best;
+  best.main = select(table, Pass::kBackward, asked, device, name);
   const Problem& problem = args.fwd.problem;
-  if (!problem.wants_dq && !problem.wants_dk && !problem.wants_dv && !problem.wants_dalibi) return Stages(whole);
+  if (!problem.wants_dq && !problem.wants_dk && !problem.wants_dv && !problem.wants_dalibi) return best;
   const Kernel* const bias_gradient = select_bias_gradient(table, args, device);
-  if (bias_gradient == nullptr) return Stages(whole);
+  if (bias_gradient == nullptr) return best;
   // A main kernel that leaves the gradient of the bias costs what it costs without, and the other one besides.
   const BackwardArgs rest = without_bias_gradient(args);
   const Kernel* const main = select(table, Pass::kBackward, {rest.fwd, &rest}, device, name);
-  if (main == nullptr || main == whole) return Stages(whole);
+  if (main == nullptr || main == best.main) return best;
   const auto total = [&] {
     const Problem alone = bias_gradient_alone(args).fwd.problem;
     return cost_of(*main, rest.fwd.problem, device) + cost_of(*bias_gradient, alone, device);
   };
-  if (whole == nullptr || total() < cost_of(*whole, problem, device)) return Stages(main, bias_gradient);
-  return Stages(whole);
+  if (best.main == nullptr || total() < cost_of(*best.main, problem, device)) return {main, bias_gradient};
+  return best;
 }
 
 // A row of the pass, whether it accepts, and why not: for explain, and for the error where a named one refuses.

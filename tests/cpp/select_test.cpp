@@ -39,10 +39,8 @@ class Select : public testing::Test {
     return kernel == nullptr ? "" : kernel->name;
   }
   std::string backward(Table table, const char* name = "") {
-    const Stages stages = select_backward(table, args_, device_, name);
-    std::string names;
-    for (int i = 0; i < stages.size(); ++i) names += (i > 0 ? ", " : "") + std::string(stages[i].name);
-    return names;
+    const auto [main, apart] = select_backward(table, args_, device_, name);
+    return main == nullptr ? "" : std::string(main->name) + (apart != nullptr ? std::string(", ") + apart->name : "");
   }
   std::string reason(Kernel kernel) {
     const Asked asked = kernel.pass == Pass::kForward ? Asked{args_.fwd} : Asked{args_.fwd, &args_};
@@ -108,15 +106,10 @@ TEST_F(Select, TheGradientOfABiasMayBeAnothers) {
   EXPECT_EQ(backward(rows), "b.backward");  // alone, it is the main kernel's
 }
 
-TEST_F(Select, TheArgumentsOfAStage) {
+TEST_F(Select, TheArgumentsOfBoth) {
   problem().has_bias = problem().wants_dbias = problem().whole_dbias = true;
   args_.dbias.data = args_.dq.data = &args_;
-  const Kernel whole = row("a.backward", "a", Pass::kBackward, kBFloat16, cheap);
-  const Kernel of_bias = row("b.bias_gradient", "b", Pass::kBiasGradient, kBFloat16, cheap);
-  EXPECT_TRUE(Stages(nullptr).empty());
-  EXPECT_TRUE(Stages(&whole).args(0, args_).dbias);
-  const Stages stages(&whole, &of_bias);
-  const BackwardArgs main = stages.args(0, args_), apart = stages.args(1, args_);
+  const BackwardArgs main = without_bias_gradient(args_), apart = bias_gradient_alone(args_);
   EXPECT_TRUE(main.dq && !main.dbias && main.fwd.problem.wants_dq && !main.fwd.problem.wants_dbias);
   EXPECT_FALSE(main.fwd.problem.whole_dbias);
   EXPECT_TRUE(!apart.dq && apart.dbias && !apart.fwd.problem.wants_dq && apart.fwd.problem.wants_dbias);
