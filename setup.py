@@ -4,6 +4,7 @@ The extension is built against the torch that it will run with, so the build is 
 `uv sync` (pyproject.toml says so to uv) or `pip install --no-build-isolation .`
 """
 
+import importlib.metadata
 import importlib.util
 import os
 import shutil
@@ -39,7 +40,8 @@ class CMakeBuild(build_ext):
         cmake, ninja = find_tool("cmake"), find_tool("ninja")
         if cmake is None:
             raise SystemExit("flash_ext needs cmake 3.24 or later: `pip install cmake ninja`")
-        build = ROOT / "build" / str(sys.implementation.cache_tag)  # kept: the next build is incremental
+        minor = ".".join(importlib.metadata.version("torch").split(".")[:2])
+        build = ROOT / "build" / f"{sys.implementation.cache_tag}-torch-{minor}"  # kept: the next build is incremental
         package = ROOT / "flash_ext" if self.inplace else Path(self.build_lib).resolve() / "flash_ext"
         configure = [cmake, "-S", ROOT, "-B", build, f"-DPYTHON_EXECUTABLE={sys.executable}"]
         if ninja is not None:

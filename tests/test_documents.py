@@ -26,6 +26,7 @@ WITH_OTHER_ARGUMENTS = {
     "python benchmarks/train_lm.py": "tests/test_benchmarks.py",
     "uv run --no-sync python tools/torch_versions.py": ".ci/run",
     "uv run --no-sync cmake": ".ci/run",
+    "uv run --no-sync ctest": ".ci/run",
     "uv run tools/build_wheel.py": ".ci/run",
     "uv run tools/try_wheel.py": ".ci/run",
     "uv run pytest": ".ci/run",
