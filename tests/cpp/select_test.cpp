@@ -109,9 +109,15 @@ TEST_F(Select, TheGradientOfABiasMayBeAnothers) {
 TEST_F(Select, TheArgumentsOfBoth) {
   problem().has_bias = problem().wants_dbias = problem().whole_dbias = true;
   args_.dbias.data = args_.dq.data = &args_;
+  args_.dq.row_stride = 5;
+  args_.dk.head_stride = 7;
+  args_.dbias.row_stride = 9;
   const BackwardArgs main = without_bias_gradient(args_), apart = bias_gradient_alone(args_);
   EXPECT_TRUE(main.dq && !main.dbias && main.fwd.problem.wants_dq && !main.fwd.problem.wants_dbias);
   EXPECT_FALSE(main.fwd.problem.whole_dbias);
+  EXPECT_EQ(main.dq.row_stride, 5);
+  EXPECT_EQ(main.dk.head_stride, 7);
+  EXPECT_EQ(apart.dbias.row_stride, 9);
   EXPECT_TRUE(!apart.dq && apart.dbias && !apart.fwd.problem.wants_dq && apart.fwd.problem.wants_dbias);
 }
 
