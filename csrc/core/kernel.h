@@ -56,26 +56,45 @@ struct Kernel {
   std::string (*refuses_views)(const ForwardArgs& args, const BackwardArgs* backward) = nullptr;
 };
 
-// What runs a backward: the main kernel, and the one that makes the gradient of a bias where the main one does not.
-struct BackwardKernels {
-  const Kernel* main = nullptr;
-  const Kernel* bias_gradient = nullptr;
-};
-
-// The arguments of each of the two. NOTE: not as `of_bias ? bias_gradient_alone(args) : without_bias_gradient(args)`:
-// g++ 13.3 at -O3 merged the two and gave the second the zeros of the first for strides of dq, dk and dv.
-inline BackwardArgs without_bias_gradient(BackwardArgs args) {
+// Takes away what another stage makes, in place. NOTE: taken and returned by value, g++ 13.3 at -O3 merged the two
+// where one of them was called by a condition in a loop, and gave the one the zeros of the other for strides of dq, dk
+// and dv.
+inline void drop_bias_gradient(BackwardArgs& args) {
   args.fwd.problem.wants_dbias = args.fwd.problem.whole_dbias = false;
   args.dbias = TensorView();
-  return args;
 }
 
-inline BackwardArgs bias_gradient_alone(BackwardArgs args) {
+inline void keep_bias_gradient(BackwardArgs& args) {
   Problem& problem = args.fwd.problem;
   problem.wants_dq = problem.wants_dk = problem.wants_dv = problem.wants_dalibi = false;
   args.dq = args.dk = args.dv = TensorView();
   args.dalibi = nullptr;
-  return args;
 }
+
+// What runs a backward, in order: the main kernel, and behind it those that make what it leaves, today the gradient of
+// a bias. Empty: no kernel serves the call.
+class Stages {
+ public:
+  static constexpr int kMost = 2;
+
+  Stages() = default;
+  explicit Stages(const Kernel* main, const Kernel* bias_gradient = nullptr) : kernels_{main, bias_gradient} {}
+
+  int size() const { return kernels_[0] == nullptr ? 0 : kernels_[1] == nullptr ? 1 : 2; }
+  bool empty() const { return size() == 0; }
+  const Kernel& operator[](int stage) const { return *kernels_[stage]; }
+  const Kernel* main() const { return kernels_[0]; }
+  // Leaves of a call's arguments what the stage is given: the gradients that are its own.
+  void narrow(int stage, BackwardArgs& args) const {
+    if (kernels_[stage]->pass == Pass::kBiasGradient) {
+      keep_bias_gradient(args);
+    } else if (size() > 1) {
+      drop_bias_gradient(args);
+    }
+  }
+
+ private:
+  const Kernel* kernels_[kMost] = {};
+};
 
 }  // namespace flash_ext

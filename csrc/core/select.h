@@ -204,29 +204,30 @@ inline const Kernel* select_forward(Table table, const ForwardArgs& args, const 
 // Who would make the gradient of the bias where a main kernel does not; null: nobody.
 inline const Kernel* select_bias_gradient(Table table, const BackwardArgs& args, const DeviceInfo& device) {
   if (!args.fwd.problem.wants_dbias) return nullptr;
-  const BackwardArgs alone = bias_gradient_alone(args);
+  BackwardArgs alone = args;
+  keep_bias_gradient(alone);
   return select(table, Pass::kBiasGradient, {alone.fwd, &alone}, device, {});
 }
 
-inline BackwardKernels select_backward(Table table, const BackwardArgs& args, const DeviceInfo& device,
-                                       std::string_view name) {
+inline Stages select_backward(Table table, const BackwardArgs& args, const DeviceInfo& device, std::string_view name) {
   const Asked asked{args.fwd, &args};
-  BackwardKernels best;
-  best.main = select(table, Pass::kBackward, asked, device, name);
+  const Kernel* const whole = select(table, Pass::kBackward, asked, device, name);
   const Problem& problem = args.fwd.problem;
-  if (!problem.wants_dq && !problem.wants_dk && !problem.wants_dv && !problem.wants_dalibi) return best;
+  if (!problem.wants_dq && !problem.wants_dk && !problem.wants_dv && !problem.wants_dalibi) return Stages(whole);
   const Kernel* const bias_gradient = select_bias_gradient(table, args, device);
-  if (bias_gradient == nullptr) return best;
+  if (bias_gradient == nullptr) return Stages(whole);
   // A main kernel that leaves the gradient of the bias costs what it costs without, and the other one besides.
-  const BackwardArgs rest = without_bias_gradient(args);
+  BackwardArgs rest = args;
+  drop_bias_gradient(rest);
   const Kernel* const main = select(table, Pass::kBackward, {rest.fwd, &rest}, device, name);
-  if (main == nullptr || main == best.main) return best;
+  if (main == nullptr || main == whole) return Stages(whole);
   const auto total = [&] {
-    const Problem alone = bias_gradient_alone(args).fwd.problem;
-    return cost_of(*main, rest.fwd.problem, device) + cost_of(*bias_gradient, alone, device);
+    BackwardArgs alone = args;
+    keep_bias_gradient(alone);
+    return cost_of(*main, rest.fwd.problem, device) + cost_of(*bias_gradient, alone.fwd.problem, device);
   };
-  if (best.main == nullptr || total() < cost_of(*best.main, problem, device)) return {main, bias_gradient};
-  return best;
+  if (whole == nullptr || total() < cost_of(*whole, problem, device)) return Stages(main, bias_gradient);
+  return Stages(whole);
 }
 
 // A row of the pass, whether it accepts, and why not: for explain, and for the error where a named one refuses.
@@ -242,7 +243,12 @@ inline std::vector<Considered> consider(Table table, Pass pass, const Asked& ask
   std::vector<Considered> result;
   const Kernel* const bias_gradient =
       pass == Pass::kBackward ? select_bias_gradient(table, *asked.backward, device) : nullptr;
-  const BackwardArgs rest = bias_gradient != nullptr ? without_bias_gradient(*asked.backward) : BackwardArgs();
+  BackwardArgs rest, alone;
+  if (bias_gradient != nullptr) {
+    rest = alone = *asked.backward;
+    drop_bias_gradient(rest);
+    keep_bias_gradient(alone);
+  }
   for (const Kernel* kernel : table) {
     if (kernel->pass != pass) continue;
     const bool leaves = bias_gradient != nullptr && !accepts(*kernel, asked, device);
@@ -255,7 +261,7 @@ inline std::vector<Considered> consider(Table table, Pass pass, const Asked& ask
       row.cost = cost_of(*kernel, own.problem(), device);
       if (leaves) {
         row.left = bias_gradient;
-        row.cost += cost_of(*bias_gradient, bias_gradient_alone(*asked.backward).fwd.problem, device);
+        row.cost += cost_of(*bias_gradient, alone.fwd.problem, device);
       }
     }
     result.push_back(std::move(row));

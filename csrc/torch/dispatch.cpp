@@ -93,12 +93,11 @@ const Kernel* choose_kernel(const ForwardArgs& args, const DeviceInfo& device, s
   return kernel;
 }
 
-BackwardKernels choose_kernels(const BackwardArgs& args, const DeviceInfo& device,
-                               std::optional<std::string_view> name) {
+Stages choose_stages(const BackwardArgs& args, const DeviceInfo& device, std::optional<std::string_view> name) {
   if (name == kChunked) return {};
   const std::string_view wanted = name.has_value() ? stored_name(*name) : std::string_view();
-  const BackwardKernels chosen = select_backward(kernels(), args, device, wanted);
-  check_chosen(chosen.main, Pass::kBackward, {args.fwd, &args}, device, wanted);
+  const Stages chosen = select_backward(kernels(), args, device, wanted);
+  check_chosen(chosen.main(), Pass::kBackward, {args.fwd, &args}, device, wanted);
   return chosen;
 }
 

@@ -152,37 +152,40 @@ std::string explain(const Inputs& in, const Options& options, std::string_view d
     // A call that needs no backward is not wrong where only that is refused.
     const bool is_named = pass == Pass::kBackward && name.has_value() && name != kChunked;
     const Considered* const refused = is_named ? nearest(kernels(), pass, *name, rows) : nullptr;
-    BackwardKernels chosen;
+    Stages chosen;
     if (pass == Pass::kForward) {
-      chosen.main = choose_kernel(asked.forward, device, name);
+      chosen = Stages(choose_kernel(asked.forward, device, name));
     } else if (refused == nullptr) {
-      chosen = choose_kernels(*asked.backward, device, name);
+      chosen = choose_stages(*asked.backward, device, name);
     }
     for (const Considered& row : rows) {
       append(considered, json_list(row.kernel->name, row.kernel->backend, pass_name, std::string_view(row.reason),
-                                   row.cost, row.left != nullptr ? row.left->name : "", row.kernel == chosen.main));
+                                   row.cost, row.left != nullptr ? row.left->name : "", row.kernel == chosen.main()));
     }
     const auto add_plan = [&](std::string_view backend, const Plan& plan, const std::string& kernel) {
       plans += json(pass_name) + ": " + json(backend, kernel, plan) + ", ";
     };
     Plan plan;
     if (refused != nullptr) return add_plan("none", plan, concat("none: ", *name, " refuses: ", refused->reason));
-    composite = composite || chosen.main == nullptr;
-    kernels_run = kernels_run || chosen.main != nullptr;
-    if (chosen.main == nullptr) {
+    composite = composite || chosen.empty();
+    kernels_run = kernels_run || !chosen.empty();
+    if (chosen.empty()) {
       return add_plan(kChunked, plan, "composite of torch operations over blocks of queries");
     }
-    Problem problem = asked.problem();
-    if (chosen.bias_gradient != nullptr) problem = without_bias_gradient(*asked.backward).fwd.problem;
-    plan = chosen.main->plan(problem, device);
+    const auto problem_of = [&](int stage) {
+      if (pass == Pass::kForward) return asked.problem();
+      BackwardArgs part = *asked.backward;
+      chosen.narrow(stage, part);
+      return part.fwd.problem;
+    };
+    plan = chosen[0].plan(problem_of(0), device);
     std::string kernel = plan.kernel;
-    inspect(*chosen.main, problem, planned, device, plan);
-    if (chosen.bias_gradient != nullptr) {
-      const Problem apart = bias_gradient_alone(*asked.backward).fwd.problem;
-      kernel += std::string(", ") + chosen.bias_gradient->name;
-      plan.scratch_bytes = std::max(plan.scratch_bytes, chosen.bias_gradient->plan(apart, device).scratch_bytes);
+    inspect(chosen[0], problem_of(0), planned, device, plan);
+    for (int stage = 1; stage < chosen.size(); ++stage) {
+      kernel += std::string(", ") + chosen[stage].name;
+      plan.scratch_bytes = std::max(plan.scratch_bytes, chosen[stage].plan(problem_of(stage), device).scratch_bytes);
     }
-    add_plan(chosen.main->backend, plan, kernel);
+    add_plan(chosen[0].backend, plan, kernel);
   };
   add_pass(Pass::kForward, "forward", {forward});
   add_pass(Pass::kBackward, "backward", {backward.fwd, &backward});

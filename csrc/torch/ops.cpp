@@ -7,6 +7,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <array>
 #include <limits>
 
 #include "core/fold_heads.h"
@@ -161,8 +162,8 @@ Gradients backward(c10::DispatchKeySet, const Tensor& grad_out, const Tensor& gr
   builder.finish(problem);
   set_wanted(problem, wanted, args.dbias);
   const DeviceInfo device = device_info(in.query.device());
-  const auto [main, bias_gradient] = choose_kernels(args, device, options.backend);
-  if (main == nullptr) {
+  const Stages stages = choose_stages(args, device, options.backend);
+  if (stages.empty()) {
     const Gradients whole_grads = chunked::backward(grad_out, grad_lse, in, saved.rng_state, options, asked);
     Gradients result;
     for (size_t i = 0; i < kGradients; ++i) {
@@ -184,25 +185,24 @@ Gradients backward(c10::DispatchKeySet, const Tensor& grad_out, const Tensor& gr
   if (d_lse.defined()) args.d_lse = d_lse.const_data_ptr();
   if (options.dropout_p > 0) args.fwd.rng_state = saved.rng_state.const_data_ptr<int64_t>();
   args.fwd.stream = current_stream(in.query);
-  std::optional<BackwardArgs> apart;
-  if (bias_gradient != nullptr) {
-    apart = bias_gradient_alone(args);
-    args = without_bias_gradient(args);
-  }
-  const Plan plan = main->plan(problem, device);
-  const Plan bias_plan = apart.has_value() ? bias_gradient->plan(apart->fwd.problem, device) : Plan();
-  if (wanted[kDbias]) {
-    const bool narrow = (apart.has_value() ? bias_plan : plan).narrow_dbias;
-    dbias = allocate(in.bias.sizes(), in.query, narrow ? in.bias.scalar_type() : accumulate);
-    (apart.has_value() ? *apart : args).dbias.data = dbias.mutable_data_ptr();
+  std::array<BackwardArgs, Stages::kMost> parts;
+  std::array<Plan, Stages::kMost> plans;
+  int64_t scratch_bytes = 0;
+  for (int i = 0; i < stages.size(); ++i) {
+    parts[i] = args;
+    stages.narrow(i, parts[i]);
+    plans[i] = stages[i].plan(parts[i].fwd.problem, device);
+    scratch_bytes = std::max(scratch_bytes, plans[i].scratch_bytes);
+    if (!parts[i].fwd.problem.wants_dbias) continue;
+    dbias = allocate(in.bias.sizes(), in.query, plans[i].narrow_dbias ? in.bias.scalar_type() : accumulate);
+    parts[i].dbias.data = dbias.mutable_data_ptr();
   }
   {
     // Given back before the sums and casts below: the stream orders who writes to its memory next, as it does for the
-    // two kernels, which share it.
-    const Tensor workspace = make_workspace(in.query, std::max(plan.scratch_bytes, bias_plan.scratch_bytes));
+    // stages, which share it.
+    const Tensor workspace = make_workspace(in.query, scratch_bytes);
     void* const scratch = workspace.defined() ? workspace.mutable_data_ptr() : nullptr;
-    main->backward(args, plan, scratch);
-    if (apart.has_value()) bias_gradient->backward(*apart, bias_plan, scratch);
+    for (int i = 0; i < stages.size(); ++i) stages[i].backward(parts[i], plans[i], scratch);
   }
 
   Gradients result;

@@ -146,7 +146,7 @@ int main(int argc, char** argv) {
   back.dq = dq.view;
   back.dk = dk.view;
   back.dv = dv.view;
-  const Kernel* const backward = select_backward(kernels(), back, device, "").main;  // no bias, no kernel for it
+  const Kernel* const backward = select_backward(kernels(), back, device, "").main();  // no bias, no kernel for it
   if (backward == nullptr) give_up(Pass::kBackward, {back.fwd, &back}, device);
   const Plan backward_plan = backward->plan(back.fwd.problem, device);
   std::printf("backward  %s, tiles of %lld x %lld\n", backward_plan.kernel,

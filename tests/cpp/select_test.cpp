@@ -39,8 +39,10 @@ class Select : public testing::Test {
     return kernel == nullptr ? "" : kernel->name;
   }
   std::string backward(Table table, const char* name = "") {
-    const auto [main, apart] = select_backward(table, args_, device_, name);
-    return main == nullptr ? "" : std::string(main->name) + (apart != nullptr ? std::string(", ") + apart->name : "");
+    const Stages stages = select_backward(table, args_, device_, name);
+    std::string names;
+    for (int i = 0; i < stages.size(); ++i) names += (i > 0 ? ", " : "") + std::string(stages[i].name);
+    return names;
   }
   std::string reason(Kernel kernel) {
     const Asked asked = kernel.pass == Pass::kForward ? Asked{args_.fwd} : Asked{args_.fwd, &args_};
@@ -106,13 +108,23 @@ TEST_F(Select, TheGradientOfABiasMayBeAnothers) {
   EXPECT_EQ(backward(rows), "b.backward");  // alone, it is the main kernel's
 }
 
-TEST_F(Select, TheArgumentsOfBoth) {
+TEST_F(Select, TheArgumentsOfAStage) {
   problem().has_bias = problem().wants_dbias = problem().whole_dbias = true;
   args_.dbias.data = args_.dq.data = &args_;
   args_.dq.row_stride = 5;
   args_.dk.head_stride = 7;
   args_.dbias.row_stride = 9;
-  const BackwardArgs main = without_bias_gradient(args_), apart = bias_gradient_alone(args_);
+  const Kernel whole = row("a.backward", "a", Pass::kBackward, kBFloat16, cheap);
+  const Kernel of_bias = row("b.bias_gradient", "b", Pass::kBiasGradient, kBFloat16, cheap);
+  const auto part = [&](const Stages& stages, int stage) {
+    BackwardArgs args = args_;
+    stages.narrow(stage, args);
+    return args;
+  };
+  EXPECT_TRUE(Stages(nullptr).empty());
+  EXPECT_TRUE(part(Stages(&whole), 0).dbias);
+  const Stages stages(&whole, &of_bias);
+  const BackwardArgs main = part(stages, 0), apart = part(stages, 1);
   EXPECT_TRUE(main.dq && !main.dbias && main.fwd.problem.wants_dq && !main.fwd.problem.wants_dbias);
   EXPECT_FALSE(main.fwd.problem.whole_dbias);
   EXPECT_EQ(main.dq.row_stride, 5);

@@ -192,9 +192,10 @@ class Call {
     if (c_.one_head) back.dbias.head_stride = 0;
     back.dalibi = dalibi.view().data;
     problem.whole_dbias = c_.bias_gradient && is_whole(problem, back.dbias);
-    const auto [main, apart] = select_backward(table, back, device, "");
+    const Stages stages = select_backward(table, back, device, "");
+    const Kernel* const main = stages.main();
     if (main == nullptr) throw std::runtime_error(why(consider(table, Pass::kBackward, {back.fwd, &back}, device)));
-    EXPECT_EQ(apart, nullptr);
+    EXPECT_EQ(stages.size(), 1);
     const Plan plan = main->plan(problem, device);
     if (plan.narrow_dbias) {
       const TensorView wide = back.dbias;
