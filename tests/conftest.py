@@ -182,6 +182,14 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _gpu_memory() -> Iterator[None]:
+    """What a test leaves in torch's cache is the card's again, which several workers share."""
+    yield
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 2**29:
+        torch.cuda.empty_cache()
+
+
 def is_granted_refusal(backend: str | None, error: Exception) -> bool:
     return backend in REFUSALS and bool(re.search(rf"{backend} refuses: (.*, )?({REFUSALS[backend]})", str(error)))
 
