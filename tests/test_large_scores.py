@@ -93,6 +93,27 @@ def test_exact_scores(dtype: torch.dtype, kind: str, head_dim: int, device: str,
         check_gradients(inputs, options | {"scale": 2.0**exponent})
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 192])
+@pytest.mark.parametrize("low", ["key", "bias", "row of bias"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_a_key_far_below(dtype: torch.dtype, low: str, head_dim: int, device: str, backend: str) -> None:
+    """Scores of 5120 and a few more or less, exact in every dtype, and one key whose score is -2e6 or finfo.min: what
+    rounding may have done to that one says nothing about the others."""
+    inputs, _ = inputs_of("plain", dtype, head_dim, device)
+    for name, first in (("query", 1280), ("key", 4)):
+        x = inputs[name]
+        x[..., 1:4] = torch.randint(-1, 2, (*x.shape[:-1], 3))
+        x[..., 4:] = 0
+        x[..., 0] = first
+    if low == "key":
+        inputs["key"][..., 5, 0] = -1600
+    else:
+        shape = (1, 1, inputs["query"].size(-2) if low == "bias" else 1, inputs["key"].size(-2))
+        inputs["bias"] = torch.zeros(shape, dtype=dtype, device=device)
+        inputs["bias"][..., 5] = torch.finfo(dtype).min
+    check_gradients(inputs, {"scale": 1.0})
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 def test_one_query_of_many(dtype: torch.dtype, device: str, backend: str) -> None:
     """One row far from 0 among ordinary ones changes nothing for them."""

@@ -13,13 +13,14 @@
     delta        rowsum(dO * out), out as it was rounded
     dS           P * (dP - (delta - dlse))
 
-Rows of |lse| > `far` have the P of forward, because it is found again from their own scores; where they are measured
-(csrc/kernels/sm80/measure.cuh), delta is rowsum(P * dP) / rowsum(P), too. Errors are drawn for each number, or, where
-numbers are equal and so are rounded alike, one for all of a tensor.
+lse is off by up to one unit. Rows of |lse| > `far` have the P of forward, because it is found again from their own
+scores; where they are measured (csrc/kernels/sm80/measure.cuh), delta is rowsum(P * dP) / rowsum(P), too. Errors are
+drawn for each number, or, where numbers are equal and so are rounded alike, one for all of a tensor.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,13 +72,15 @@ class Fused(TorchDispatchMode):
         return self._off(result, 2 * result).clamp(-1, 1) if func is aten.tanh.default else result
 
     def _probabilities(self, scores: Tensor) -> None:
+        again = scores  # backward rounds them anew
         if not self.kind.exact:  # rows far from 0 subtract their largest score first
-            scores = self._off(scores, torch.where(scores.abs() <= 4096, scores, 0))
+            size = torch.where(scores.abs() <= 4096, scores, 0)
+            scores, again = self._off(scores, size), self._off(scores, size)
         lse = torch.logsumexp(scores, -1, keepdim=True)
         self.near = lse.abs() <= self.kind.far
         p = torch.softmax(scores, -1)
         self.p = self._off(p, p)
-        self.p_of_backward = torch.where(self.near, torch.exp(scores - self._off(lse, lse)), self.p)
+        self.p_of_backward = torch.where(self.near, torch.exp(again - self._off(lse, lse)), self.p)
 
     def _product(self, product: Any, a: Tensor, b: Tensor) -> Tensor:
         if self.kind.tensor_cores and self.kind.dtype == torch.float32:
@@ -94,14 +97,15 @@ class Fused(TorchDispatchMode):
 
     def _sum(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         result = x.sum(*args, **kwargs)
-        size = (x.square().sum(*args, **kwargs) + result.square()).sqrt()
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # squares of float16 overflow
+        size = (wide.square().sum(*args, **kwargs) + result.to(wide.dtype).square()).sqrt().to(result.dtype)
         return self._off(result, size * max(1.0, x.numel() / max(1, result.numel()) / 64) ** 0.5)
 
     def _d_scores(self, d_p: Tensor, p: Tensor) -> Tensor:
         assert self.out is not None
-        terms, row = self.d_out.to(p.dtype) * self.out.to(p.dtype), (*p.shape[:-1], 1)
-        from_out = self._off(terms.sum(-1, keepdim=True), terms.square().sum(-1, keepdim=True).sqrt()).sum_to_size(row)
-        own = (p * d_p).sum(-1, keepdim=True) / p.sum(-1, keepdim=True)
+        row = (*p.shape[:-1], 1)
+        from_out = self._sum(self.d_out.to(p.dtype) * self.out.to(p.dtype), -1, keepdim=True).sum_to_size(row)
+        own = self._sum(p * d_p, -1, keepdim=True) / self._sum(p, -1, keepdim=True)
         delta = torch.where(self.near, from_out, own) if self.kind.own_delta else from_out
         if self.d_lse is not None:
             delta = delta - self.d_lse.to(p.dtype).unsqueeze(-1).sum_to_size(row)
@@ -111,16 +115,20 @@ class Fused(TorchDispatchMode):
         """Numbers in [0, 1)."""
         return torch.rand((), dtype=like.dtype, device=like.device) if self.kind.alike else torch.rand_like(like)
 
+    def off_by_a_unit(self, x: Tensor) -> Tensor:
+        return self._off(x, x)
+
     def _off(self, x: Tensor, size: Tensor) -> Tensor:
         """x, off by up to one unit in the last place of size."""
         return x + size * (self._draw(x) * 2 - 1) * torch.finfo(x.dtype).eps
 
 
 def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """To the type and back; beyond its range to as many bits."""
+    """To the type and back; in float16 scaled to its range, by a power of 2, so that what it has stays as it is."""
     factor = 1.0
     if dtype == torch.float16 and x.numel() > 0:
-        factor = max(1.0, float(x.abs().nan_to_num(0, 0, 0).amax()) / 2**15)
+        largest = float(x.abs().nan_to_num(0, 0, 0).amax())
+        factor = 2.0 ** math.ceil(math.log2(largest / 2**15)) if largest > 0 else 1.0
     return (x / factor).to(dtype).to(x.dtype) * factor
 
 

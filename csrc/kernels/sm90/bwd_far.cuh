@@ -4,8 +4,8 @@
 //
 // lse is a float: in a row of finfo.min it has lost the log of the number of keys, and beyond 4e8 its last place is
 // more than an exponential holds. The main kernels find a score by other instructions than this; so scores that are as
-// good as the largest count as equal to it. Called by prepare_kernel (bwd_rows.cuh), which has 82 to 100 registers with
-// it and 48 to 84 without. Invariant: as of bwd_rows.cuh.
+// good as the largest count as equal to it, where that may be more than 1/64. Called by prepare_kernel (bwd_rows.cuh),
+// which has 80 to 106 registers with it and 48 to 84 without. Invariant: as of bwd_rows.cuh.
 #pragma once
 
 #include "core/args.h"
@@ -67,12 +67,30 @@ __device__ __forceinline__ float score_of(const ForwardArgs& args, const QueryTi
   return fmaf(product, static_cast<float>(problem.scale), more);
 }
 
+// The largest score, and by how much it or one that may be it is off. NOTE: not by how much any is: of finfo.min in one
+// column, or of a key far below the others, that is more than all others differ.
+struct Top {
+  float score = kMinusInf, margin = 0.f;
+  __device__ __forceinline__ void join(float other, float off) {
+    if (other - off > score + margin) {
+      score = other;
+      margin = off;
+    } else if (!(other + off < score - margin)) {
+      score = fmaxf(score, other);
+      margin = fmaxf(margin, off);
+    }
+  }
+  __device__ __forceinline__ float shift() const {
+    return fmaxf(margin > 0x1p-6f ? score - margin : score, -0x1.FFFFFEp127f);  // of finfo.min it would be -inf
+  }
+};
+
 // Of the rows of a tile that are far: -log2 Z and -shift to `stats`. 16 queries at a time, 8 keys a warp.
 template <class Traits>
 __device__ __forceinline__ void measure_rows(const BackwardArgs& args, const QueryTile<Traits>& tile, float* stats) {
   using T = typename Traits::T;
   constexpr int kWarps = kRowThreads / 32;
-  __shared__ float largest[kWarps][16], widest[kWarps][16], sums[kWarps][16], slope;  // of 16 queries
+  __shared__ float largest[kWarps][16], margins[kWarps][16], sums[kWarps][16], slope;  // of 16 queries
   const Problem& problem = args.fwd.problem;
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   const int len_q = static_cast<int>(problem.len_q), len_k = static_cast<int>(problem.len_k);
@@ -118,7 +136,8 @@ __device__ __forceinline__ void measure_rows(const BackwardArgs& args, const Que
     float shift[2] = {};
 #pragma unroll 1
     for (int pass = 0; pass < 2; ++pass) {  // shift, then Z
-      float most[2] = {kMinusInf, kMinusInf}, size[2] = {}, sum[2] = {};
+      Top top[2];
+      float sum[2] = {};
 #pragma unroll 1
       for (int key = warp * 8; key < len_k; key += kWarps * 8) {
         float products[4] = {}, sizes[4] = {};
@@ -133,8 +152,7 @@ __device__ __forceinline__ void measure_rows(const BackwardArgs& args, const Que
           // The sum of a product is cut off, not rounded, once for each 16 columns. What is added rounds twice; below
           // 2^20 that is less than what rounds in the score of a 16-bit type.
           const float rounding = added > 0x1p20f ? added * 0x1p-22f : 0.f;
-          size[half] = fmaxf(size[half], fmaf(sizes[i] * static_cast<float>(problem.scale), 0x1p-19f, rounding));
-          most[half] = fmaxf(most[half], score);
+          top[half].join(score, fmaf(sizes[i] * static_cast<float>(problem.scale), 0x1p-19f, rounding));
           if (pass == 1) sum[half] += exp2f(fminf(score - shift[half], 0.f) * static_cast<float>(kLog2e));
         }
       }
@@ -143,26 +161,26 @@ __device__ __forceinline__ void measure_rows(const BackwardArgs& args, const Que
       for (int half = 0; half < 2; ++half) {
 #pragma unroll
         for (int step = 1; step < 4; step *= 2) {  // over the lanes of a row
-          most[half] = fmaxf(most[half], __shfl_xor_sync(~0u, most[half], step));
-          size[half] = fmaxf(size[half], __shfl_xor_sync(~0u, size[half], step));
+          const float other = __shfl_xor_sync(~0u, top[half].score, step);
+          top[half].join(other, __shfl_xor_sync(~0u, top[half].margin, step));
           sum[half] += __shfl_xor_sync(~0u, sum[half], step);
         }
-        largest[warp][g + 8 * half] = most[half];
-        widest[warp][g + 8 * half] = size[half];
+        largest[warp][g + 8 * half] = top[half].score;
+        margins[warp][g + 8 * half] = top[half].margin;
         sums[warp][g + 8 * half] = sum[half];
       }
       __syncthreads();
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int of = g + 8 * half;
-        float x = kMinusInf, wide = 0.f, z = 0.f;
+        Top of_all;
+        float z = 0.f;
 #pragma unroll 1
         for (int w = 0; w < kWarps; ++w) {
-          x = fmaxf(x, largest[w][of]);
-          wide = fmaxf(wide, widest[w][of]);
+          of_all.join(largest[w][of], margins[w][of]);
           z += sums[w][of];
         }
-        shift[half] = fmaxf(x - wide, -0x1.FFFFFEp127f);  // of finfo.min it would be -inf
+        shift[half] = of_all.shift();
         if (pass == 0 || warp > 0 || t > 0 || !is_far_row(of)) continue;
         stats[kLseStat * Traits::kBlockM + first + of] -= log2f(z);
         stats[kFarStat * Traits::kBlockM + first + of] = -shift[half];

@@ -62,6 +62,7 @@ class Call {
       for (float& x : numbers) x = integer() * static_cast<float>(c.scale);
     }
     if (c.lowest_bias) std::fill(numbers.begin(), numbers.end(), lowest(c.float_bias));
+    for (size_t j = c.lowest; j < numbers.size() && c.lowest >= 0; j += c.len_k) numbers[j] = lowest(c.float_bias);
     for (int64_t j = 0; j < bias_heads_ * c.len_k && c.emptied >= 0; ++j) {
       numbers[(j / c.len_k * rows_ + c.emptied) * c.len_k + j % c.len_k] = -INFINITY;
     }

@@ -33,6 +33,17 @@ TEST(Sm90LargeScores, Bf16) {
     equal.equal = 4096;
     check<__nv_bfloat16>(kTable, equal);
   }
+  const Case beside_a_lowest_one{.name = "beside_a_lowest_one",
+                                 .len_q = 160,
+                                 .len_k = 144,
+                                 .bias = true,
+                                 .float_bias = true,
+                                 .one_row = true,
+                                 .d_lse = true,
+                                 .lowest = 5,
+                                 .scale = 128,
+                                 .integers = true};
+  check<__nv_bfloat16>(kTable, beside_a_lowest_one);
 }
 TEST_P(Sm90Kernels, Fp16) { check<__half>(kTable, GetParam()); }
 
