@@ -325,32 +325,27 @@ __device__ __forceinline__ void consume_backward(const typename Traits::Params& 
         barrier_wait(d_out_ring.full(place.stage), place.phase);
         if constexpr (Traits::kOrdered) m = uniform(load_shared_int(tiles.m_block(place.stage)));
       };
-      const auto rest = [&] {
-        for (; left > 1; --left) {
-          wait_tile();
-          if constexpr (Traits::kHasWholeStep) {
-            if (!has_mask(params) && !is_boundary() &&
-                !(Traits::kScored && is_far_tile(tiles.stats_far(place.stage)))) {
-              step(no, no, yes);
-              continue;
-            }
-          }
-          step(no, no, no);
-        }
+      const auto next_step = [&](auto first, auto last) {
         wait_tile();
-        step(no, yes, no);
+        if constexpr (Traits::kHasWholeStep && !(first && last) && (Traits::kMayBeFar || !(first || last))) {
+          if (!has_mask(params) && !is_boundary() && !(Traits::kScored && is_far_tile(tiles.stats_far(place.stage)))) {
+            return step(first, last, yes);
+          }
+        }
+        step(first, last, no);
+      };
+      const auto rest = [&] {
+        for (; left > 1; --left) next_step(no, no);
+        next_step(no, yes);
       };
       if constexpr (!kDefers) {
         rest();
+      } else if (total == 1) {
+        next_step(yes, yes);
       } else {
-        wait_tile();
-        if (total == 1) {
-          step(yes, yes, no);
-        } else {
-          step(yes, no, no);
-          --left;
-          rest();
-        }
+        next_step(yes, no);
+        --left;
+        rest();
       }
       if constexpr (Traits::kOrdered) {
         barrier_wait(tiles.dq_empty(), place.stage ^ 1);
