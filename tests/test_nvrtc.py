@@ -20,7 +20,7 @@ HOST = ("run_", "bwd_instance")
 HEADERS = [
     *(CSRC / "core" / f"{name}.h" for name in ("band", "bias_gradient_plan", "dropout", "online_softmax", "score_mod")),
     CSRC / "core" / "tile_schedule.h",
-    *sorted((CSRC / "gpu").glob("*.cuh")),
+    *sorted((CSRC / "gpu").rglob("*.cuh")),
     *sorted(path for path in (CSRC / "kernels").glob("sm*/*.cuh") if not path.name.startswith(HOST)),
 ]
 

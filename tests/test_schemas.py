@@ -5,11 +5,15 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import flash_ext
 from flash_ext.ops import GRADIENTS
 
 GOLDEN = Path(__file__).parent / "golden" / "schemas.txt"
@@ -68,6 +72,21 @@ def test_gradients_are_of_the_inputs_that_python_names() -> None:
     names = [argument.name for argument in schema.arguments]
     assert len(schema.returns) == len(GRADIENTS) == len(schema.arguments[names.index("grad_mask")].default_value)
     assert [name for name in names if name in GRADIENTS] == list(GRADIENTS)
+
+
+@pytest.mark.parametrize("function", [flash_ext.attention, flash_ext.explain], ids=lambda function: function.__name__)
+def test_the_public_signatures_have_every_option(function: Callable[..., Any]) -> None:
+    """By the name and with the default of the operator, but for what they spell otherwise."""
+    spelled = {"window_left": "window", "window_right": "window", "bottom_right": "align"}
+    parameters = inspect.signature(function).parameters
+    options = [argument for argument in torch.ops.flash_ext.attention.default._schema.arguments if argument.kwarg_only]
+    assert {"causal", "backend"} < {option.name for option in options}
+    for option in options:
+        if option.name in ("gqa", "backend", "return_lse"):  # always; use_backend; no part of a plan
+            continue
+        assert spelled.get(option.name, option.name) in parameters
+        if option.name not in spelled:
+            assert parameters[option.name].default == option.default_value
 
 
 def test_the_comparison_can_fail() -> None:

@@ -248,12 +248,12 @@ TEST(BackwardTiles, BlocksAreTilesOfKeys) {
 // What a tile of keys and a tile of queries say of each other, against the pairs that the band keeps: the deterministic
 // kernel waits for as many tiles as `before` says, so one too many would wait for ever.
 template <int kBlockM, int kBlockN>
-void check_meetings(const Meetings<kBlockM, kBlockN>& meetings) {
-  const int m_blocks = static_cast<int>(block_count(meetings.len_q, kBlockM));
-  const int n_blocks = static_cast<int>(block_count(meetings.len_k, kBlockN));
+void check_meetings(const TileRanges<kBlockM, kBlockN>& tile_ranges) {
+  const int m_blocks = static_cast<int>(block_count(tile_ranges.len_q, kBlockM));
+  const int n_blocks = static_cast<int>(block_count(tile_ranges.len_k, kBlockN));
   std::vector<std::vector<int>> keys_of(m_blocks);
   for (int n = 0; n < n_blocks; ++n) {
-    const auto tiles = meetings.of_keys(n * kBlockN);
+    const auto tiles = tile_ranges.of_keys(n * kBlockN);
     ASSERT_LE(tiles.first, tiles.last);
     if (tiles.first < tiles.last) {
       ASSERT_GE(tiles.first, 0);
@@ -262,37 +262,37 @@ void check_meetings(const Meetings<kBlockM, kBlockN>& meetings) {
     for (int m = tiles.first; m < tiles.last; ++m) keys_of[m].push_back(n);
     for (int m = 0; m < m_blocks; ++m) {
       bool kept = false;
-      for (int i = m * kBlockM; i < std::min((m + 1) * kBlockM, meetings.len_q) && !kept; ++i) {
-        const int first = std::max(n * kBlockN, i + meetings.lower);
-        kept = first <= std::min(std::min((n + 1) * kBlockN, meetings.len_k) - 1, i + meetings.upper);
+      for (int i = m * kBlockM; i < std::min((m + 1) * kBlockM, tile_ranges.len_q) && !kept; ++i) {
+        const int first = std::max(n * kBlockN, i + tile_ranges.lower);
+        kept = first <= std::min(std::min((n + 1) * kBlockN, tile_ranges.len_k) - 1, i + tile_ranges.upper);
       }
       ASSERT_TRUE(!kept || (tiles.first <= m && m < tiles.last)) << m << " " << n;
     }
   }
   for (int m = 0; m < m_blocks; ++m) {
     const std::vector<int>& keys = keys_of[m];
-    ASSERT_EQ(meetings.meets_keys(m), !keys.empty()) << m;
+    ASSERT_EQ(tile_ranges.meets_keys(m), !keys.empty()) << m;
     if (keys.empty()) continue;
-    ASSERT_EQ(meetings.first_keys_of(m), keys.front()) << m;
-    ASSERT_EQ(meetings.last_keys_of(m), keys.back()) << m;
+    ASSERT_EQ(tile_ranges.first_keys_of(m), keys.front()) << m;
+    ASSERT_EQ(tile_ranges.last_keys_of(m), keys.back()) << m;
     ASSERT_EQ(keys.back() - keys.front() + 1, static_cast<int>(keys.size())) << m;
   }
   // Tiles of queries that meet keys follow each other, so that the first and the last say whether all do.
   int changes = 0;
   for (int m = 1; m < m_blocks; ++m) changes += keys_of[m].empty() != keys_of[m - 1].empty();
   ASSERT_LE(changes, 2);
-  ASSERT_TRUE(changes == 0 || !meetings.meets_keys(0) || !meetings.meets_keys(m_blocks - 1));
+  ASSERT_TRUE(changes == 0 || !tile_ranges.meets_keys(0) || !tile_ranges.meets_keys(m_blocks - 1));
 }
 
 // A tile is masked unless all of its pairs are kept and no query is beyond the sequence.
 template <int kBlockM, int kBlockN>
-void check_inside(const Meetings<kBlockM, kBlockN>& meetings) {
-  for (int key = 0; key < meetings.len_k; key += kBlockN) {
-    const auto inside = meetings.inside(key);
-    for (int m = 0; m * kBlockM < meetings.len_q; ++m) {
+void check_inside(const TileRanges<kBlockM, kBlockN>& tile_ranges) {
+  for (int key = 0; key < tile_ranges.len_k; key += kBlockN) {
+    const auto inside = tile_ranges.inside(key);
+    for (int m = 0; m * kBlockM < tile_ranges.len_q; ++m) {
       const int most = key + kBlockN - 1 - m * kBlockM, least = key - (m * kBlockM + kBlockM - 1);
-      const bool kept = most <= meetings.upper && least >= meetings.lower && key + kBlockN <= meetings.len_k &&
-                        (m + 1) * kBlockM <= meetings.len_q;
+      const bool kept = most <= tile_ranges.upper && least >= tile_ranges.lower && key + kBlockN <= tile_ranges.len_k &&
+                        (m + 1) * kBlockM <= tile_ranges.len_q;
       ASSERT_EQ(inside.has(m), kept) << m << " " << key;
     }
   }
@@ -305,10 +305,10 @@ TEST(BackwardTiles, MeetingsCountTheSameFromBothSides) {
       for (const int lower : {-kFar, -900, -200, -77, -1, 0, 1, 100, 300, 900}) {
         for (const int upper : {-300, -76, 0, 1, 30, 101, 128, 500, 901, kFar}) {
           if (upper <= lower) continue;
-          check_meetings(Meetings<64, 128>{lower, upper, len_q, len_k});
-          check_meetings(Meetings<128, 128>{lower, upper, len_q, len_k});
-          check_inside(Meetings<64, 64>{lower, upper, len_q, len_k});
-          check_inside(Meetings<128, 64>{lower, upper, len_q, len_k});
+          check_meetings(TileRanges<64, 128>{lower, upper, len_q, len_k});
+          check_meetings(TileRanges<128, 128>{lower, upper, len_q, len_k});
+          check_inside(TileRanges<64, 64>{lower, upper, len_q, len_k});
+          check_inside(TileRanges<128, 64>{lower, upper, len_q, len_k});
           if (HasFatalFailure()) FAIL() << len_q << " x " << len_k << ", " << lower << " to " << upper;
         }
       }

@@ -11,9 +11,9 @@
 #include "check.h"
 #include "gpu/host/launch.h"
 #include "gpu/host/tensor_map.h"
+#include "gpu/wgmma.cuh"
 #include "kernels/sm90/descriptor.h"
 #include "kernels/sm90/pipeline.cuh"
-#include "kernels/sm90/wgmma.cuh"
 
 namespace flash_ext::sm90 {
 namespace {
@@ -51,13 +51,13 @@ __global__ void __launch_bounds__(128, 1) ss_kernel(const char* a_image, const c
 #pragma unroll
   for (float& x : c) x = 1.f;
   const uint64_t a = k_major(a_tile + 64 * kPanelBytes), b = k_major(b_tile);
-  hold(c);
+  fence_registers(c);
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < kK / 16; ++k) Wgmma<T, kN>::ss(c, a + k_major_step(128, k), b + k_major_step(kN, k), 1);
   wgmma_commit();
   wgmma_wait<0>();
-  hold(c);
+  fence_registers(c);
   write_accumulators<kN>(c, out);
 }
 
@@ -79,8 +79,8 @@ __global__ void __launch_bounds__(128, 1) rs_kernel(const T* a_matrix, const cha
     a[i] = *reinterpret_cast<const uint32_t*>(a_matrix + (row + i % 2 * 8) * kK + i / 4 * 16 + i / 2 % 2 * 8 + col);
   }
   const uint64_t b = kMnB ? mn_major(b_tile, kK) : k_major(b_tile);
-  hold(c);
-  hold(a);
+  fence_registers(c);
+  fence_registers(a);
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < kK / 16; ++k) {
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(128, 1) rs_kernel(const T* a_matrix, const cha
   }
   wgmma_commit();
   wgmma_wait<0>();
-  hold(c);
+  fence_registers(c);
   write_accumulators<kN>(c, out);
 }
 
@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(128, 1) mn_kernel(const char* a_image, const c
   for (float& x : c) x = 1e30f;
   const uint64_t a = mn_major(a_tile + panel * panel_size(kK), kK);
   const uint64_t b = mn_major(b_tile + (kN == 64 ? panel * panel_size(kK) : 0), kK);
-  hold(c);
+  fence_registers(c);
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < kK / 16; ++k) {
@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(128, 1) mn_kernel(const char* a_image, const c
   }
   wgmma_commit();
   wgmma_wait<0>();
-  hold(c);
+  fence_registers(c);
   write_accumulators<kN>(c, out);
 }
 
@@ -280,8 +280,8 @@ __global__ void store_kernel(const __grid_constant__ TensorMap map, BoxStart at)
     tma_store(&map.map, tile, at);
     at.col += kPanelCols;
     tma_store(&map.map, tile + panel_size(16), at);
-    tma_store_commit();
-    tma_store_wait_read();
+    bulk_commit();
+    bulk_wait_read();
   }
 }
 
@@ -305,8 +305,8 @@ __global__ void bulk_kernel(const float* from, float* to) {
   __syncwarp();
   if (elect_one()) {
     bulk_add(to + warp * (kBytes / 4), buffer, kBytes);
-    tma_store_commit();
-    tma_store_wait_read();
+    bulk_commit();
+    bulk_wait_read();
   }
 }
 

@@ -22,9 +22,9 @@ constexpr int kDbiasCols = 32;  // of a box: a warp's keys, in 64 bytes
 // `buffer`: where this warp's P lies, which it has read. Behind it: bulk_wait_read before P is written again.
 template <class Frag, int kM, int kN>
 __device__ __forceinline__ void send_dbias(const Operands<Frag, kM, kN>& ds, uint32_t buffer,
-                                           const cuda::TensorMap& map, bool adds, cuda::BoxStart at) {
+                                           const cuda::TensorMap& map, bool adds, BoxStart at) {
   static_assert(kM * 16 == kDbiasCols);
-  const unsigned lane = opaque(threadIdx.x % 32), row = lane % 8;
+  const unsigned lane = no_hoist(threadIdx.x % 32), row = lane % 8;
   const uint32_t to = buffer + row * 64 + (lane / 8 ^ row / 2) * kChunkBytes;  // swizzled in 64 bytes
   __syncwarp();                                                                // all lanes have read P
 #pragma unroll
@@ -36,9 +36,9 @@ __device__ __forceinline__ void send_dbias(const Operands<Frag, kM, kN>& ds, uin
   __syncwarp();
   if (lane != 0) return;
   if (adds) {
-    cuda::tma_add(&map.map, buffer, at);
+    tma_add(&map.map, buffer, at);
   } else {
-    cuda::tma_store(&map.map, buffer, at);
+    tma_store(&map.map, buffer, at);
   }
   bulk_commit();
 }

@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
   using Scores = typename Traits::Scores;
   constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kHeadDim = Traits::kHeadDim;
   constexpr int kThreads = Traits::kThreads, kM = Traits::kM, kN = Traits::kN;
-  char* const smem = dynamic_shared();
+  char* const smem = dynamic_shared_128();
 
   const Problem& problem = args.fwd.problem;
   const uint32_t base = shared_address(smem);
@@ -152,11 +152,11 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
   clear(sum);
   const auto goes_on = [&](int at) { return progress.found > at + 1; };
   // NOTE: found anew wherever they are wanted, because sum, P and dP leave no registers to keep anything in.
-  const auto warp_key = [] { return opaque(threadIdx.x) / 32 % Traits::kWarpsN * Traits::kWarpKeys; };
-  const auto warp_query = [] { return opaque(threadIdx.x) / 32 / Traits::kWarpsN * Traits::kQueries; };
+  const auto warp_key = [] { return no_hoist(threadIdx.x) / 32 % Traits::kWarpsN * Traits::kWarpKeys; };
+  const auto warp_query = [] { return no_hoist(threadIdx.x) / 32 / Traits::kWarpsN * Traits::kQueries; };
   for (int at = 0; at == 0 || goes_on(at - 1); ++at) {
-    const auto item = [&]() -> const BiasGradientEntry& { return ring[opaque(at) % kBiasItems]; };
-    const auto next = [&]() -> const BiasGradientEntry& { return ring[opaque(at + 1) % kBiasItems]; };
+    const auto item = [&]() -> const BiasGradientEntry& { return ring[no_hoist(at) % kBiasItems]; };
+    const auto next = [&]() -> const BiasGradientEntry& { return ring[no_hoist(at + 1) % kBiasItems]; };
     const auto hides_lengths_or_band = [&] {
       return band.is_boundary(item().first_query, kBlockM, item().first_key, kBlockN) ||
              item().first_query + kBlockM > problem.len_q;
@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
         float(&part)[1][kN][4] = reinterpret_cast<float(&)[1][kN][4]>(c[m]);
-        for_each_column(part, row_smem + (opaque(at) % 2 * 4 + which) * kBlockM + warp_query(), fn);
+        for_each_column(part, row_smem + (no_hoist(at) % 2 * 4 + which) * kBlockM + warp_query(), fn);
       }
     };
     cp_async_wait<1>();
@@ -261,7 +261,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
     }
     if (item().last) {
       const SumsTo<T> to = SumsTo<T>{reinterpret_cast<char*>(plan.partial != nullptr ? plan.partial : args.dbias.data),
-                                     (opaque(features) & kNarrowDbias) != 0} +
+                                     (no_hoist(features) & kNarrowDbias) != 0} +
                            item().to;
       const int stage = layout.rows - Traits::kStage;
       const int left_rows = static_cast<int>(problem.len_q) - item().first_query;

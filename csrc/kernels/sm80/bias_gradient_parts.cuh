@@ -161,7 +161,7 @@ __device__ __forceinline__ void store_sums(const typename Traits::Scores& sum, u
                                            int cols) {
   constexpr int kWarpKeys = Traits::kWarpKeys;
   constexpr int kLanes = kWarpKeys / 4, kRows = 32 / kLanes;  // of a row, and rows at once, where stores take 16 bytes
-  const int lane = opaque(threadIdx.x % 32);
+  const int lane = no_hoist(threadIdx.x % 32);
   const auto address = [&](int query, int key) {
     return stage + (query * kWarpKeys + (key ^ query / 2 % (kWarpKeys / 8) * 8)) * 4;
   };

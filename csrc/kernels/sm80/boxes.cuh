@@ -18,8 +18,7 @@ struct BoxCopies {
 };
 
 // Where the boxes of (batch element, head) start.
-__device__ __forceinline__ cuda::BoxStart box_of(const Problem& problem, const cuda::BoxSteps& steps, int64_t b,
-                                                 int head) {
+__device__ __forceinline__ BoxStart box_of(const Problem& problem, const cuda::BoxSteps& steps, int64_t b, int head) {
   const int batches = problem.batch_rank > 0 ? static_cast<int>(problem.batch_size[problem.batch_rank - 1]) : 1;
   const int outer = static_cast<int>(b) / batches, inner = static_cast<int>(b) % batches;
   return {0, 0, head * steps.head, inner * steps.b0, outer * steps.b1};
@@ -27,13 +26,13 @@ __device__ __forceinline__ cuda::BoxStart box_of(const Problem& problem, const c
 
 // All columns of the tile's rows, from row `row` of the head on. `barrier` was told Tile::bytes(its rows).
 template <class Tile>
-__device__ __forceinline__ void load_box(Tile tile, const cuda::TensorMap& map, const cuda::BoxStart& head, int row,
+__device__ __forceinline__ void load_box(Tile tile, const cuda::TensorMap& map, const BoxStart& head, int row,
                                          uint32_t barrier) {
-  cuda::BoxStart at = head;
+  BoxStart at = head;
   at.row = row;
 #pragma unroll
   for (int panel = 0; panel < Tile::kPitch / cuda::kBoxBytes; ++panel) {
-    cuda::tma_load(tile.base + panel * Tile::kNextLine, &map.map, barrier, at);
+    tma_load(tile.base + panel * Tile::kNextLine, &map.map, barrier, at);
     at.col += cuda::kBoxCols;
   }
 }

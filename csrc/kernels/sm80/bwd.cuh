@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     return;
   }
   constexpr bool kSendsDbias = Traits::kSendsDbias && kHasBulkAdditions;
-  char* const smem = dynamic_shared_of_boxes();
+  char* const smem = dynamic_shared_1024();
 
   const Problem& problem = args.fwd.problem;
   const uint32_t base = shared_address(smem);
@@ -66,13 +66,13 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       block.tile -= scratch.first_batch * static_cast<unsigned>(schedule.size());  // of the launches before
     }
   }
-  const auto has = [&](unsigned features) { return (opaque(options.features) & features) != 0; };
+  const auto has = [&](unsigned features) { return (no_hoist(options.features) & features) != 0; };
   const auto drops = [&] { return Traits::kGeneral ? has(kDropout) : !Traits::kPlain; };
   const auto measured = [&] { return !(kFolded && !Traits::kGeneral) && has(kMeasured); };
   // The first half of the warps holds dV, the second dK; one of each share keys. NOTE: found anew, to save registers.
-  const auto warp = [] { return static_cast<int>(opaque(threadIdx.x) / 32); };
+  const auto warp = [] { return static_cast<int>(no_hoist(threadIdx.x) / 32); };
   const auto holds_dv = [&] { return warp() < Traits::kWarps / 2; };
-  const auto pair = [] { return static_cast<int>(opaque(threadIdx.x) / 32 % (Traits::kWarps / 2)); };
+  const auto pair = [] { return static_cast<int>(no_hoist(threadIdx.x) / 32 % (Traits::kWarps / 2)); };
   const auto warp_key = [&] { return pair() * kM * 16; };
   // NOTE: of parameters. Read out of `block`, it was loaded before S and spilled in fp16.
   const auto diagonal = [&] { return problem.bottom_right ? static_cast<int>(problem.len_k - problem.len_q) : 0; };
@@ -84,10 +84,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   if (threadIdx.x == 0) {
     const auto [place, group, n_block] = schedule.at<uint32_t>(block.tile);
     const int64_t b = place + scratch.first_batch;
-    const int members = static_cast<int>(problem.heads_q / schedule.heads_k);
-    block.find(args, scratch, schedule, b, group * members, n_block, members);
+    const int group_size = static_cast<int>(problem.heads_q / schedule.heads_k);
+    block.find(args, scratch, schedule, b, group * group_size, n_block, group_size);
     if constexpr (Traits::kGeneral) {
-      mods = Traits::Mods::make(args.fwd, b, group * members, base + layout.bias, base + layout.mask);
+      mods = Traits::Mods::make(args.fwd, b, group * group_size, base + layout.bias, base + layout.mask);
     }
     if (drops()) {
       dropout.get() = make_dropout(args.fwd.rng_state[0], args.fwd.rng_state[1], problem.dropout_p);
@@ -191,7 +191,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         clear_hidden(ds);
         if constexpr (kSendsDbias) {
           if (has(kBiasBoxes)) {
-            cuda::BoxStart at = block.dbias_box;
+            BoxStart at = block.dbias_box;
             at.col += warp_key();
             at.row = query;
             send_dbias(ds, p_buffer(stage), scratch.dbias_map, scratch.adds_dbias, at);
@@ -208,7 +208,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     for_each_column(dp_acc, delta, [](float& x, float number) { x -= number; });
     if constexpr (Traits::kGeneral) {
       if (has(kDlseApart)) {
-        const int64_t row = int64_t{block.bh} * opaque(problem.len_q) + query;
+        const int64_t row = int64_t{block.bh} * no_hoist(problem.len_q) + query;
         add_dlse(dp_acc, row_smem + stage * 3 * kBlockM, scratch.d_lse + row, static_cast<int>(problem.len_q) - query);
       }
     }
@@ -244,7 +244,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       const Tile q_smem{base + layout.q + stage * Tile::bytes(kBlockM)};
       const Tile d_out_smem{base + layout.d_out + stage * Tile::bytes(kBlockM)};
       if (__builtin_expect(block.is_regular && first_query + kBlockM <= block.q.rows, 1)) {
-        const unsigned thread = opaque(threadIdx.x);
+        const unsigned thread = no_hoist(threadIdx.x);
         load_whole<kBlockM, kThreads>(q_smem, block.q, first_query, thread);
         load_whole<kBlockM, kThreads>(d_out_smem, block.d_out, first_query, thread);
         if constexpr (Traits::kGeneral) mods.load_whole(options.features, first_query, block.first_key, stage, thread);

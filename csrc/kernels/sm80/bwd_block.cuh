@@ -28,7 +28,7 @@ struct BackwardBlock {
   TileBand band;
   int first_key, n_block, first_query, last_query;
   uint32_t bh;
-  cuda::BoxStart dbias_box;    // of bias_boxes.cuh, at the block's first key
+  BoxStart dbias_box;          // of bias_boxes.cuh, at the block's first key
   uint32_t dq_stage;           // shared memory of all warps' stages of dQ
   int dq_rows;                 // BackwardSmem::dq_rows; 0: fragments without a stage, -1: rows
   float bound, delta_max;      // of dS, fp16
@@ -36,11 +36,11 @@ struct BackwardBlock {
 
   __device__ __forceinline__ void find(const BackwardArgs& args, const BackwardScratch& scratch,
                                        const TileSchedule& schedule, int64_t b, int64_t first_head, int64_t key_tile,
-                                       int members) {
+                                       int group_size) {
     const Problem& problem = args.fwd.problem;
     const int64_t first_bh = b * problem.heads_q + first_head;
     head = static_cast<int>(first_head);
-    heads_left = members - 1;
+    heads_left = group_size - 1;
     q_per_k = static_cast<int>(problem.heads_q) / static_cast<int>(problem.heads_k);
     q_per_v = static_cast<int>(problem.heads_q) / static_cast<int>(problem.heads_v);
     const auto rows = [&](const TensorView& view, int64_t h, int64_t count, int64_t cols) {
@@ -94,7 +94,7 @@ struct BackwardBlock {
     bh = static_cast<uint32_t>(first_bh);
     if constexpr (std::is_same_v<typename Traits::Element, Fp16>) {
       bound = delta_max = 0.f;
-      for (int64_t h = first_bh; h < first_bh + members; ++h) {
+      for (int64_t h = first_bh; h < first_bh + group_size; ++h) {
         bound = fmaxf(bound, scratch.bounds[h * 2]);
         delta_max = fmaxf(delta_max, scratch.bounds[h * 2 + 1]);
       }
@@ -140,18 +140,18 @@ struct BackwardBlock {
     d_out.advance(args.d_out.head_stride);
     if (new_k) k.advance(args.fwd.k.head_stride);
     if (new_v) v.advance(args.fwd.v.head_stride);
-    const int64_t len_q = opaque(args.fwd.problem.len_q);
+    const int64_t len_q = no_hoist(args.fwd.problem.len_q);
     lse += len_q;
     delta += len_q;
-    beside_lse += len_q * opaque(scratch.beside_lse_size);
+    beside_lse += len_q * no_hoist(scratch.beside_lse_size);
     if (Traits::kDirectDq && scratch.direct_dq) {
       dq_accum = reinterpret_cast<float*>(reinterpret_cast<char*>(dq_accum) + args.dq.head_stride * dq_bytes(args));
     } else {
       dq_accum += len_q * args.fwd.problem.head_dim;
     }
-    turn += opaque(scratch.m_blocks) * Traits::kWarps;
-    if (slope != nullptr) slope += opaque(schedule.blocks);
-    if (dbias != nullptr) dbias += opaque(args.dbias.head_stride);
+    turn += no_hoist(scratch.m_blocks) * Traits::kWarps;
+    if (slope != nullptr) slope += no_hoist(schedule.blocks);
+    if (dbias != nullptr) dbias += no_hoist(args.dbias.head_stride);
     if (Traits::kSendsDbias) dbias_box.head += scratch.dbias_map.steps.head;
     ++bh;
   }

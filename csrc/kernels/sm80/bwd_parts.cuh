@@ -82,16 +82,16 @@ struct BackwardTraits {
   static constexpr bool kTightHalf = std::is_same_v<Element, Fp16> && kHeadDim == 128;
   static constexpr int kDqPart = kTight ? 2 : kSmall ? kDqN : kTightHalf ? (kGeneral ? 4 : 2) : kDqN;
   // Of dV and dK. NOTE: those of FragmentsTf32 spilled 4 to 12 bytes on 9.0, and 40 and 280 of small tiles on 8.0.
-  static constexpr bool kTightSums = Frag::kSplit && kHeadDim > 128 && (kSmall || cuda::kComputeCapability >= 90);
+  static constexpr bool kTightSums = Frag::kSplit && kHeadDim > 128 && (kSmall || kComputeCapability >= 90);
   using Sums = std::conditional_t<kTightSums, StepSums<1, kSmall && (kHeadDim > 192) ? 0 : 1>, void>;
   // See multiply_by_p. NOTE: in the plain kernel of head dimension 128 it was 2 % slower, in the other one 8.0 spilled.
   static constexpr bool kPacksDs =
-      std::is_same_v<Element, Bf16> && (kHeadDim <= 64 || (!kPlain && cuda::kComputeCapability >= 90));
+      std::is_same_v<Element, Bf16> && (kHeadDim <= 64 || (!kPlain && kComputeCapability >= 90));
   // Whether a tile has hidden pairs is asked when dS is there. NOTE: asked before, the one of 8.0 spilled 12 bytes.
   static constexpr bool kAsksLate = std::is_same_v<Element, Bf16> && kHeadDim == 128 && kGeneral && !kPacksDs;
   // Whether queries beyond the last are hidden, and dS of hidden pairs is cleared. NOTE: on 8.0 12 and 544 bytes were
   // spilled.
-  static constexpr bool kClearsHidden = !(kTight && cuda::kComputeCapability < 90);
+  static constexpr bool kClearsHidden = !(kTight && kComputeCapability < 90);
   static constexpr bool kSendsDbias = std::is_same_v<Element, Bf16> && kM == 2 && !kSmall && kGeneral;
   static_assert(kBlockM * sizeof(T) >= 64, "P fits where dS will be");
   static_assert(kBlockN == kShape.key_rows * kWarps / 2, "the keys are laid over half of the warps");
@@ -123,7 +123,7 @@ __device__ constexpr bool is_reachable() {
 template <int kM, int kN, class Prepare, class Fn>
 __device__ __forceinline__ void for_each_column(float (&c)[kM][kN][4], const float* numbers, const Prepare& prepare,
                                                 const Fn& fn) {
-  numbers += opaque(threadIdx.x) % 4 * 2;
+  numbers += no_hoist(threadIdx.x) % 4 * 2;
 #pragma unroll
   for (int n = 0; n < kN; ++n) {
     float2 pair = *reinterpret_cast<const float2*>(numbers + n * 8);
@@ -165,7 +165,7 @@ __device__ __forceinline__ bool lane_has(const float* numbers, const Is& is) {
   struct alignas(4 * kOwn) Own {
     float x[kOwn];
   };
-  const Own own = *reinterpret_cast<const Own*>(numbers + opaque(threadIdx.x) % (kCount / kOwn) * kOwn);
+  const Own own = *reinterpret_cast<const Own*>(numbers + no_hoist(threadIdx.x) % (kCount / kOwn) * kOwn);
   bool result = false;
 #pragma unroll
   for (int i = 0; i < kOwn; ++i) result |= is(own.x[i]);
@@ -185,7 +185,7 @@ __device__ __forceinline__ bool is_rare(const float* lse, bool measured) {
 // there are `queries`.
 template <int kM, int kN>
 __device__ __forceinline__ void add_dlse(float (&dp)[kM][kN][4], const float* lse, const float* d_lse, int queries) {
-  const int column = lane_column() * 2, left = opaque(queries - column);
+  const int column = lane_column() * 2, left = no_hoist(queries - column);
   d_lse += column;
   lse += column;
 #pragma unroll
@@ -206,7 +206,7 @@ __device__ __forceinline__ void add_dlse(float (&dp)[kM][kN][4], const float* ls
 // A fragment of S^T to its place in a [key][query] tile.
 template <class Frag, int kM, int kN, class Tile>
 __device__ __forceinline__ void store_scores(Tile tile, const Operands<Frag, kM, kN>& c, int key) {
-  const unsigned lane = opaque(threadIdx.x % 32);
+  const unsigned lane = no_hoist(threadIdx.x % 32);
 #pragma unroll
   for (int m = 0; m < kM; ++m) {
 #pragma unroll
@@ -232,7 +232,7 @@ __device__ __forceinline__ void store_cap_slope(Tile tile, const float (&capped)
 // c *= what the same lane of this or its partner warp stored at the fragment's place.
 template <class Frag, int kM, int kN, class Tile>
 __device__ __forceinline__ void multiply_scores(float (&c)[kM][kN][4], Tile tile, int key) {
-  const unsigned lane = opaque(threadIdx.x % 32);
+  const unsigned lane = no_hoist(threadIdx.x % 32);
 #pragma unroll
   for (int m = 0; m < kM; ++m) {
 #pragma unroll
@@ -250,7 +250,7 @@ __device__ __forceinline__ void multiply_scores(float (&c)[kM][kN][4], Tile tile
 // The same of what is packed, in bf16.
 template <class Frag, int kM, int kN, class Tile>
 __device__ __forceinline__ void multiply_scores(Operands<Frag, kM, kN>& c, Tile tile, int key) {
-  const unsigned lane = opaque(threadIdx.x % 32);
+  const unsigned lane = no_hoist(threadIdx.x % 32);
 #pragma unroll
   for (int m = 0; m < kM; ++m) {
 #pragma unroll
@@ -301,9 +301,9 @@ __device__ __forceinline__ void store_transposed(const float (&c)[kM][kN][4], fl
 #pragma unroll
       for (int part = 0; part < 2 * kM; ++part) {
         if (query + n * 8 + i < queries && key + part * 8 < keys) *to = c[part / 2][n][part % 2 * 2 + i];
-        to += 8 * opaque(view.col_stride);
+        to += 8 * no_hoist(view.col_stride);
       }
-      row += (i == 0 ? 1 : 7) * opaque(view.row_stride);
+      row += (i == 0 ? 1 : 7) * no_hoist(view.row_stride);
     }
   }
 }
@@ -313,7 +313,7 @@ __device__ __forceinline__ void store_transposed(const float (&c)[kM][kN][4], fl
 template <class Frag, int kM, int kN>
 __device__ __forceinline__ void send(uint32_t buffer, const Operands<Frag, kM, kN>& p) {
   constexpr int kWords = Frag::template Operand<kN>::kWords;
-  const uint32_t at = buffer + opaque(threadIdx.x % 32) * kChunkBytes;
+  const uint32_t at = buffer + no_hoist(threadIdx.x % 32) * kChunkBytes;
 #pragma unroll
   for (int m = 0; m < kM; ++m) {
 #pragma unroll
@@ -328,7 +328,7 @@ __device__ __forceinline__ void send(uint32_t buffer, const Operands<Frag, kM, k
 template <class Frag, int kM, int kN, class Fn>
 __device__ __forceinline__ void with_p(float (&c)[kM][kN][4], uint32_t buffer, const Fn& fn) {
   constexpr int kBlocks = Frag::kBlocksPerChunk, kWords = Frag::template Operand<kN>::kWords;
-  const uint32_t at = buffer + opaque(threadIdx.x % 32) * kChunkBytes;
+  const uint32_t at = buffer + no_hoist(threadIdx.x % 32) * kChunkBytes;
 #pragma unroll
   for (int m = 0; m < kM; ++m) {
 #pragma unroll
@@ -356,7 +356,7 @@ __device__ __forceinline__ void subtract_delta(Operands<Frag, kM, kN>& result, c
     if constexpr (kDrops && !kExact) return fmaf(x, factor, -number);
     return (kDrops ? __fmul_rn(x, factor) : x) - number;
   };
-  delta += opaque(threadIdx.x) % 4 * 2;
+  delta += no_hoist(threadIdx.x) % 4 * 2;
 #pragma unroll
   for (int n = 0; n < kN; ++n) {
     const float2 pair = *reinterpret_cast<const float2*>(delta + n * 8);
@@ -376,7 +376,7 @@ __device__ __forceinline__ void subtract_delta(Operands<Frag, kM, kN>& result, c
 template <class Frag, bool kDrops, int kM, int kN>
 __device__ __forceinline__ void multiply_by_p(Operands<Frag, kM, kN>& ds, uint32_t buffer, const float* delta) {
   constexpr int kWords = Frag::template Operand<kN>::kWords;
-  const unsigned lane = opaque(threadIdx.x % 32);
+  const unsigned lane = no_hoist(threadIdx.x % 32);
   const uint32_t at = buffer + lane * kChunkBytes;
   delta += lane % 4 * 2;
 #pragma unroll

@@ -51,7 +51,7 @@ __device__ __forceinline__ void add_to_rows(const float (&c)[kM][kN][4], float* 
 template <int kM, int kN>
 __device__ __forceinline__ void add_fragments(const float (&c)[kM][kN][4], float* to, int cols, int col, int row,
                                               int rows, float factor, uint32_t stage, int stage_rows, bool first) {
-  const unsigned lane = opaque(threadIdx.x % 32);
+  const unsigned lane = no_hoist(threadIdx.x % 32);
 #pragma unroll
   for (int m = 0; m < kM; ++m) {
     if (row + m * 16 + 16 > rows) {

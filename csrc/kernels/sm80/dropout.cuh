@@ -12,7 +12,7 @@ namespace flash_ext::sm80 {
 template <bool kTransposed, int kM, int kN, class Fn>
 __device__ __forceinline__ void visit_dropout(float (&p)[kM][kN][4], const Dropout& dropout, uint32_t bh, uint32_t q16,
                                               uint32_t k16, const Fn& fn) {
-  const uint32_t lane = opaque(threadIdx.x % 32), threshold = dropout.pair_threshold();
+  const uint32_t lane = no_hoist(threadIdx.x % 32), threshold = dropout.pair_threshold();
 #pragma unroll
   for (int m = 0; m < kM; ++m) {
 #pragma unroll
@@ -41,7 +41,7 @@ struct DropoutFlags {
   // Blocks of 16 queries of part `part` of `parts`; part 0 comes first.
   __device__ __forceinline__ void draw(const Dropout& dropout, uint32_t bh, uint32_t q16, uint32_t k16, int part,
                                        int parts) {
-    const uint32_t lane = opaque(threadIdx.x % 32), threshold = dropout.pair_threshold();
+    const uint32_t lane = no_hoist(threadIdx.x % 32), threshold = dropout.pair_threshold();
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
       uint32_t first = row[m] & 0xFFFFu, second = row[m] >> 16;

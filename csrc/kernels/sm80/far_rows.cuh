@@ -82,7 +82,7 @@ __device__ __forceinline__ float2 find_far_row(const ForwardArgs& args, const Fa
         const auto number = [&](int step) -> uint32_t {
           const uint32_t x = at < head_dim ? *row : 0u;
           at += step;
-          row += step * opaque(stride);
+          row += step * no_hoist(stride);
           return x;
         };
         low = number(1);
@@ -94,7 +94,7 @@ __device__ __forceinline__ float2 find_far_row(const ForwardArgs& args, const Fa
       words(k + min(first, last - 1) * args.k.row_stride, args.k.col_stride, of_keys[0], of_keys[2]);
       words(k + min(first + 8, last - 1) * args.k.row_stride, args.k.col_stride, of_keys[1], of_keys[3]);
       words(q, args.q.col_stride, of_query[0], of_query[1]);
-      mma_m16n8k16(c, of_keys, of_query, StorageOf<Element>());
+      mma_m16n8k16(c, of_keys, of_query[0], of_query[1], StorageOf<Element>());
     }
 #pragma unroll 1
     for (int i = 0; i < 2; ++i) {

@@ -9,14 +9,15 @@
 #pragma once
 
 #include "core/smem.h"
+#include "gpu/arch.h"
+#include "gpu/ptx.cuh"
 #include "kernels/sm80/kernels.h"
-#include "kernels/sm80/ptx.cuh"
 
 namespace flash_ext::sm80 {
 
-// g and t of this lane, hidden as opaque() says.
-__device__ __forceinline__ int lane_row() { return static_cast<int>(opaque(threadIdx.x) % 32 / 4); }
-__device__ __forceinline__ int lane_column() { return static_cast<int>(opaque(threadIdx.x) % 4); }
+// g and t of this lane, hidden as no_hoist() says.
+__device__ __forceinline__ int lane_row() { return static_cast<int>(no_hoist(threadIdx.x) % 32 / 4); }
+__device__ __forceinline__ int lane_column() { return static_cast<int>(no_hoist(threadIdx.x) % 4); }
 
 // fn(value, query, key) for every element of a warp's fragment that starts at (row0, col0) of the tile.
 template <bool kTransposed, int kM, int kN, class Fn>
@@ -184,7 +185,9 @@ struct Fragments16 {
                                                     float y) {
     store_shared(tile.at(row8, lane / 4, col * 2, 0) + lane % 4 * 4, pack(x, y));
   }
-  static __device__ __forceinline__ void mma(float (&c)[4], const A& a, const B& b) { mma_m16n8k16(c, a.r, b.r, T()); }
+  static __device__ __forceinline__ void mma(float (&c)[4], const A& a, const B& b) {
+    mma_m16n8k16(c, a.r, b.r[0], b.r[1], T());
+  }
 };
 
 // kSplit: float accuracy in three products, else one product of rounded numbers. kFinite: of what is infinite or NaN

@@ -53,9 +53,9 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   using Tile = typename Traits::Tile;
   constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kHeadDim = Traits::kHeadDim;
   constexpr int kThreads = Traits::kThreads, kM = Traits::kM;
-  constexpr bool kTma = Traits::kBoxes && cuda::kComputeCapability >= 90;
+  constexpr bool kTma = Traits::kBoxes && kComputeCapability >= 90;
   using KeyTile = SmemTile<T, kHeadDim, kTma ? kBlockN : 0>;
-  char* const smem = dynamic_shared_of_boxes();
+  char* const smem = dynamic_shared_1024();
 
   const Problem& problem = args.problem;
   const uint32_t base = shared_address(smem);
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     int first_query, first_key, last_key;
     float* lse;
     uint32_t bh;
-    cuda::BoxStart k_box, v_box;
+    BoxStart k_box, v_box;
   } block;
   __shared__ uint64_t k_full[2], v_full[2];  // mbarriers
   __shared__ typename Traits::Mods mods;
@@ -111,10 +111,10 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
       if constexpr (kTma) {
         block.k_box = box_of(problem, copies.first.steps, b, head_k);
         for (int i = 0; i < 2; ++i) {
-          cuda::barrier_init(shared_address(&k_full[i]), 1);
-          cuda::barrier_init(shared_address(&v_full[i]), 1);
+          barrier_init(shared_address(&k_full[i]), 1);
+          barrier_init(shared_address(&v_full[i]), 1);
         }
-        cuda::fence_barrier_init();
+        fence_barrier_init();
       }
     }
     if (is_mine(2)) {
@@ -135,13 +135,13 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     }
   }
   __syncthreads();
-  const auto drops = [&] { return !Traits::kPlain && (opaque(options.features) & kDropout); };
+  const auto drops = [&] { return !Traits::kPlain && (no_hoist(options.features) & kDropout); };
   // The last keys come first: with ALiBi they tend to have the largest scores, and O is not rescaled for each tile.
   const int tiles = (block.last_key - block.first_key + kBlockN - 1) / kBlockN;
   const int start = block.first_key + max(tiles - 1, 0) * kBlockN;
 
   // NOTE: computed anew wherever it is used; kept, it and the addresses made of it were three registers too many.
-  const auto warp_row = [] { return static_cast<int>(opaque(threadIdx.x)) / 32 * 16 * kM; };
+  const auto warp_row = [] { return static_cast<int>(no_hoist(threadIdx.x)) / 32 * 16 * kM; };
   constexpr bool kFolded = sizeof(T) == 2;
   float o_acc[kM][kHeadDim / 8][4];
   clear(o_acc);
@@ -152,17 +152,16 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   };
   // NOTE: P of the next step of keys is computed between the products of the present one, which the tensor core takes
   // in no faster than one in six clocks. 8.0 spills where it is in the general kernel or head dimension is 128.
-  constexpr bool kInterleaved =
-      sizeof(T) == 2 && (cuda::kComputeCapability >= 90 || (Traits::kPlain && kHeadDim != 128));
+  constexpr bool kInterleaved = sizeof(T) == 2 && (kComputeCapability >= 90 || (Traits::kPlain && kHeadDim != 128));
   constexpr LoadForm kForm = Traits::kPlain && kInterleaved ? LoadForm::kScarce : LoadForm::kRare;
-  const auto load = [&](KeyTile tile, const GlobalRows<T>& rows, const cuda::TensorMap& map, const cuda::BoxStart& box,
+  const auto load = [&](KeyTile tile, const GlobalRows<T>& rows, const cuda::TensorMap& map, const BoxStart& box,
                         int key, uint64_t& full) {
     if (by_tma) {
       if (threadIdx.x != 0) return;
-      cuda::barrier_expect(shared_address(&full), KeyTile::bytes(kBlockN));
+      barrier_expect(shared_address(&full), KeyTile::bytes(kBlockN));
       load_box(tile, map, box, key, shared_address(&full));
     } else if (!kTma && is_whole(rows.is_regular, key)) {
-      load_whole<kBlockN, kThreads>(tile, rows, key, opaque(threadIdx.x));
+      load_whole<kBlockN, kThreads>(tile, rows, key, no_hoist(threadIdx.x));
     } else {
       load_tile<kBlockN, kThreads, kForm>(tile, rows, key);
     }
@@ -176,7 +175,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   const auto load_mods = [&](int key) {
     if constexpr (!Traits::kPlain) {
       if (is_whole(mods.is_regular, key)) {
-        mods.load_whole(options.features, block.first_query, key, 0, opaque(threadIdx.x));
+        mods.load_whole(options.features, block.first_query, key, 0, no_hoist(threadIdx.x));
       } else {
         mods.load(options.features, block.first_query, key);
       }
@@ -192,7 +191,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
 
   int stage = 0, parity = 0;  // of the tile
   for (int key = start; key >= block.first_key && tiles > 0; key -= kBlockN) {
-    if (by_tma) cuda::barrier_wait(shared_address(&k_full[stage]), parity);
+    if (by_tma) barrier_wait(shared_address(&k_full[stage]), parity);
     cp_async_wait<0>();
     __syncthreads();  // this K (bias, mask) is there for all; nobody reads the last V, nor the last K, any more
     if (!ahead) {
@@ -235,7 +234,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
         }
         cp_async_commit();
       }
-      if (by_tma) cuda::barrier_wait(shared_address(&v_full[stage]), parity);
+      if (by_tma) barrier_wait(shared_address(&v_full[stage]), parity);
       if (ahead) stage ^= 1;
       if (stage == 0) parity ^= 1;
     };

@@ -91,7 +91,7 @@ __device__ __forceinline__ void visit_emptied(const float* lse, const Fn& fn) {
 template <bool kTransposed, int kPitch, int kM, int kN, class Fn>
 __device__ __forceinline__ void visit_masked(int row0, int col0, uint32_t tile, int query_step, const Fn& fn) {
   const SmemTile<uint8_t, kPitch> mask{tile};
-  const unsigned lane = opaque(threadIdx.x % 32), g = lane / 4, t = lane % 4;
+  const unsigned lane = no_hoist(threadIdx.x % 32), g = lane / 4, t = lane % 4;
   if constexpr (kTransposed) {
     // Transposed, ldmatrix gives lane (g, t) keys 2g and 2g + 1 of queries 2t (low half) and 2t + 1; keys g and g + 8
     // are a byte of what the lanes of rows g / 2 and 4 + g / 2 received.

@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   using Tile = typename Traits::Tile;
   constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kHeadDim = Traits::kHeadDim;
   constexpr int kThreads = Traits::kThreads, kWarps = Traits::kWarps;
-  char* const smem = dynamic_shared();
+  char* const smem = dynamic_shared_128();
 
   const Problem& problem = args.fwd.problem;
   const int64_t bh = blockIdx.x / m_blocks, b = bh / problem.heads_q, head = bh % problem.heads_q;

@@ -122,7 +122,7 @@ __device__ __forceinline__ void multiply(float (&c)[kM][kN][4], const LoadA& loa
 // C += A B^T: A rows from `row`, B rows from `col`, both with k in [0, kDepth) contiguous.
 template <class Frag, int kDepth, bool kAhead = Frag::kAhead, int kM, int kN, class TileA, class TileB>
 __device__ __forceinline__ void gemm_nt(float (&c)[kM][kN][4], TileA a_tile, int row, TileB b_tile, int col) {
-  const unsigned lane = opaque(threadIdx.x % 32);
+  const unsigned lane = no_hoist(threadIdx.x % 32);
   constexpr int kSteps = Frag::template kSteps<kDepth>;
   multiply<Frag, kDepth, kSteps, kSteps == 4 ? 2 : 1, kAhead>(
       c, [&](auto& a, int m, int k) { Frag::load_a(a, a_tile, row + m * 16, k, lane); },
@@ -132,7 +132,7 @@ __device__ __forceinline__ void gemm_nt(float (&c)[kM][kN][4], TileA a_tile, int
 // C += A B: A stored [k][m] from column `row`, B stored [k][n] from column `col`, k in [0, kDepth).
 template <class Frag, int kDepth, bool kAhead = Frag::kAhead, int kM, int kN, class TileA, class TileB>
 __device__ __forceinline__ void gemm_tn(float (&c)[kM][kN][4], TileA a_tile, int row, TileB b_tile, int col) {
-  const unsigned lane = opaque(threadIdx.x % 32);
+  const unsigned lane = no_hoist(threadIdx.x % 32);
   multiply<Frag, kDepth, Frag::template kSteps<TileB::kColumns>, 1, kAhead>(
       c, [&](auto& a, int m, int k) { Frag::load_a_trans(a, a_tile, k, row + m * 16, lane); },
       [&](auto& b, int n, int k) { Frag::load_b_nn(b, b_tile, k, col + n * 8, lane); });
@@ -170,7 +170,7 @@ template <class Frag, class Sums = void, bool kAhead = Frag::kAhead, int kM, int
           class Between = Nothing>
 __device__ __forceinline__ void gemm_from_registers(float (&c)[kM][kN][4], const Operands<Frag, kM, kP>& p,
                                                     TileB b_tile, int k0, int col, const Between& between = {}) {
-  const unsigned lane = opaque(threadIdx.x % 32);
+  const unsigned lane = no_hoist(threadIdx.x % 32);
   using UsedSums = std::conditional_t<std::is_void_v<Sums>, StepSums<Frag::template kSteps<TileB::kColumns>, 1>, Sums>;
   constexpr int kSteps = UsedSums::kSteps, kRow = kSteps * Frag::kK;
   constexpr int kBuffers = kAhead ? 2 : 1, kDepthRows = kP * 8 / kRow;
@@ -215,7 +215,7 @@ __device__ __forceinline__ void gemm_from_registers(float (&c)[kM][kN][4], const
 template <class Frag, bool kAhead = Frag::kAhead, int kM, int kN, int kP, class TileB, class Make>
 __device__ __forceinline__ void gemm_from_accumulators(float (&c)[kM][kN][4], float (&p)[kM][kP][4], TileB b_tile,
                                                        const Make& make) {
-  const unsigned lane = opaque(threadIdx.x % 32);
+  const unsigned lane = no_hoist(threadIdx.x % 32);
   constexpr int kBuffers = kAhead ? 2 : 1, kPairs = kN / 2, kDepthSteps = kP / 2;
   typename Frag::A a[2][kM];
   // Word i of the fragments of a step.

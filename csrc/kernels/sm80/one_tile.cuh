@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
   constexpr int kBlock = Traits::kBlock, kHeadDim = Traits::kHeadDim, kThreads = Traits::kThreads;
   constexpr float kPScale = Traits::kScaled ? 1024.f : 1.f;  // normal fp16 numbers end at 2^-14
   static_assert(sizeof(Item) <= kOneTileItemBytes);
-  char* const smem = dynamic_shared();
+  char* const smem = dynamic_shared_128();
   __shared__ float largest[Traits::kWarps];
 
   const Problem& problem = args.fwd.problem;

@@ -7,8 +7,8 @@
 // number in out stays as it is.
 #pragma once
 
+#include "gpu/ptx.cuh"
 #include "kernels/sm80/fp64.cuh"
-#include "kernels/sm80/ptx.cuh"
 
 namespace flash_ext::sm80 {
 
@@ -19,7 +19,7 @@ __device__ __noinline__ inline void restore_rows(const ForwardArgs& args, uint32
   const int lane = threadIdx.x % 32;
   // NOTE: everything is found anew where it is used. Strides and pointers in registers were up to 50 more than the
   // kernel has.
-  const auto problem = [&]() -> const Problem& { return opaque(&args)->problem; };
+  const auto problem = [&]() -> const Problem& { return no_hoist(&args)->problem; };
   const auto data = [&](const TensorView& view, int64_t heads) {
     const Problem& p = problem();
     return static_cast<float*>(view.data) +
@@ -27,7 +27,7 @@ __device__ __noinline__ inline void restore_rows(const ForwardArgs& args, uint32
   };
   const auto scores = [&] {
     const Problem& p = problem();
-    return fp64::make_head_scores(*opaque(&args), bh / p.heads_q, bh % p.heads_q);
+    return fp64::make_head_scores(*no_hoist(&args), bh / p.heads_q, bh % p.heads_q);
   };
 #pragma unroll 1
   for (int i = 0; i < 16; ++i) {
@@ -37,7 +37,7 @@ __device__ __noinline__ inline void restore_rows(const ForwardArgs& args, uint32
     const Range keys = make_band(problem()).keys({query, query + 1}, problem().len_k);
     const auto score_of = [&](int64_t key) {
       double dot = 0.0;
-      const ForwardArgs& a = *opaque(&args);
+      const ForwardArgs& a = *no_hoist(&args);
       const float* q = data(a.q, a.problem.heads_q) + query * a.q.row_stride;
       const float* k = data(a.k, a.problem.heads_k) + key * a.k.row_stride;
 #pragma unroll 1
@@ -75,14 +75,14 @@ __device__ __noinline__ inline void restore_rows(const ForwardArgs& args, uint32
 #pragma unroll 1
     for (int64_t col = lane; __any_sync(~0u, col < problem().head_dim_v); col += 32) {
       const auto out = [&]() -> float& {
-        const ForwardArgs& a = *opaque(&args);
+        const ForwardArgs& a = *no_hoist(&args);
         return data(a.out, a.problem.heads_q)[query * a.out.row_stride + col * a.out.col_stride];
       };
       bool is_open = col < problem().head_dim_v && out() != out();  // and the sum is no NaN
       double sum = 0.0;
       for (int64_t key = keys.first; key < keys.last && __any_sync(~0u, is_open); key += 32) {
         const double p = std::exp(score_of(key + lane) - softmax.shift()) * scores().keep_factor(query, key + lane);
-        const ForwardArgs& a = *opaque(&args);
+        const ForwardArgs& a = *no_hoist(&args);
         const float* v = data(a.v, a.problem.heads_v) + key * a.v.row_stride + col * a.v.col_stride;
 #pragma unroll 1
         for (int j = 0; j < 32 && key + j < keys.last; ++j) {

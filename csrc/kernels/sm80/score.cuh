@@ -43,7 +43,7 @@ __device__ __forceinline__ void visit_bias_tile(float (&c)[kM][kN][4], int row0,
                                                 int query_step, const Fn& fn) {
   constexpr int kSize = static_cast<int>(sizeof(T));
   const SmemTile<T, kPitch / kSize> bias{tile};
-  const unsigned lane = opaque(threadIdx.x % 32);
+  const unsigned lane = no_hoist(threadIdx.x % 32);
   if constexpr (kSize == 2) {
     // ldmatrix gives a lane the two neighbours that its accumulator holds: keys of a row of S, or, transposed, queries.
     const unsigned low = lane % 8 + (kTransposed ? lane / 16 : lane / 8 % 2) * 8;  // query
@@ -137,7 +137,7 @@ __device__ __forceinline__ void score_product(unsigned features, float (&c)[kM][
   clear(c);
   gemm_nt<Frag, kHeadDim, kAhead>(c, a_tile, row, b_tile, col);
   if constexpr (kMayCap && Frag::kSplit) {
-    if ((opaque(features) & kCap) && warp_has_special(c)) {
+    if ((no_hoist(features) & kCap) && warp_has_special(c)) {
       clear(c);
       gemm_nt<FragmentsTf32<true, true>, kHeadDim, kAhead>(c, a_tile, row, b_tile, col);
     }
@@ -255,7 +255,7 @@ struct ScoreMods {
 
   // Starts the copies of a tile's bias and mask.
   __device__ __forceinline__ void load(unsigned features, int first_query, int first_key, int stage = 0) const {
-    features = opaque(features);
+    features = no_hoist(features);
     if (features & kBias) {
       const int step = features & kBiasRows ? 1 : 0, present = step ? kBlockM : 1;
       const uint32_t to = bias_stage(features, stage);
@@ -277,7 +277,7 @@ struct ScoreMods {
   // The same for a whole tile where is_regular.
   __device__ __forceinline__ void load_whole(unsigned features, int first_query, int first_key, int stage,
                                              unsigned thread) const {
-    features = opaque(features);
+    features = no_hoist(features);
     if (features & kBias) {
       const uint32_t to = bias_stage(features, stage);
       const bool has_rows = features & kBiasRows;
@@ -337,7 +337,7 @@ struct ScoreMods {
   template <int kM, int kN, class Fn>
   __device__ __forceinline__ void visit_unseen(unsigned features, int row0, int stage, const float* lse,
                                                const Fn& fn) const {
-    if (opaque(features) & kMask) visit_masked<true, kM, kN>(features, row0, 0, stage, fn);
+    if (no_hoist(features) & kMask) visit_masked<true, kM, kN>(features, row0, 0, stage, fn);
     visit_emptied<kM, kN>(lse, fn);
   }
 
@@ -347,7 +347,7 @@ struct ScoreMods {
   template <bool kTransposed, int kM, int kN, class Capped>
   __device__ __forceinline__ void apply(unsigned features, float (&s)[kM][kN][4], int row0, int col0, int distance,
                                         int stage, const Capped& capped) const {
-    features = opaque(features);
+    features = no_hoist(features);
     if (features & kCap) {
       for_each_score<kTransposed>(s, row0, col0, [&](float& x, int, int) { x = capped_score(x); });
       capped(s);

@@ -30,7 +30,7 @@ struct GlobalRows {
   bool is_regular;  // and offsets of rows are 32 x 32 bits: load_whole may be used
 
   __device__ __forceinline__ void advance(int64_t elements) {
-    data += opaque(elements);  // or the stride in bytes would wait in registers
+    data += no_hoist(elements);  // or the stride in bytes would wait in registers
     vectors = vectors && reinterpret_cast<uint64_t>(data) % kChunkBytes == 0;
     is_regular = is_regular && vectors;
   }
@@ -76,7 +76,7 @@ __device__ __forceinline__ void load_rows(uint32_t tile, const GlobalRows<T>& sh
   // NOTE: a copy, or each cp.async below would read it again, which is wanted where registers are scarce.
   constexpr bool kScarce = kForm == LoadForm::kScarce;
   const std::conditional_t<kScarce, const GlobalRows<T>&, const GlobalRows<T>> from = shared_from;
-  const unsigned thread = opaque(threadIdx.x);
+  const unsigned thread = no_hoist(threadIdx.x);
   const int rows = from.rows - first_row < present ? from.rows - first_row : present;
   const int cols = from.cols - first_col;
   const T* source = from.data + first_row * from.row_stride + first_col * from.col_stride;
@@ -193,7 +193,7 @@ template <class Frag, bool kQueries, int kRows, int kThreads, int kCols>
 __device__ __forceinline__ void add_exact_columns(SmemTile<float, kCols> tile) {
   static_assert(kCols >= 4 * kExactColumns);
 #pragma unroll 1
-  for (int i = opaque(threadIdx.x); i < kRows * kExactColumns; i += kThreads) {
+  for (int i = no_hoist(threadIdx.x); i < kRows * kExactColumns; i += kThreads) {
     const int row = i / kExactColumns, col = i % kExactColumns;
     const auto place = [&](int part) {
       return tile.base + tile.offset(row, (part * kExactColumns + col) * static_cast<int>(sizeof(float)));

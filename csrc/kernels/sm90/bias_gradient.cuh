@@ -138,7 +138,7 @@ __device__ __forceinline__ void consume_items(const BiasGradientParams& params, 
       const auto issue = [&](float(&c)[64], const auto& at) {
         barrier_wait(operands.full(at.stage), at.phase);
         const uint32_t tile = operands.tile(at.stage);
-        hold(c);
+        fence_registers(c);
         wgmma_fence();
         issue_scores<T, kBlock, kBlock, Traits::kHeadDim>(c, k_major(tile + consumer * 64 * kPanelBytes),
                                                           tile + Traits::kTile);
@@ -153,7 +153,7 @@ __device__ __forceinline__ void consume_items(const BiasGradientParams& params, 
       next.advance();
       issue(dp_acc, next);
       wgmma_wait<1>();
-      hold(s_acc);
+      fence_registers(s_acc);
       release();
       if (is_far == kNotFar) {
         with_bias<T>(s_acc, kept, [&](float& x, float of_pair, int) { x = fmaf(of_pair, params.inverse_scale, x); });
@@ -166,7 +166,7 @@ __device__ __forceinline__ void consume_items(const BiasGradientParams& params, 
 #pragma unroll
       for (int i = 0; i < 64; ++i) s_acc[i] = exp2_fast(fmaf(s_acc[i], params.to_log2, minus_lse[i / 2 % 2]));
       wgmma_wait<0>();
-      hold(dp_acc);
+      fence_registers(dp_acc);
       release();
 #pragma unroll
       for (int i = 0; i < 64; ++i) dp_acc[i] -= delta[i / 2 % 2];

@@ -66,7 +66,7 @@ __device__ __forceinline__ void consume_backward(const typename Traits::Params& 
     const KeyWork work = find_work(linear);
     const int kept_row = work.first_key + warp_row + lane / 4;
     const auto row = [&] { return Traits::kFindsRow ? work.first_key + find_row(consumer) : kept_row; };
-    const int total = (work.last_m - work.first_m) * params.members;
+    const int total = (work.last_m - work.first_m) * params.group_size;
     float* dq = params.dq + (int64_t{work.row} * params.m_blocks + work.first_m) * kTile +
                 (staging - tiles.staging(0)) / sizeof(float);
     // From the end of what a head gets to the start of what the next one does.
@@ -77,7 +77,7 @@ __device__ __forceinline__ void consume_backward(const typename Traits::Params& 
       return ScorePlace(0);
     }();
     if constexpr (!Traits::kOrdered) done += total;
-    [[maybe_unused]] auto inside = params.template meetings<kBlockM, 64>().inside(work.first_key + consumer * 64);
+    [[maybe_unused]] auto inside = params.template tile_ranges<kBlockM, 64>().inside(work.first_key + consumer * 64);
     if constexpr (Traits::kMayBeFar) inside.count = any_far<kBlockM>(params, work) ? 0 : inside.count;
     float dk_acc[kHeadDim / 2], dv_acc[kHeadDim / 2], s_acc[kBlockM / 2];
 #pragma unroll
@@ -85,16 +85,14 @@ __device__ __forceinline__ void consume_backward(const typename Traits::Params& 
     float ds_scale = 1.f, ds_unscale = 1.f;
 
     int m = work.first_m;  // the tile of queries; ordered: what the producer says
-    [[maybe_unused]] int head = work.head_k * params.members;
+    [[maybe_unused]] int head = work.head_k * params.group_size;
     [[maybe_unused]] int dq_m = work.first_m;  // kDefers: that of `dq`
     // dQ of a tile of queries, by its number in this block, from its staging. NOTE: the tile of keys is found anew,
     // because keeping it through the loop spilled 16 bytes.
     const auto store_dq = [&](int tile) {
-      uint32_t again = linear;
-      asm volatile("" : "+r"(again));
-      const KeyWork now = find_work(again);
+      const KeyWork now = find_work(no_hoist(linear));
       const int member = tile / params.m_blocks;
-      BoxStart at = now.box(params.dq_rows.steps, now.head_k * params.members + member,
+      BoxStart at = now.box(params.dq_rows.steps, now.head_k * params.group_size + member,
                             (tile - member * params.m_blocks) * kBlockM + warp_row % kBlockM);
       if constexpr (!Traits::kSplitsQueries) at.col = consumer * kDqCols;
       tma_store(&params.dq_rows.map, staging, at);
@@ -111,7 +109,7 @@ __device__ __forceinline__ void consume_backward(const typename Traits::Params& 
           } else {
             bulk_add(dq, staging, Traits::kStagingBytes);
           }
-          tma_store_commit();
+          bulk_commit();
         }
         dq += kTile;
         if constexpr (kDefers) {
@@ -148,11 +146,11 @@ __device__ __forceinline__ void consume_backward(const typename Traits::Params& 
     // parity: as above.
     const auto wait_staging = [&](int parity) {
       if constexpr (Traits::kOrdered) barrier_wait(tiles.dq_empty(), parity ^ 1);
-      if (elect_one()) tma_store_wait_read();
+      if (elect_one()) bulk_wait_read();
       __syncwarp();
     };
     const auto stage_dq = [&](float(&dq_acc)[kDqCols / 2]) {
-      hold(dq_acc);
+      fence_registers(dq_acc);
       if (Traits::kReturnsDs && lane == 0) barrier_arrive(ds_ring.empty(ds_place_of(dq_place).stage));
       dq_place.advance();
       if constexpr (Traits::kStored) {
@@ -171,7 +169,7 @@ __device__ __forceinline__ void consume_backward(const typename Traits::Params& 
     };
     uint32_t k_frag[Traits::kKSteps > 0 ? 4 * Traits::kKSteps : 1];
     const auto hold_k = [&] {
-      if constexpr (Traits::kKSteps > 0) hold(k_frag);
+      if constexpr (Traits::kKSteps > 0) fence_registers(k_frag);
     };
     int left = total;
     // NOTE: with scores, or a softcap in fp16, there are no registers for `inside`: 4 to 12 bytes were spilled. With a
@@ -208,25 +206,25 @@ __device__ __forceinline__ void consume_backward(const typename Traits::Params& 
       if (!kWhole && has_mask(params)) mark_hidden(p_frag, kept);
       if (!kWhole && is_boundary())
         mark_hidden(p_frag, KeptColumns::of_keys(params.band, params.len_q, row(), m * kBlockM));
-      hold(p_frag);
+      fence_registers(p_frag);
       if constexpr (Traits::kLateDp) {
-        hold(sloped_p);
+        fence_registers(sloped_p);
         issue_dp();
       }
       // NOTE: with dropout dP is waited for before dV is issued, because dS takes the P that dV does not, and there are
       // no registers for both.
       if constexpr (Traits::kDrops) {
         wgmma_wait<0>();
-        hold(dp_acc);
+        fence_registers(dp_acc);
         drop<Traits>(p_frag, ds_frag, dp_acc, tiles, place, warp_row, ds_scale);
       }
-      hold(p_frag);
-      hold(dv_acc);
+      fence_registers(p_frag);
+      fence_registers(dv_acc);
       wgmma_fence();
       issue_keys<T, kBlockM, kHeadDim>(dv_acc, p_frag, d_out_ring.tile(place.stage));
       if constexpr (!Traits::kDrops) {
         wgmma_wait<1>();
-        hold(dp_acc);
+        fence_registers(dp_acc);
         with_queries(dp_acc, tiles.stats_delta(place.stage), [&](float x, float y, float2 delta, int i) {
           uint32_t p = p_frag[i / 2];
           if constexpr (Traits::kCaps) p = sloped_p[i / 2];
@@ -252,17 +250,17 @@ __device__ __forceinline__ void consume_backward(const typename Traits::Params& 
         m = work.first_m;
         ++head;
       }
-      hold(ds_frag);
-      hold(dk_acc);
+      fence_registers(ds_frag);
+      fence_registers(dk_acc);
       wgmma_fence();
       issue_keys<T, kBlockM, kHeadDim>(dk_acc, ds_frag, q_ring.tile(place.stage));
       constexpr bool kHasDq = !kDefers || !kFirst;
       if constexpr (kHasDq) issue_dq(dq_acc);
       wgmma_wait<kHasDq>();
-      hold(dk_acc);
-      hold(dv_acc);
-      hold(p_frag);
-      hold(ds_frag);
+      fence_registers(dk_acc);
+      fence_registers(dv_acc);
+      fence_registers(p_frag);
+      fence_registers(ds_frag);
       __syncwarp();  // all lanes have read their lse and delta
       if (lane == 0) {
         barrier_arrive(q_ring.empty(place.stage));
@@ -298,7 +296,7 @@ __device__ __forceinline__ void consume_backward(const typename Traits::Params& 
         add_dq(place.stage ^ 1, total - 1);
       } else {
         wgmma_wait<0>();
-        hold(s_acc);
+        fence_registers(s_acc);
         hold_k();
       }
     };
@@ -317,7 +315,7 @@ __device__ __forceinline__ void consume_backward(const typename Traits::Params& 
         ds_unscale = 1.f / scale;
       }
       wgmma_wait<0>();
-      hold(s_acc);
+      fence_registers(s_acc);
       hold_k();
       const std::false_type no;
       const std::true_type yes;
@@ -367,7 +365,7 @@ __device__ __forceinline__ void consume_backward(const typename Traits::Params& 
                            end.box(params.dk.steps, end.head_k, first_row));
     if constexpr (Traits::kWalk == Walk::kOne) break;
   }
-  if (elect_one()) tma_store_wait_read();
+  if (elect_one()) bulk_wait_read();
 }
 
 template <class Traits>

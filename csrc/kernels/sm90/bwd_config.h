@@ -70,7 +70,7 @@ enum class Walk : uint8_t {
 // Which tiles of queries and of keys meet: some pair of theirs may be in the band. lower < upper, because rows.cpp
 // refuses a band of one key, and both are far from the ends of int.
 template <int kBlockM, int kBlockN>
-struct Meetings {
+struct TileRanges {
   int lower, upper, len_q, len_k;
 
   struct Tiles {

@@ -119,8 +119,8 @@ __device__ __forceinline__ void measure_rows(const BackwardArgs& args, const Que
       const auto add = [&](float(&to)[4], uint32_t bits) {
         const uint32_t low[4] = {x.x & bits, y.x & bits, x.y & bits, y.y & bits};
         const uint32_t high[4] = {x.z & bits, y.z & bits, x.w & bits, y.w & bits};
-        mma_16_8_16(to, low, b.x & bits, b.y & bits, T());
-        mma_16_8_16(to, high, b.z & bits, b.w & bits, T());
+        mma_m16n8k16(to, low, b.x & bits, b.y & bits, T());
+        mma_m16n8k16(to, high, b.z & bits, b.w & bits, T());
       };
       add(products, ~0u);
       add(sizes, 0x7FFF7FFF);

@@ -28,8 +28,8 @@ __device__ __forceinline__ void produce_backward(const BackwardParams& params, c
       load_keys(tiles.k(), params.k);
       has_k = true;
     }
-    for (int member = 0; member < params.members; ++member) {
-      const int head = work.head_k * params.members + member;
+    for (int member = 0; member < params.group_size; ++member) {
+      const int head = work.head_k * params.group_size + member;
       const float* stats = params.stats + int64_t{work.row + member} * params.m_blocks * (kQueryStats * kBlockM);
       for (int m = work.first_m; m < work.last_m; ++m) {
         const auto load = [&](const Ring<Traits::kQBytes>& ring, const TensorMap& map, int more) {

@@ -37,6 +37,7 @@ __device__ __forceinline__ KeyWork read_work(const typename Traits::Tiles& tiles
   return work;
 }
 
+using flash_ext::uniform;
 __device__ __forceinline__ KeyWork uniform(KeyWork work) {
   for (int* field :
        {&work.head_k, &work.b0, &work.b1, &work.first_key, &work.first_m, &work.last_m, &work.row, &work.step}) {
@@ -62,7 +63,7 @@ __device__ __forceinline__ void in_order(const BackwardParams& params, const Key
 #pragma unroll 1
   for (int m = work.begin_m(), i = work.last_m - work.first_m; i > 0; --i, m += work.step) {
 #pragma unroll 1
-    for (int member = 0; member < params.members; ++member) fn(member, m);
+    for (int member = 0; member < params.group_size; ++member) fn(member, m);
   }
 }
 
@@ -98,15 +99,16 @@ __device__ __forceinline__ void load_queries_in_order(const BackwardParams& para
         barrier_wait(ring.empty(place.stage()), place.phase() ^ 1);
         if (part == 1) store_shared1(tiles.m_block(place.stage()), __int_as_float(m));
         barrier_expect(full, Traits::kQBytes + (part == 0 ? Traits::kStatsBytes : 0));
-        load_panels<kBlockM, Traits::kPanels>(ring.tile(place.stage()), full, map,
-                                              work.box(map.steps, work.head_k * params.members + member, m * kBlockM));
+        load_panels<kBlockM, Traits::kPanels>(
+            ring.tile(place.stage()), full, map,
+            work.box(map.steps, work.head_k * params.group_size + member, m * kBlockM));
         if (part == 1) continue;
         const int tile = (work.row + member) * params.m_blocks + m;
         bulk_load(tiles.stats(place.stage()), params.stats + int64_t{tile} * (kQueryStats * kBlockM), full,
                   Traits::kStatsBytes);
       }
       ++place.count;
-      if (++member == params.members) {
+      if (++member == params.group_size) {
         member = 0;
         m += load_shared_int(stage + offsetof(KeyWork, step));
       }
@@ -140,13 +142,13 @@ __device__ __forceinline__ void add_in_order(const BackwardParams& params, const
   constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kTile = kBlockM * Traits::kHeadDim;
   uint32_t count = 0;
   for_works<Traits>(tiles, [&](const KeyWork& work, bool) {
-    const auto meetings = params.template meetings<kBlockM, kBlockN>();
+    const auto tile_ranges = params.template tile_ranges<kBlockM, kBlockN>();
     in_order(params, work, [&](int member, int m) {
       const uint32_t index = count++;
       if (index % 2 != kParity) return;
       const int64_t tile = int64_t{work.row + member} * params.m_blocks + m;
       const int n = work.first_key / kBlockN;
-      const int before = work.step > 0 ? meetings.last_keys_of(m) - n : n - meetings.first_keys_of(m);
+      const int before = work.step > 0 ? tile_ranges.last_keys_of(m) - n : n - tile_ranges.first_keys_of(m);
       float* const dq = params.dq + tile * kTile;
       wait_count(params.turns + tile, before);
       barrier_wait(tiles.dq_full(index % 2), index / 2 % 2);
@@ -155,10 +157,10 @@ __device__ __forceinline__ void add_in_order(const BackwardParams& params, const
       } else {
         bulk_add(dq, tiles.staging(0), kTile * 4);
       }
-      tma_store_commit();
-      tma_store_wait_read();
+      bulk_commit();
+      bulk_wait_read();
       barrier_arrive(tiles.dq_empty());
-      tma_store_wait();
+      bulk_wait();
       add_count(params.turns + tile);
     });
   });

@@ -8,12 +8,12 @@
 #include <type_traits>
 
 #include "core/args.h"
+#include "gpu/wgmma.cuh"
 #include "kernels/sm90/bwd_config.h"
 #include "kernels/sm90/bwd_hidden.cuh"
 #include "kernels/sm90/pipeline.cuh"
 #include "kernels/sm90/scores.cuh"
 #include "kernels/sm90/softmax.cuh"
-#include "kernels/sm90/wgmma.cuh"
 
 namespace flash_ext::sm90 {
 
@@ -27,7 +27,7 @@ struct BackwardParams {
   TileBand band;
   int tiles;
   int len_q, m_blocks;
-  int heads_q, members;  // query heads; of a key head
+  int heads_q, group_size;  // query heads; of a key head
   int inner_batch;
   int head_dim_v;
   float scale, to_log2;
@@ -38,7 +38,7 @@ struct BackwardParams {
   bool walks;       // a block takes another when it is through
 
   template <int kBlockM, int kBlockN>
-  __device__ __forceinline__ Meetings<kBlockM, kBlockN> meetings() const {
+  __device__ __forceinline__ TileRanges<kBlockM, kBlockN> tile_ranges() const {
     return {band.lower, band.upper, len_q, band.len_k};
   }
   __device__ __forceinline__ bool is_boundary(int first_query, int queries, int first_key, int keys) const {
@@ -170,8 +170,8 @@ struct alignas(16) KeyWork {
     work.b0 = b - work.b1 * params.inner_batch;
     work.first_key = static_cast<int>(tile.block) * kBlockN;
     work.step = params.schedule.last_first ? 1 : -1;
-    work.row = b * params.heads_q + work.head_k * params.members;
-    const auto met = params.template meetings<kBlockM, kBlockN>().of_keys(work.first_key);
+    work.row = b * params.heads_q + work.head_k * params.group_size;
+    const auto met = params.template tile_ranges<kBlockM, kBlockN>().of_keys(work.first_key);
     work.first_m = met.first;
     work.last_m = met.last;
     return work;
@@ -189,8 +189,7 @@ static_assert(sizeof(KeyWork) == kKeyWorkBytes);
 
 // A thread's first row of a tile of 64 rows a warpgroup; the compiler does not know that it was known.
 __device__ __forceinline__ int find_row(int consumer) {
-  unsigned thread = threadIdx.x;
-  asm volatile("" : "+r"(thread));
+  const unsigned thread = no_hoist(threadIdx.x);
   return consumer * 64 + static_cast<int>(thread % 128 / 32 * 16 + thread % 32 / 4);
 }
 
@@ -269,12 +268,12 @@ constexpr float kNotFar = -kMinusInf;  // as kFarStat
 // Whether a tile of queries has one whose lse is far from 0. numbers: its kFarStat.
 __device__ __forceinline__ bool is_far_tile(uint32_t numbers) { return load_shared_float(numbers) != kNotFar; }
 
-// Whether one of the tiles [first, last) of queries of `members` heads is; asked by a whole warp. stats: the first
+// Whether one of the tiles [first, last) of queries of `group_size` heads is; asked by a whole warp. stats: the first
 // head's.
 template <int kBlock>
-__device__ __forceinline__ bool any_far(const float* stats, int members, int m_blocks, int first, int last) {
+__device__ __forceinline__ bool any_far(const float* stats, int group_size, int m_blocks, int first, int last) {
   bool far = false;
-  for (int member = 0; member < members; ++member) {
+  for (int member = 0; member < group_size; ++member) {
 #pragma unroll 4
     for (int m = first + static_cast<int>(threadIdx.x) % 32; m < last; m += 32) {
       far |= stats[(int64_t{member} * m_blocks + m) * (kQueryStats * kBlock) + kFarStat * kBlock] != kNotFar;
@@ -286,7 +285,7 @@ __device__ __forceinline__ bool any_far(const float* stats, int members, int m_b
 // The same of a tile of keys. NOTE: asked of each tile of queries, also ahead, it was 2 to 7 % at head dim 128.
 template <int kBlock>
 __device__ __forceinline__ bool any_far(const BackwardParams& params, const KeyWork& work) {
-  return any_far<kBlock>(params.stats + int64_t{work.row} * params.m_blocks * (kQueryStats * kBlock), params.members,
+  return any_far<kBlock>(params.stats + int64_t{work.row} * params.m_blocks * (kQueryStats * kBlock), params.group_size,
                          params.m_blocks, work.first_m, work.last_m);
 }
 
@@ -360,7 +359,7 @@ __device__ __forceinline__ void stage_gradient(const float (&c)[kCount], float f
 template <class Traits>
 __device__ __forceinline__ void store_gradient(const float (&c)[Traits::kHeadDim / 2], float factor, uint32_t staging,
                                                const TensorMap& map, BoxStart at) {
-  if (elect_one()) tma_store_wait_read();
+  if (elect_one()) bulk_wait_read();
   __syncwarp();
   stage_gradient<typename Traits::T>(c, factor, staging);
   fence_async_proxy();
@@ -371,7 +370,7 @@ __device__ __forceinline__ void store_gradient(const float (&c)[Traits::kHeadDim
       tma_store(&map.map, staging + panel * panel_size(16), at);
       at.col += kPanelCols;
     }
-    tma_store_commit();
+    bulk_commit();
   }
 }
 
@@ -413,7 +412,7 @@ __device__ __forceinline__ float scale_of_ds(const BackwardParams& params, const
     v_max = fmaxf(v_max, fmaxf(pair.x, pair.y));
   }
   float d_out = 0.f, delta = 0.f;
-  for (int row = work.row; row < work.row + params.members; ++row) {
+  for (int row = work.row; row < work.row + params.group_size; ++row) {
     d_out = fmaxf(d_out, params.bounds[2 * row]);
     delta = fmaxf(delta, params.bounds[2 * row + 1]);
   }

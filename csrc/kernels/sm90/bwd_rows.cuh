@@ -116,14 +116,14 @@ constexpr int kFinishBlocks = 4;  // of finish_kernel that a multiprocessor has 
 template <class Traits>
 __global__ void __launch_bounds__(kRowThreads, kFinishBlocks)
     finish_kernel(const __grid_constant__ BackwardArgs args, const float* dq_accum, const uint32_t* turns,
-                  Meetings<Traits::kBlockM, Traits::kBlockN> meetings, unsigned tiles) {
+                  TileRanges<Traits::kBlockM, Traits::kBlockN> tile_ranges, unsigned tiles) {
   if (turns == nullptr) cudaGridDependencySynchronize();
   using T = typename Traits::T;
   constexpr int kWarps = kRowThreads / 32, kChunk = 16 * kPanelCols;  // numbers
   static_assert(Traits::kDqCols == kPanelCols && Traits::kBlockM * Traits::kHeadDim == kWarps * kChunk);
   __shared__ __align__(128) char buffer[kWarps][16 * kPanelBytes];
   const Problem& problem = args.fwd.problem;
-  const int m_blocks = (meetings.len_q + Traits::kBlockM - 1) / Traits::kBlockM;
+  const int m_blocks = (tile_ranges.len_q + Traits::kBlockM - 1) / Traits::kBlockM;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int first_row = (Traits::kSplitsQueries ? warp : warp % 4) * 16;
   const int first_col = Traits::kSplitsQueries ? 0 : warp / 4 * kPanelCols;
@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(kRowThreads, kFinishBlocks)
     const unsigned index = turns == nullptr ? tiles - 1 - number : number;
     if (turns != nullptr) {
       const int m = static_cast<int>(index % m_blocks);
-      wait_count(turns + index, meetings.last_keys_of(m) - meetings.first_keys_of(m) + 1);
+      wait_count(turns + index, tile_ranges.last_keys_of(m) - tile_ranges.first_keys_of(m) + 1);
     }
     const QueryTile<Traits> tile(problem, m_blocks, index);
     const float4* const from =

@@ -125,7 +125,7 @@ template <class Traits, class Fn>
 __device__ __forceinline__ void for_heads(const ScoredBackwardParams& params, const Fn& fn) {
   for (uint32_t linear = blockIdx.x; linear < params.tiles; linear += gridDim.x) {
 #pragma unroll 1
-    for (int member = 0; member < params.members; ++member) {
+    for (int member = 0; member < params.group_size; ++member) {
       fn(KeyWork::at<Traits::kBlockM, Traits::kBlockN>(params, linear), member);
     }
   }
@@ -139,7 +139,7 @@ __device__ __forceinline__ void for_slots(const ScoredBackwardParams& params, co
   const Ring<0> ring = tiles.scores();
   ScorePlace place(params.scores.stages);
   for_heads<Traits>(params, [&](const KeyWork& work, int member) {
-    const char* const from = view.of(work.head_k * params.members + member, work.b0, work.b1);
+    const char* const from = view.of(work.head_k * params.group_size + member, work.b0, work.b1);
     const int last_row = work.last_m * Traits::kBlockM;
 #pragma unroll 1
     for (int row = work.first_m * Traits::kBlockM; row < last_row; row += kScoreRows) {

@@ -14,8 +14,8 @@ __device__ __forceinline__ void produce_for_keys(const WideParams& params, const
   barrier_expect(tiles.k_full(), Traits::kTileBytes);
   load_wide<Traits>(tiles.k(), tiles.k_full(), params.k, work.box(params.k.steps, work.head, work.first_row));
   bool first = true;
-  for (int member = 0; member < params.members; ++member) {
-    const int head = work.head * params.members + member;
+  for (int member = 0; member < params.group_size; ++member) {
+    const int head = work.head * params.group_size + member;
     const float* stats = params.stats + (int64_t{work.b} * params.heads_q + head) * params.padded * kQueryStats;
     for (int m = work.first; m < work.last; ++m) {
       const int row = m * Traits::kBlock;
@@ -59,13 +59,13 @@ __device__ __forceinline__ void consume_keys(const WideParams& params, const typ
   typename Traits::Place place;
   int m = work.first;
   const float ds_scale =
-      Traits::kScaled && !kValues ? params.ds_scale(work.b, work.head * params.members, params.members) : 1.f;
+      Traits::kScaled && !kValues ? params.ds_scale(work.b, work.head * params.group_size, params.group_size) : 1.f;
 
   [[maybe_unused]] bool far = false;  // of a tile of queries
   if constexpr (kValues && !Traits::kCaps) {
-    const int head = work.head * params.members;
+    const int head = work.head * params.group_size;
     far = any_far<kBlock>(params.stats + (int64_t{work.b} * params.heads_q + head) * params.padded * kQueryStats,
-                          params.members, params.padded / kBlock, work.first, work.last);
+                          params.group_size, params.padded / kBlock, work.first, work.last);
   }
 
   const auto issue_score = [&](const typename Traits::Place& at) {
@@ -132,16 +132,16 @@ __device__ __forceinline__ void consume_keys(const WideParams& params, const typ
       if (lane == 0) barrier_arrive(p_ring.empty(place.stage));
     }
     if constexpr (kValues) barrier_wait(d_out_ring.full(place.stage), place.phase);
-    hold(frag);
-    hold(acc);
+    fence_registers(frag);
+    fence_registers(acc);
     wgmma_fence();
     issue_keys<T, kBlock, kHeadDim>(acc, frag, sum_ring.tile(place.stage));
     typename Traits::Place next = place;
     next.advance();
     if constexpr (!kLast) issue_score(next);
     wgmma_wait<kLast ? 0 : 1>();
-    hold(acc);
-    hold(frag);
+    fence_registers(acc);
+    fence_registers(frag);
     __syncwarp();
     if (lane == 0) {
       barrier_arrive(q_ring.empty(place.stage));
@@ -151,17 +151,17 @@ __device__ __forceinline__ void consume_keys(const WideParams& params, const typ
     if (++m == work.last) m = work.first;
     if constexpr (!kLast) {
       wgmma_wait<0>();
-      hold(s_acc);
+      fence_registers(s_acc);
     }
   };
 
-  const int total = (work.last - work.first) * params.members;
+  const int total = (work.last - work.first) * params.group_size;
   barrier_wait(tiles.k_full(), 0);
   if (total > 0) {
     if constexpr (!kValues) barrier_wait(tiles.v_full(), 0);
     issue_score(place);
     wgmma_wait<0>();
-    hold(s_acc);
+    fence_registers(s_acc);
     for (int left = total; left > 1; --left) step(std::false_type());
     step(std::true_type());
   }
@@ -212,7 +212,7 @@ template <class Traits>
 __device__ __forceinline__ void produce_for_queries(const WideParams& params, const typename Traits::Queries& tiles) {
   constexpr int kBlock = Traits::kBlock;
   const WideWork work = WideWork::of_queries<2 * kBlock, kBlock>(params);
-  const int head_k = work.head / params.members;
+  const int head_k = work.head / params.group_size;
   typename Traits::Place k;
   RingPlace<1> v;
   const auto load_rows = [&](uint32_t first, uint32_t barrier, const TensorMap& map) {
@@ -273,9 +273,9 @@ __device__ __forceinline__ void consume_queries(const WideParams& params, const 
   };
   const auto scores_are_there = [&] {
     wgmma_wait<0>();
-    hold(s_acc);
-    hold(dp_acc);
-    hold(dq_acc);
+    fence_registers(s_acc);
+    fence_registers(dp_acc);
+    fence_registers(dq_acc);
     if (lane == 0) barrier_arrive(v_ring.empty(v.stage));
     v.advance();
   };
@@ -307,22 +307,22 @@ __device__ __forceinline__ void consume_queries(const WideParams& params, const 
     if (params.band.is_boundary(first_query, kBlock, n * kBlock, kBlock)) {
       clear_hidden(ds_frag, KeptColumns::of_queries(params.band, row, n * kBlock));
     }
-    hold(ds_frag);
-    hold(dq_acc);
+    fence_registers(ds_frag);
+    fence_registers(dq_acc);
     wgmma_fence();
     issue_keys<T, kBlock, kHeadDim>(dq_acc, ds_frag, k_ring.tile(k.stage));
     typename Traits::Place next = k;
     next.advance();
     if constexpr (kLast) {
       wgmma_wait<0>();
-      hold(dq_acc);
-      hold(ds_frag);
+      fence_registers(dq_acc);
+      fence_registers(ds_frag);
       if (lane == 0) barrier_arrive(k_ring.empty(k.stage));
     } else {
       issue(next, v);
       wgmma_wait<2>();
-      hold(dq_acc);
-      hold(ds_frag);
+      fence_registers(dq_acc);
+      fence_registers(ds_frag);
       if (lane == 0) barrier_arrive(k_ring.empty(k.stage));
       scores_are_there();
     }

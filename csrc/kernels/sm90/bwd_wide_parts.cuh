@@ -21,7 +21,7 @@ struct WideParams {
   TileSchedule keys, queries;
   TileBand band;
   int len_q, padded;
-  int heads_q, members;  // query heads; of a key head
+  int heads_q, group_size;  // query heads; of a key head
   int batch, inner_batch;
   int head_dim_v;
   float scale, to_log2;
@@ -40,7 +40,7 @@ struct WideParams {
       d_out = fmaxf(d_out, bounds[2 * i]);
       delta = fmaxf(delta, bounds[2 * i + 1]);
     }
-    const float v_max = bounds[2 * batch * heads_q + row / members];
+    const float v_max = bounds[2 * batch * heads_q + row / group_size];
     return power_below(v_max * sqrtf(static_cast<float>(head_dim_v)) * d_out + delta);
   }
 };
@@ -167,8 +167,8 @@ __device__ __forceinline__ void store_wide(const float (&c)[Traits::kHeadDim / 2
       tma_store(&map.map, tile + panel * panel_size(Traits::kBlock) + warp_row * kPanelBytes, at);
       at.col += kPanelCols;
     }
-    tma_store_commit();
-    tma_store_wait_read();
+    bulk_commit();
+    bulk_wait_read();
   }
 }
 

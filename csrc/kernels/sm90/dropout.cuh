@@ -10,7 +10,7 @@
 #pragma once
 
 #include "core/dropout.h"
-#include "kernels/sm90/ptx.cuh"
+#include "gpu/ptx.cuh"
 
 namespace flash_ext::sm90 {
 

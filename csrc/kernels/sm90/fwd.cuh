@@ -130,9 +130,9 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
     place.advance();
   };
   const auto fence = [&] {
-    hold(s_acc);
-    hold(p_frag);
-    hold(o_acc);
+    fence_registers(s_acc);
+    fence_registers(p_frag);
+    fence_registers(o_acc);
     wgmma_fence();
   };
   // NOTE: the loops below hang on numbers that ptxas sees to be the same in all lanes, loads from uniform addresses
@@ -179,8 +179,8 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
   // index: of its Q, whose stage out goes through. Its Work is the one before next_work()'s, in the other of two
   // places.
   const auto finish = [&](int index) {
-    hold(o_acc);
-    hold(p_frag);
+    fence_registers(o_acc);
+    fence_registers(p_frag);
     release(rings.v, v);
     Work done;
     load_shared(done, rings.works.tile(w.stage));
@@ -234,7 +234,7 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
   // After the store of finish() has read Q's stage.
   const auto hand_back = [&](int index) {
     if (Traits::kStaged && lane == 0) {
-      tma_store_wait_read();
+      bulk_wait_read();
       barrier_arrive(rings.q.empty(index));
     }
   };
@@ -254,11 +254,11 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
       release(rings.v, v);
     }
     barrier_wait(rings.k.full(k.stage), k.phase);
-    hold(s_acc);
+    fence_registers(s_acc);
     wgmma_fence();
     issue_s<Traits>(s_acc, rings.q.tile(q_index()), rings.k.tile(k.stage));
     wgmma_wait<0>();
-    hold(s_acc);
+    fence_registers(s_acc);
   };
 
   if (consumer == kConsumers - 1) pass_turn<Traits>(consumer);
@@ -289,7 +289,7 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
       issue_o<Traits>(o_acc, p_frag, rings.v.tile(v.stage));
       pass_turn<Traits>(consumer);
       wgmma_wait<1>();
-      hold(s_acc);
+      fence_registers(s_acc);
       after_s(n);
       softmax.template tile_max<0, kSplit>(tile_max, s_acc);
       bool rescale = softmax.exceeds(tile_max);
@@ -309,16 +309,16 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
           factor[1] *= more[1];
         }
       }
-      hold(s_acc);
+      fence_registers(s_acc);
       // NOTE: a loop that runs once, because ptxas moves a wait to before the exponentials, which have to run under O's
       // product; it does not move it out of a loop. Not in the branches of `rescale`: warps of a warpgroup differ in
       // that, and all have to wait by the same instruction (.aligned; compute-sanitizer's synccheck).
       do {
         wgmma_wait<0>();
       } while (params.tiles == 0);
-      hold(o_acc);
+      fence_registers(o_acc);
       if (rescale) scale_rows<kHeadDim>(o_acc, factor);
-      hold(p_frag);
+      fence_registers(p_frag);
       release(rings.v, v);
       pack_p(0, kSplit);
       if constexpr (kSplit < kBlockN) {
@@ -345,7 +345,7 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
       wgmma_wait<1>();
       finish(done_index);
       wgmma_wait<0>();
-      hold(s_acc);
+      fence_registers(s_acc);
     } else {
       barrier_wait(rings.v.full(v.stage), v.phase);
       if (work.any()) take_turn<Traits>(consumer);

@@ -4,9 +4,9 @@
 
 #include <type_traits>
 
+#include "gpu/wgmma.cuh"
 #include "kernels/sm90/pipeline.cuh"
 #include "kernels/sm90/scores.cuh"
-#include "kernels/sm90/wgmma.cuh"
 #include "kernels/sm90/work.cuh"
 
 namespace flash_ext::sm90 {

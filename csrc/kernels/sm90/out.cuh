@@ -8,8 +8,8 @@
 #pragma once
 
 #include "core/args.h"
+#include "gpu/ptx.cuh"
 #include "kernels/sm90/descriptor.h"
-#include "kernels/sm90/ptx.cuh"
 
 namespace flash_ext::sm90 {
 
@@ -48,7 +48,7 @@ __device__ __forceinline__ void stage_out(const float (&o_acc)[kHeadDim / 2], ui
       tma_store(&map, tile + panel * panel_size(64) + warp_row * kPanelBytes, at);
       at.col += kPanelCols;
     }
-    tma_store_commit();
+    bulk_commit();
   }
 }
 

@@ -3,9 +3,9 @@
 // after the wait that proves their wgmma finished.
 #pragma once
 
+#include "gpu/ptx.cuh"
 #include "gpu/tensor_map.h"
 #include "kernels/sm90/descriptor.h"
-#include "kernels/sm90/ptx.cuh"
 
 namespace flash_ext::sm90 {
 

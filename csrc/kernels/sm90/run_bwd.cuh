@@ -83,7 +83,7 @@ void launch_backward(const BackwardArgs& args, const BackwardLaunch& how, void* 
   params.len_q = static_cast<int>(problem.len_q);
   params.m_blocks = static_cast<int>(block_count(problem.len_q, kBlockM));
   params.heads_q = static_cast<int>(problem.heads_q);
-  params.members = static_cast<int>(problem.heads_q / problem.heads_k);
+  params.group_size = static_cast<int>(problem.heads_q / problem.heads_k);
   params.inner_batch = problem.batch_rank > 0 ? static_cast<int>(problem.batch_size[problem.batch_rank - 1]) : 1;
   params.head_dim_v = static_cast<int>(problem.head_dim_v);
   params.scale = gradient_scale(problem);
@@ -104,8 +104,8 @@ void launch_backward(const BackwardArgs& args, const BackwardLaunch& how, void* 
                 "memset");
   }
   // In order, the first tile of keys stores dQ; only tiles of queries that meet none need zeros.
-  const Meetings<kBlockM, kBlockN> meetings{params.band.lower, params.band.upper, params.len_q, params.band.len_k};
-  const bool is_stored = Traits::kOrdered && meetings.meets_keys(0) && meetings.meets_keys(params.m_blocks - 1);
+  const TileRanges<kBlockM, kBlockN> tile_ranges{params.band.lower, params.band.upper, params.len_q, params.band.len_k};
+  const bool is_stored = Traits::kOrdered && tile_ranges.meets_keys(0) && tile_ranges.meets_keys(params.m_blocks - 1);
   cuda::launch(prepare_kernel<Prepare>, cuda::grid_of(query_tiles), kRowThreads, 0, args.fwd.stream, args,
                scratch.stats, scratch.bounds, is_stored || Traits::kStored ? nullptr : scratch.dq, params.m_blocks);
   cuda::launch_dependent(backward_kernel<Traits>, blocks, Traits::kShape.threads, Traits::kSmem.total, args.fwd.stream,
@@ -113,7 +113,7 @@ void launch_backward(const BackwardArgs& args, const BackwardLaunch& how, void* 
   if constexpr (!Traits::kStored) {
     const int64_t rooms = is_stored ? int64_t{kFinishBlocks} * how.processors : query_tiles;
     cuda::launch_dependent(finish_kernel<Rows>, cuda::grid_of(std::min(query_tiles, rooms)), kRowThreads, 0,
-                           args.fwd.stream, args, scratch.dq, is_stored ? scratch.turns : nullptr, meetings,
+                           args.fwd.stream, args, scratch.dq, is_stored ? scratch.turns : nullptr, tile_ranges,
                            static_cast<unsigned>(query_tiles));
   }
   if constexpr (Traits::kScored) {

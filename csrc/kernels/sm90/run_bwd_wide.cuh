@@ -86,7 +86,7 @@ void launch_wide(const BackwardArgs& args, int64_t processors, void* workspace) 
   params.len_q = static_cast<int>(problem.len_q);
   params.padded = static_cast<int>(wide_padded(problem));
   params.heads_q = static_cast<int>(problem.heads_q);
-  params.members = static_cast<int>(problem.heads_q / problem.heads_k);
+  params.group_size = static_cast<int>(problem.heads_q / problem.heads_k);
   params.inner_batch = problem.batch_rank > 0 ? static_cast<int>(problem.batch_size[problem.batch_rank - 1]) : 1;
   params.scale = static_cast<float>(problem.scale);
   params.to_log2 = static_cast<float>(problem.scale * kLog2e);

@@ -49,13 +49,13 @@ void launch_forward(const ForwardArgs& args, const ForwardLaunch& how, void* wor
   params.band = {clamp(band.lower), clamp(band.upper), static_cast<int>(problem.len_k)};
   params.tiles = cuda::grid_of(order.schedule.size() * std::max(splits.count, 1)).x;
   params.len_q = static_cast<int>(problem.len_q);
-  const int members = head_rows > 0 ? static_cast<int>(problem.heads_q / problem.heads_k) : 1;
-  params.group_k = static_cast<int>(problem.heads_q / problem.heads_k) / members;
-  params.group_v = static_cast<int>(problem.heads_q / problem.heads_v) / members;
+  const int group_size = head_rows > 0 ? static_cast<int>(problem.heads_q / problem.heads_k) : 1;
+  params.group_k = static_cast<int>(problem.heads_q / problem.heads_k) / group_size;
+  params.group_v = static_cast<int>(problem.heads_q / problem.heads_v) / group_size;
   params.shared = {-1, 31, 1, params.len_q, 64};
   if (head_rows > 0) {
-    params.shared = {head_rows - 1, std::countr_zero(static_cast<unsigned>(head_rows)), members, members * head_rows,
-                     head_rows};
+    params.shared = {head_rows - 1, std::countr_zero(static_cast<unsigned>(head_rows)), group_size,
+                     group_size * head_rows, head_rows};
   }
   params.heads_q = static_cast<int>(problem.heads_q);
   params.inner_batch = problem.batch_rank > 0 ? static_cast<int>(problem.batch_size[problem.batch_rank - 1]) : 1;

@@ -110,8 +110,7 @@ __device__ __forceinline__ void copy_scores(uint32_t tile, const ScoreView& view
                                             int first_col, int len_q, int len_k) {
   constexpr int kPitch = score_pitch(kCols, kSize), kChunks = kCols * kSize / 16, kPerChunk = 16 / kSize;
   constexpr int kStep = kScoreLoaders / kChunks;  // rows a pass; where the division has a rest, some threads stay idle
-  int thread = static_cast<int>(threadIdx.x) - 32;
-  asm volatile("" : "+r"(thread));
+  const int thread = no_hoist(static_cast<int>(threadIdx.x) - 32);
   const int first = thread / kChunks, col = first_col + thread % kChunks * kPerChunk;
   if (first >= kStep) return;
   const int present = view.row == 0 ? 1 : kRows;
@@ -270,7 +269,7 @@ __device__ __forceinline__ void apply_scores(float (&s)[kCols / 2], const ScoreP
     for (int n = 0; n < kCols / 8; ++n) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const uint32_t bytes = load_shared_short(from + half * 8 * kPitch * step + n * 8);
+        const uint32_t bytes = load_shared_16(from + half * 8 * kPitch * step + n * 8);
         float* const x = s + 4 * n + 2 * half;
         if ((bytes & 0xFF) == 0) x[0] = kMinusInf;
         if ((bytes & 0xFF00) == 0) x[1] = kMinusInf;

@@ -10,7 +10,7 @@
 #include <limits>
 
 #include "core/band.h"
-#include "kernels/sm90/ptx.cuh"
+#include "gpu/ptx.cuh"
 
 namespace flash_ext::sm90 {
 

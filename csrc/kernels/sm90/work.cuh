@@ -26,9 +26,9 @@ struct Parts {
 // r & row_mask of member r >> shift. Where they do not, row_mask is -1 and shift 31.
 struct SharedTiles {
   int row_mask, shift;
-  int members;  // heads of a group; 1 where they share no tile
-  int rows;     // of a group, len_q where they share no tile
-  int queries;  // of a warpgroup
+  int group_size;  // heads of a group; 1 where they share no tile
+  int rows;        // of a group, len_q where they share no tile
+  int queries;     // of a warpgroup
 };
 
 struct ForwardParams {
@@ -111,7 +111,7 @@ struct alignas(16) Work {
     } else {
       const SharedTiles& shared = params.shared;
       const int query = row & shared.row_mask;
-      return {head * shared.members + (row >> shared.shift), query, row < shared.rows && query < params.len_q};
+      return {head * shared.group_size + (row >> shared.shift), query, row < shared.rows && query < params.len_q};
     }
   }
 

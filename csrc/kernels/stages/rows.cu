@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(32 * kWarps, 5)
     delta_kernel(const __grid_constant__ BackwardArgs args, float* delta, float* bounds, bool dlse_apart,
                  const __grid_constant__ sm80::FarRows far) {
   const Problem& problem = args.fwd.problem;
-  const auto own_row = [] { return int64_t{blockIdx.x} * kWarps + sm80::opaque(threadIdx.x) / 32; };
+  const auto own_row = [] { return int64_t{blockIdx.x} * kWarps + no_hoist(threadIdx.x) / 32; };
   const int64_t index = own_row();
   const int64_t bh = index / problem.len_q, query = index % problem.len_q;
   const int64_t b = bh / problem.heads_q, head = bh % problem.heads_q;

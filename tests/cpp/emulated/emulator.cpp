@@ -313,7 +313,7 @@ int __syncthreads_or(int predicate) {
 
 // What the host code of the backend asks of the runtime.
 extern "C" {
-// What kernels/sm90/ptx.cuh here reads as EncodedMap.
+// What gpu/ptx.cuh here reads as EncodedMap.
 static CUresult encode_map(CUtensorMap* map, CUtensorMapDataType, cuuint32_t, void* data, const cuuint64_t* size,
                            const cuuint64_t* stride, const cuuint32_t* box, const cuuint32_t*, CUtensorMapInterleave,
                            CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {

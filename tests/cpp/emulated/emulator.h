@@ -1,7 +1,7 @@
 // Runs kernels of csrc/kernels/sm80 and csrc/kernels/sm90 on the host, thread by thread, so that a machine without a
 // GPU can say whether they are right. Each thread of a block is a fiber of one OS thread; blocks run one after another.
-// What the kernels take from the device lies behind the folders' ptx.cuh and wgmma.cuh and behind gpu/host/launch.h,
-// which the headers of this folder replace, and behind the intrinsics below.
+// What the kernels take from the device lies behind ptx.cuh, wgmma.cuh, arch.h and host/launch.h of csrc/gpu, which the
+// headers of this folder replace, and behind the intrinsics below.
 //
 // It finds wrong indices, missing synchronisation that the chosen order of threads shows, reads of shared memory that
 // nobody wrote (it begins as NaN), copies that are read before they were waited for (they are made when they are),

@@ -1,4 +1,4 @@
-// What a warp does together with shared memory and with fragments of matrices, for both backends' emulated ptx.cuh.
+// What a warp does together with shared memory and with fragments of matrices.
 #pragma once
 
 #include "emulator.h"

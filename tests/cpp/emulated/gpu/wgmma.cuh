@@ -1,12 +1,12 @@
-// Stands in for csrc/kernels/sm90/wgmma.cuh: products are made when the thread waits for their group, from what shared
+// Stands in for csrc/gpu/wgmma.cuh: products are made when the thread waits for their group, from what shared
 // memory then holds; A in registers is taken when the product is issued.
 #pragma once
 
 #include <array>
 
-#include "kernels/sm90/ptx.cuh"
+#include "gpu/ptx.cuh"
 
-namespace flash_ext::sm90 {
+namespace flash_ext {
 
 inline void wgmma_fence() {}
 inline void wgmma_commit() { emulated::commit_work(); }
@@ -17,9 +17,9 @@ void wgmma_wait() {
 }
 
 template <int kCount>
-void hold(float (&)[kCount]) {}
+void fence_registers(float (&)[kCount]) {}
 template <int kCount>
-void hold(uint32_t (&)[kCount]) {}
+void fence_registers(uint32_t (&)[kCount]) {}
 
 // A tile of 16-bit numbers in shared memory as a descriptor says (descriptor.h); (mn, k) counts from where it starts.
 template <class T, bool kMnMajor>
@@ -86,4 +86,4 @@ struct Wgmma {
   }
 };
 
-}  // namespace flash_ext::sm90
+}  // namespace flash_ext

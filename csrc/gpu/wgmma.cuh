@@ -7,16 +7,16 @@
 //
 // With g = lane / 4, t = lane % 4 and w the warp of the group, c[4n + i] holds row 16w + g + 8 (i / 2), column
 // 8n + 2t + i % 2; a[0..3] are rows {g, g + 8} x columns {2t, 2t + 8} as pairs, so four packed accumulators of two
-// neighbouring n are one operand. Called by fwd.cuh and by the tests of each shape.
+// neighbouring n are one operand. Called by the kernels of sm90/ and by the tests of each shape.
 // Invariant: issue is between wgmma_fence and wgmma_commit; nobody touches c or a before wgmma_wait, which is what
-// `hold` tells the compiler: to it the asm below looks finished when it returns.
+// `fence_registers` tells the compiler: to it the asm below looks finished when it returns.
 #pragma once
 
 #include <cstdint>
 
-#include "kernels/sm90/ptx.cuh"
+#include "gpu/ptx.cuh"
 
-namespace flash_ext::sm90 {
+namespace flash_ext {
 
 // wgmma.fence.sync.aligned: before the first wgmma and after ordinary writes to its registers.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -30,12 +30,12 @@ __device__ __forceinline__ void wgmma_wait() {
 
 // No instruction: uses of these registers stay on their side of it.
 template <int kCount>
-__device__ __forceinline__ void hold(float (&registers)[kCount]) {
+__device__ __forceinline__ void fence_registers(float (&registers)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(registers[i])::"memory");
 }
 template <int kCount>
-__device__ __forceinline__ void hold(uint32_t (&registers)[kCount]) {
+__device__ __forceinline__ void fence_registers(uint32_t (&registers)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(registers[i])::"memory");
 }
@@ -180,4 +180,4 @@ FLASH_WGMMA_BOTH(16, 256, 128, 129, 130, 131, 132, 133, 134)
 #undef FLASH_TEXT_16
 #undef FLASH_OPERANDS_16
 
-}  // namespace flash_ext::sm90
+}  // namespace flash_ext

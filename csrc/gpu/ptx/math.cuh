@@ -1,7 +1,4 @@
-// What a number, or the two of a register, take where PTX has a form that C++ has not. Thin wrappers, each of which
-// names its instruction.
-//
-// Called by the kernels of sm80/ and sm90/; tests/cpp/emulated/gpu/arithmetic.cuh has the same names for the host.
+// What a number, or the two of a register, take where PTX has a form that C++ has not.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -9,7 +6,7 @@
 
 #include <cstdint>
 
-namespace flash_ext::cuda {
+namespace flash_ext {
 
 // ex2.approx.ftz.f32: 2^x, relative error 2^-22; 2^-inf = 0, NaN stays NaN.
 __device__ __forceinline__ float exp2_fast(float x) {
@@ -78,4 +75,40 @@ __device__ __forceinline__ uint32_t spread_byte_signs(uint32_t x, uint32_t y) {
   return result;
 }
 
-}  // namespace flash_ext::cuda
+// cvt.rna.tf32.f32
+__device__ __forceinline__ uint32_t to_tf32(float x) {
+  uint32_t result;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(result) : "f"(x));
+  return result;
+}
+
+// add.cc, addc: flags * 2 + (word + not_below carries), which with not_below = 2^32 - t says word >= t.
+__device__ __forceinline__ void append_carry(uint32_t& flags, uint32_t word, uint32_t not_below) {
+  asm("{\n\t.reg .u32 sum;\n\tadd.cc.u32 sum, %1, %2;\n\taddc.u32 %0, %0, %0;\n\t}"
+      : "+r"(flags)
+      : "r"(word), "r"(not_below));
+}
+
+// cvt.rn.f16x2.f32 and cvt.rn.bf16x2.f32: two numbers of one register, x in the low half.
+__device__ __forceinline__ uint32_t pack(float x, float y, __half) {
+  uint32_t result;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(y), "f"(x));
+  return result;
+}
+__device__ __forceinline__ uint32_t pack(float x, float y, __nv_bfloat16) {
+  uint32_t result;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(y), "f"(x));
+  return result;
+}
+// The two numbers of a register.
+__device__ __forceinline__ void unpack(uint32_t packed, float& x, float& y, __half) {
+  const float2 pair = __half22float2(reinterpret_cast<const __half2&>(packed));
+  x = pair.x;
+  y = pair.y;
+}
+__device__ __forceinline__ void unpack(uint32_t packed, float& x, float& y, __nv_bfloat16) {
+  x = __uint_as_float(packed << 16);
+  y = __uint_as_float(packed & 0xFFFF0000U);
+}
+
+}  // namespace flash_ext
