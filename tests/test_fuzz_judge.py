@@ -70,6 +70,13 @@ def test_products_of_two_parts() -> None:
     assert 2**-24 < error.max() <= 2**-22 + (2 + 3 * 2**0.5 + 1) * 2**-23
 
 
+def test_a_row_without_keys_keeps_its_lse() -> None:
+    lse = torch.tensor([-torch.inf, 1.0, torch.nan])
+    for _ in range(20):
+        off = Fused(Kind(torch.float32, tensor_cores=True, far=16.0, exact=False, own_delta=True)).off_by_a_unit(lse)
+        assert off[0] == -torch.inf and abs(off[1] - 1) <= 2**-23 and off[2].isnan()
+
+
 FAULTS = {
     "a_part_in_a_thousand": lambda x: x * 1.001,
     "another_row": lambda x: torch.cat((x[..., 1:2, :], x[..., 1:, :]), -2),

@@ -116,7 +116,7 @@ class Fused(TorchDispatchMode):
         return torch.rand((), dtype=like.dtype, device=like.device) if self.kind.alike else torch.rand_like(like)
 
     def off_by_a_unit(self, x: Tensor) -> Tensor:
-        return self._off(x, x)
+        return self._off(x, torch.where(x.isfinite(), x, 0))
 
     def _off(self, x: Tensor, size: Tensor) -> Tensor:
         """x, off by up to one unit in the last place of size."""

@@ -72,7 +72,8 @@ __device__ __forceinline__ void bulk_store(void* global, uint32_t shared, uint32
 
 // ---- of both --------------------------------------------------------------------------------------------------------
 
-// fence.proxy.async.shared::cta: what was stored to shared memory before it is seen by bulk additions after it.
+// fence.proxy.async.shared::cta: ordinary stores to shared memory before it are seen by TMA, bulk copies and wgmma
+// after it.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // cp.async.bulk.commit_group
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }

@@ -168,7 +168,7 @@ __device__ __forceinline__ void consume_backward(const typename Traits::Params& 
       }
     };
     uint32_t k_frag[Traits::kKSteps > 0 ? 4 * Traits::kKSteps : 1];
-    const auto hold_k = [&] {
+    const auto fence_k = [&] {
       if constexpr (Traits::kKSteps > 0) fence_registers(k_frag);
     };
     int left = total;
@@ -269,7 +269,7 @@ __device__ __forceinline__ void consume_backward(const typename Traits::Params& 
       place.advance();
       if constexpr (!kLast) {
         barrier_wait(q_ring.full(place.stage), place.phase);
-        hold_k();
+        fence_k();
         wgmma_fence();
         issue_scores<T, kBlockN, kBlockM, kHeadDim, Traits::kKSteps>(s_acc, k_frag, k_desc, q_ring.tile(place.stage));
       }
@@ -297,7 +297,7 @@ __device__ __forceinline__ void consume_backward(const typename Traits::Params& 
       } else {
         wgmma_wait<0>();
         fence_registers(s_acc);
-        hold_k();
+        fence_k();
       }
     };
 
@@ -305,7 +305,7 @@ __device__ __forceinline__ void consume_backward(const typename Traits::Params& 
       barrier_wait(k_ring.full(0), phase);
       load_fragments<kBlockN, Traits::kKSteps>(k_frag, k_ring.tile(0), warp_row);
       barrier_wait(q_ring.full(place.stage), place.phase);
-      hold_k();
+      fence_k();
       wgmma_fence();
       issue_scores<T, kBlockN, kBlockM, kHeadDim, Traits::kKSteps>(s_acc, k_frag, k_desc, q_ring.tile(place.stage));
       barrier_wait(v_ring.full(0), phase);
@@ -316,7 +316,7 @@ __device__ __forceinline__ void consume_backward(const typename Traits::Params& 
       }
       wgmma_wait<0>();
       fence_registers(s_acc);
-      hold_k();
+      fence_k();
       const std::false_type no;
       const std::true_type yes;
       const auto wait_tile = [&] {
