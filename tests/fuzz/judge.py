@@ -171,10 +171,15 @@ def _faint(case: Case, inputs: Tensors, keep: Tensor | None) -> Tensor:
     wide = {name: t.double() if t.is_floating_point() else t for name, t in _cast(case, inputs).items()}
     infinite, keys = wide["value"].isinf().double(), wide["value"].size(-2)
     wide["value"] = torch.eye(keys, dtype=torch.float64, device=infinite.device).expand(*infinite.shape[:-1], keys)
-    p = _reference(case, _leaves(case, wide), keep)["out"].detach()
+    options = tuple(dict(case.options, return_lse=True).items())
+    returned = _reference(replace(case, options=options), _leaves(case, wide), keep)
+    p, lse = returned["out"].detach(), returned["lse"].detach()
     if infinite.dim() > 2:
         infinite = infinite.repeat_interleave(p.size(-3) // infinite.size(-3), -3)
-    return (p < (2.0**-23 if "float16" in (case.dtype, case.autocast) else 2.0**-125)).double() @ infinite > 0
+    least = 2.0**-23 if "float16" in (case.dtype, case.autocast) else 2.0**-125
+    # float32 holds the pair's score and the largest to half a unit of each; the row's lse is as large as those.
+    rounding = torch.where(lse.isfinite(), lse.abs() * 2.0**-22, 0.0).unsqueeze(-1)
+    return (p < least * rounding.exp()).double() @ infinite > 0
 
 
 def _errors(case: Case, name: str, got: Tensor, truth: Tensor, rough: Tensor) -> Tensor:

@@ -78,7 +78,7 @@ __device__ __forceinline__ void consume_backward(const typename Traits::Params& 
     }();
     if constexpr (!Traits::kOrdered) done += total;
     [[maybe_unused]] auto inside = params.template tile_ranges<kBlockM, 64>().inside(work.first_key + consumer * 64);
-    if constexpr (Traits::kMayBeFar) inside.count = any_far<kBlockM>(params, work) ? 0 : inside.count;
+    if constexpr (Traits::kMayBeFar && !Traits::kOrdered) inside.count *= !any_far<kBlockM>(params, work);
     float dk_acc[kHeadDim / 2], dv_acc[kHeadDim / 2], s_acc[kBlockM / 2];
 #pragma unroll
     for (int i = 0; i < kHeadDim / 2; ++i) dk_acc[i] = dv_acc[i] = 0.f;
@@ -303,6 +303,9 @@ __device__ __forceinline__ void consume_backward(const typename Traits::Params& 
 
     if (total > 0) {
       barrier_wait(k_ring.full(0), phase);
+      if constexpr (Traits::kMayBeFar && Traits::kOrdered) {
+        inside.count *= load_shared_float(tiles.meets_far()) == 0.f;
+      }
       load_fragments<kBlockN, Traits::kKSteps>(k_frag, k_ring.tile(0), warp_row);
       barrier_wait(q_ring.full(place.stage), place.phase);
       fence_k();
@@ -417,7 +420,7 @@ __global__ void __launch_bounds__(Traits::kShape.threads, 1)
       if (threadIdx.x < 32) {
         if (elect_one()) load_queries_in_order<Traits>(params, tiles);
       } else if (threadIdx.x < 64) {
-        if (elect_one()) load_keys_in_order<Traits>(params, tiles);
+        load_keys_in_order<Traits>(params, tiles);
       } else if (threadIdx.x < 96) {
         if (elect_one()) add_in_order<Traits, 0>(params, tiles);
       } else {

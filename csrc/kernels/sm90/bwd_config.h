@@ -142,7 +142,7 @@ constexpr BackwardSmem backward_smem(BackwardShape shape, int head_dim) {
   smem.scores = smem.dq + shape.block_m * head_dim * 4;
   const int stats = kQueryStats * shape.stages * shape.block_m * 4, maxima = shape.consumers * 4 * 4;
   const int barriers = 16 * (2 + 2 * shape.stages + shape.ds_stages + (shape.scored ? kScoreStages + shape.stages : 0));
-  const int walk = 8 * 8 + 2 * kKeyWorkBytes;
+  const int walk = 8 * 8 + 2 * kKeyWorkBytes + 16;
   const int left = kSharedMemoryLimit - kTileAlign - smem.scores - stats - maxima - barriers - walk;
   const int drops = shape.stages * shape.drop_bytes();
   smem.drops = smem.scores + (shape.scored ? (left - drops - kDropKeyBytes) / 16 * 16 : 0);

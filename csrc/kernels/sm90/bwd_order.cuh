@@ -116,23 +116,48 @@ __device__ __forceinline__ void load_queries_in_order(const BackwardParams& para
   }
 }
 
+// A warp, whose first lane loads. It also tells with K whether the tile of keys meets a far row (bwd_far.cuh): asked by
+// the consumers it kept them waiting between two tiles of keys.
+// NOTE: what is told is read again, and far rows one by one: there are 24 registers.
 template <class Traits>
 __device__ __forceinline__ void load_keys_in_order(const BackwardParams& params, const typename Traits::Tiles& tiles) {
   uint32_t phase = 0;
-  for_works<Traits>(tiles, [&](const KeyWork& work, bool is_first) {
-    if (work.first_m == work.last_m) return;
-    const auto load = [&](const Ring<Traits::kKvBytes>& ring, const TensorMap& map) {
-      barrier_wait(ring.empty(0), phase ^ 1);
-      barrier_expect(ring.full(0), Traits::kKvBytes);
-      load_panels<Traits::kBlockN, Traits::kPanels>(ring.tile(0), ring.full(0), map,
-                                                    work.box(map.steps, work.head_k, work.first_key));
-    };
-    // Behind another tile V is free before K.
-    if (is_first) load(tiles.k(), params.k);
-    load(tiles.v(), params.v);
-    if (!is_first) load(tiles.k(), params.k);
-    phase ^= 1;
-  });
+  for (Place2 place;; ++place.count) {
+    const uint32_t told = tiles.works().tile(place.stage());
+    const auto number = [&](size_t offset) { return load_shared_int(told + static_cast<uint32_t>(offset)); };
+    barrier_wait(tiles.works().full(place.stage()), place.phase());
+    if (number(offsetof(KeyWork, step)) == 0) return;
+    if (number(offsetof(KeyWork, first_m)) < number(offsetof(KeyWork, last_m))) {
+      bool far = false;
+      if constexpr (Traits::kMayBeFar) {
+        far = any_far<Traits::kBlockM, 1>(
+            params.stats + int64_t{number(offsetof(KeyWork, row))} * params.m_blocks * (kQueryStats * Traits::kBlockM),
+            params.group_size, params.m_blocks, number(offsetof(KeyWork, first_m)), number(offsetof(KeyWork, last_m)));
+      }
+      const auto load = [&](const Ring<Traits::kKvBytes>& ring, const TensorMap& map) {
+        KeyWork work;
+        load_shared(work, told);
+        barrier_expect(ring.full(0), Traits::kKvBytes);
+        load_panels<Traits::kBlockN, Traits::kPanels>(ring.tile(0), ring.full(0), map,
+                                                      work.box(map.steps, work.head_k, work.first_key));
+      };
+      const auto load_k = [&] {
+        barrier_wait(tiles.k().empty(0), phase ^ 1);
+        if constexpr (Traits::kMayBeFar) store_shared1(tiles.meets_far(), far ? 1.f : 0.f);
+        load(tiles.k(), params.k);
+      };
+      if (threadIdx.x % 32 == 0) {
+        // Behind another tile V is free before K.
+        if (place.count == 0) load_k();
+        barrier_wait(tiles.v().empty(0), phase ^ 1);
+        load(tiles.v(), params.v);
+        if (place.count > 0) load_k();
+      }
+      phase ^= 1;
+    }
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(tiles.works().empty(place.stage()));
+  }
 }
 
 // Two, of which one waits for its turn while the other waits until its additions are done: of tiles of queries, in the

@@ -142,13 +142,14 @@ struct BackwardTraits {
               base + kSmem.barriers + 32 + kShape.stages * 32 + kShape.ds_stages * 16 + kScoreStages * 16};
     }
     // kOrdered: the staging of all warps as one, by parity of the tile of queries; which that is, of a stage of Q;
-    // tiles of keys that all are told of.
+    // tiles of keys that all are told of; whether the one whose K is there meets a far row.
     __device__ __forceinline__ uint32_t dq_full(int parity) const { return base + kSmem.walk + parity * 8; }
     __device__ __forceinline__ uint32_t dq_empty() const { return base + kSmem.walk + 16; }
     __device__ __forceinline__ uint32_t m_block(int stage) const { return base + kSmem.walk + 24 + stage * 4; }
     __device__ __forceinline__ Ring<kKeyWorkBytes> works() const {
       return {base + kSmem.walk + 64, base + kSmem.walk + 32};
     }
+    __device__ __forceinline__ uint32_t meets_far() const { return base + kSmem.walk + 64 + 2 * kKeyWorkBytes; }
   };
 };
 
@@ -270,11 +271,11 @@ __device__ __forceinline__ bool is_far_tile(uint32_t numbers) { return load_shar
 
 // Whether one of the tiles [first, last) of queries of `group_size` heads is; asked by a whole warp. stats: the first
 // head's.
-template <int kBlock>
+template <int kBlock, int kUnroll = 4>
 __device__ __forceinline__ bool any_far(const float* stats, int group_size, int m_blocks, int first, int last) {
   bool far = false;
   for (int member = 0; member < group_size; ++member) {
-#pragma unroll 4
+#pragma unroll kUnroll
     for (int m = first + static_cast<int>(threadIdx.x) % 32; m < last; m += 32) {
       far |= stats[(int64_t{member} * m_blocks + m) * (kQueryStats * kBlock) + kFarStat * kBlock] != kNotFar;
     }
