@@ -79,7 +79,7 @@ def evaluate(
     wanted = {name: tensor for name, tensor in leaves.items() if tensor.requires_grad}
     if backward and wanted:
         # Rounded first to the narrow dtype, so that the float64 truth gets the same cotangents.
-        narrow = cotangent_dtype or inputs["query"].dtype
+        narrow = cotangent_dtype or next(iter(inputs.values())).dtype
         generator = torch.Generator().manual_seed(1)
         cotangents = [
             torch.randn(o.shape, generator=generator, dtype=torch.float64).to(narrow).to(o.dtype).to(o.device)
@@ -159,7 +159,7 @@ def check(
     ``extra`` are options of those two alone, e.g. the dropout mask; ``units`` as in ``violations``.
     """
     options, extra = dict(options or {}), dict(extra or {})
-    narrow = inputs["query"].dtype
+    narrow = next(iter(inputs.values())).dtype
     meaning = {name: value for name, value in options.items() if name != "deterministic"} | extra
     rounding = {"rounded": narrow in HALF} if eager is None else {}
 

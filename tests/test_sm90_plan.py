@@ -82,11 +82,11 @@ def test_backward_plan(length: int, causal: bool, head_dim: int, dtype: torch.dt
 @pytest.mark.parametrize("dtype", HALF, ids=name_of)
 @pytest.mark.parametrize("head_dim", [136, 192, 256])
 @pytest.mark.parametrize("length", [16, 500, 16384])
-def test_wide_backward_plan(length: int, head_dim: int, dtype: torch.dtype) -> None:
+def test_two_pass_backward_plan(length: int, head_dim: int, dtype: torch.dtype) -> None:
     """Two kernels, whose sums have an order: they serve the deterministic mode, too."""
     q, k = half(2, 16, length, head_dim, dtype=dtype), half(2, 4, length, head_dim, dtype=dtype)
     backward = explain(q, k, deterministic=True).backward
-    assert (backward.backend, backward.kernel) == ("sm90", "sm90.backward.wide")
+    assert (backward.backend, backward.kernel) == ("sm90", "sm90.backward.two_pass")
     assert (backward.block_m, backward.block_n, backward.stages) == (64, 64, 2)
     assert dict(backward.on_chip).keys() == {"k", "v", "q", "d_out", "p", "lse and delta", "barriers and alignment"}
     assert backward.on_chip_bytes <= backward.on_chip_limit == 227 * 1024

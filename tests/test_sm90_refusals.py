@@ -115,57 +115,22 @@ BACKWARD: dict[str, tuple[dict[str, Tensor], dict[str, Any], str]] = {
     "wide dropout": (
         wanting(*ALL, shape=(2, 4, 256, 256)),
         {"dropout_p": 0.1},
-        "head_dim 256 is more than 128",
-    ),
-    "dropout in order": (
-        wanting(*ALL),
-        {"dropout_p": 0.1, "deterministic": True},
-        "no support for deterministic results",
-    ),
-    "wide mask": (
-        wanting(*ALL, shape=(2, 4, 256, 136)),
-        {"mask": half(256, 256).bool()},
-        "head_dim 136 is more than 128",
+        "head_dim 256 is more than 192",
     ),
     "wide bias": (
         wanting(*ALL, shape=(2, 4, 256, 256)),
         {"bias": half(256, 256)},
-        "head_dim 256 is more than 128",
+        "head_dim 256 is more than 192",
     ),
     "wide slopes": (
         wanting(*ALL, shape=(2, 4, 256, 256)),
         {"alibi_slopes": half(4, dtype=torch.float32)},
-        "head_dim 256 is more than 128",
-    ),
-    "slopes in order": (
-        wanting(*ALL),
-        {"alibi_slopes": half(4, dtype=torch.float32), "deterministic": True},
-        "no support for deterministic results",
+        "head_dim 256 is more than 192",
     ),
     "slopes gradient": (
         wanting(*ALL),
         {"alibi_slopes": half(4, dtype=torch.float32).requires_grad_()},
         "no support for the gradient of alibi_slopes",
-    ),
-    "softcap in order": (
-        wanting(*ALL),
-        {"softcap": 5.0, "deterministic": True},
-        "no support for deterministic results",
-    ),
-    "softcap beside a mask": (
-        wanting(*ALL, shape=(2, 4, 256, 128)),
-        {"softcap": 5.0, "mask": half(256, 256).bool()},
-        "no support for a softcap",
-    ),
-    "mask in order": (
-        wanting(*ALL),
-        {"mask": half(256, 256).bool(), "deterministic": True},
-        "no support for deterministic results",
-    ),
-    "bias in order": (
-        wanting(*ALL),
-        {"bias": half(256, 256), "deterministic": True},
-        "no support for deterministic results",
     ),
     "one key": (wanting(), {"window": (0, 0)}, "no support for a band of one key"),
     "own key": (wanting(), {"window": (0, None), "causal": True}, "no support for a band of one key"),
@@ -179,14 +144,6 @@ BACKWARD: dict[str, tuple[dict[str, Tensor], dict[str, Any], str]] = {
         {},
         "no support for other heads of value than of key",
     ),
-    "no dq": (wanting("key", "value"), {}, "no support for a backward without the gradient of query"),
-    "no dk": (wanting("query", "value"), {}, "no support for a backward without the gradient of key"),
-    "only dq": (
-        wanting("query"),
-        {},
-        "no support for a backward without the gradient of key and a backward without the gradient of value",
-    ),
-    "no dv": (wanting("query", "key"), {}, "no support for a backward without the gradient of value"),
     "broadcast query": (
         wanting() | {"query": half(4, 256, 64)},
         {"sdpa": True},
@@ -203,6 +160,37 @@ BACKWARD: dict[str, tuple[dict[str, Tensor], dict[str, Any], str]] = {
         "the gradient of a broadcast value is not supported",
     ),
 }
+
+
+MASK = half(256, 256).bool()
+SLOPES = half(4, dtype=torch.float32)
+TWO_PASS: dict[str, tuple[dict[str, Tensor], dict[str, Any], str]] = {
+    "mask in order": (wanting(*ALL), {"mask": MASK, "deterministic": True}, ".scored"),
+    "bias in order": (wanting(*ALL), {"bias": half(256, 256), "deterministic": True}, ".scored"),
+    "slopes in order": (wanting(*ALL), {"alibi_slopes": SLOPES, "deterministic": True}, ".scored"),
+    "dropout in order": (wanting(*ALL), {"dropout_p": 0.1, "deterministic": True}, ".scored"),
+    "softcap in order": (wanting(*ALL), {"softcap": 5.0, "deterministic": True}, ".scored"),
+    "softcap beside a mask": (wanting(*ALL, shape=(2, 4, 256, 128)), {"softcap": 5.0, "mask": MASK}, ".scored"),
+    "wide mask": (wanting(*ALL, shape=(2, 4, 256, 136)), {"mask": MASK}, ".scored"),
+    "wide dropout": (wanting(*ALL, shape=(2, 4, 256, 192)), {"dropout_p": 0.1}, ".scored"),
+    "wide softcap": (wanting(*ALL, shape=(2, 4, 256, 256)), {"softcap": 5.0}, ".softcap"),
+    "wide": (wanting(*ALL, shape=(2, 4, 256, 256)), {}, ""),
+    "no dq": (wanting("key", "value"), {}, ""),
+    "no dk": (wanting("query", "value"), {}, ""),
+    "only dq": (wanting("query"), {"mask": MASK}, ".scored"),
+    "no dv": (wanting("query", "key", shape=(2, 4, 256, 256)), {}, ""),
+}
+
+
+@pytest.mark.parametrize("name", TWO_PASS)
+def test_the_two_pass_backward_serves(name: str) -> None:
+    tensors, options, kind = TWO_PASS[name]
+    with flash_ext.use_backend("sm90"):
+        backward = explain(*tensors.values(), **options).backward
+    assert (backward.backend, backward.kernel) == ("sm90", "sm90.backward.two_pass" + kind)
+    runs = [name in backward.schedule for name in ("a tile of keys", "a tile of queries")]
+    wanted = {name for name, tensor in tensors.items() if tensor.requires_grad}
+    assert runs == [bool(wanted & {"key", "value"}), "query" in wanted]
 
 
 @pytest.mark.parametrize("name", BACKWARD)

@@ -140,18 +140,6 @@ def test_twenty_runs(head_dim: int, device: str) -> None:
         assert_same_bits((again, *got), (out, *first), run)
 
 
-def test_backward_of_sm80_reads_the_same_lse(device: str) -> None:
-    """Beside a mask, and in deterministic mode."""
-    for head_dim, options in (
-        (64, {"deterministic": True}),
-        (128, {"mask": torch.rand(300, 208, device=device) > 0.2}),
-    ):
-        inputs = make_inputs((2, 4, 300, head_dim), (2, 2, 208, head_dim), dtype=HALF[0], device=device)
-        plan = flash_ext.explain(**{name: leaf(t) for name, t in inputs.items()}, softcap=5.0, **options)
-        assert (plan.forward.backend, plan.backward.backend) == ("sm90", "sm80")
-        check(flash_ext.attention, inputs, {"return_lse": True, "softcap": 5.0} | options)
-
-
 @pytest.mark.fuzz
 @pytest.mark.parametrize("seed", range(6))
 def test_random_calls(seed: int, device: str) -> None:

@@ -34,6 +34,13 @@ __device__ __forceinline__ uint32_t load_shared(uint32_t address) {
   return result;
 }
 
+// ld.shared.u8
+__device__ __forceinline__ uint32_t load_shared_byte(uint32_t address) {
+  uint32_t result;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(result) : "r"(address) : "memory");
+  return result;
+}
+
 // ld.shared.u16
 __device__ __forceinline__ uint16_t load_shared_16(uint32_t address) {
   uint16_t result;

@@ -244,47 +244,4 @@ inline bool has_bias_gradient(const Problem& problem) {
   return problem.wants_dbias && !problem.has_mask && problem.bias_dtype == problem.dtype && problem.dropout_p == 0.0;
 }
 
-// Head dims above kNarrow: two kernels (bwd_wide_parts.cuh), both of tiles of 64 keys, the keys' of 64 queries, the
-// queries' of 128.
-constexpr int kNarrow = 128;
-
-struct WideShape {
-  static constexpr int block = 64, stages = 2, threads = 384;
-  static constexpr int producer_registers = 24, consumer_registers = 240;
-};
-
-struct WideKeysSmem {
-  int k = 0, v = 0, q = 0, d_out = 0, p = 0, stats = 0, barriers = 0, total = 0;
-};
-
-constexpr WideKeysSmem wide_keys_smem(int head_dim) {
-  constexpr int kBlock = WideShape::block, kStages = WideShape::stages;
-  const int tile = tile_bytes(kBlock, head_dim);
-  WideKeysSmem smem;
-  smem.v = smem.k + tile;
-  smem.q = smem.v + tile;
-  smem.d_out = smem.q + kStages * tile;
-  smem.p = smem.d_out + kStages * tile;
-  smem.stats = smem.p + kStages * kBlock * kBlock * 2;
-  smem.barriers = smem.stats + kQueryStats * kStages * kBlock * 4;
-  smem.total = smem.barriers + 16 * (1 + 3 * kStages) + kTileAlign;
-  return smem;
-}
-
-// K has two stages, because a tile's dQ is still in flight when the next S starts; V one.
-struct WideQueriesSmem {
-  int q = 0, d_out = 0, k = 0, v = 0, barriers = 0, total = 0;
-};
-
-constexpr WideQueriesSmem wide_queries_smem(int head_dim) {
-  const int tile = tile_bytes(WideShape::block, head_dim);
-  WideQueriesSmem smem;
-  smem.d_out = smem.q + 2 * tile;
-  smem.k = smem.d_out + 2 * tile;
-  smem.v = smem.k + 2 * tile;
-  smem.barriers = smem.v + tile;
-  smem.total = smem.barriers + 8 * 2 + 16 * 3 + kTileAlign;
-  return smem;
-}
-
 }  // namespace flash_ext::sm90

@@ -38,8 +38,8 @@ struct QueryTile {
 // Where the product of lse and log2(e) is rounded by half of what P is in fp16. Neither infinite nor a number: not far.
 __device__ __forceinline__ bool is_far(float lse) { return fabsf(lse) > 4096.f && lse != kMinusInf; }
 
-// scale * product + bias - slope |i + offset - j|, -inf where the band or a mask hides it. added: the magnitude of what
-// is not the product.
+// scale * product, capped, + bias - slope |i + offset - j|, -inf where the band or a mask hides it. added: the
+// magnitude of what is not the product.
 template <class Traits>
 __device__ __forceinline__ float score_of(const ForwardArgs& args, const QueryTile<Traits>& tile, float product,
                                           float slope, int query, int key, float& added) {
@@ -63,6 +63,12 @@ __device__ __forceinline__ float score_of(const ForwardArgs& args, const QueryTi
       more = fmaf(-slope, fabsf(static_cast<float>(query + offset - key)), more);
     }
     added = fabsf(more);
+  }
+  if constexpr (Traits::kScored) {
+    if (problem.softcap != 0.0) {
+      const auto cap = static_cast<float>(problem.softcap);
+      return fmaf(cap, tanhf(product * static_cast<float>(problem.scale / problem.softcap)), more);
+    }
   }
   return fmaf(product, static_cast<float>(problem.scale), more);
 }

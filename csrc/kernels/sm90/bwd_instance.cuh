@@ -5,10 +5,10 @@
 
 #include <type_traits>
 
+#include "kernels/sm90/backward_two_pass/run.cuh"
 #include "kernels/sm90/config.h"
 #include "kernels/sm90/kernels.h"
 #include "kernels/sm90/run_bwd.cuh"
-#include "kernels/sm90/run_bwd_wide.cuh"
 
 namespace flash_ext::sm90 {
 
@@ -16,28 +16,40 @@ template <DType kDType>
 using BackwardElement = std::conditional_t<kDType == DType::kFloat16, __half, __nv_bfloat16>;
 
 template <DType kDType, int kHeadDim>
-int64_t backward_scratch_bytes(const Problem& problem) {
-  if constexpr (kHeadDim > kNarrow) {
-    return wide_scratch_bytes(problem);
-  } else {
+int64_t backward_scratch_bytes(const Problem& problem, bool two_pass) {
+  if (two_pass) return two_pass_scratch_bytes(problem);
+  if constexpr (kHeadDim <= kNarrow) {
     using T = BackwardElement<kDType>;
     if (is_scored(added_of(problem))) {
       return backward_scratch<BackwardTraits<T, kHeadDim, Walk::kEvery, Added::kScores>>(problem, nullptr).bytes;
     }
     return backward_scratch<BackwardTraits<T, kHeadDim>>(problem, nullptr).bytes;
   }
+  return 0;
+}
+
+template <DType kDType, int kHeadDim>
+void run_two_pass(const BackwardArgs& args, const BackwardLaunch& how, void* workspace) {
+  using T = BackwardElement<kDType>;
+  const Added added = two_pass_added(args.fwd.problem);
+  if (added == Added::kNothing) {
+    return launch_two_pass<TwoPassTraits<T, kHeadDim, Added::kNothing>>(args, how.processors, workspace);
+  }
+  if constexpr (kHeadDim > kNarrow) {
+    if (added == Added::kCap) {
+      return launch_two_pass<TwoPassTraits<T, kHeadDim, Added::kCap>>(args, how.processors, workspace);
+    }
+  }
+  if constexpr (kHeadDim <= kMostScores) {
+    launch_two_pass<TwoPassTraits<T, kHeadDim, Added::kScores>>(args, how.processors, workspace);
+  }
 }
 
 template <DType kDType, int kHeadDim>
 void run_backward(const BackwardArgs& args, const BackwardLaunch& how, void* workspace) {
   using T = BackwardElement<kDType>;
-  if constexpr (kHeadDim > kNarrow) {
-    static_assert(wide_keys_smem(kHeadDim).total <= kSharedMemoryLimit);
-    static_assert(wide_queries_smem(kHeadDim).total <= kSharedMemoryLimit);
-    if (args.fwd.problem.softcap != 0.0)
-      return launch_wide<WideTraits<T, kHeadDim, true>>(args, how.processors, workspace);
-    launch_wide<WideTraits<T, kHeadDim, false>>(args, how.processors, workspace);
-  } else {
+  if (how.two_pass) return run_two_pass<kDType, kHeadDim>(args, how, workspace);
+  if constexpr (kHeadDim <= kNarrow) {
     static_assert(backward_smem(backward_shape(kHeadDim), kHeadDim).total <= kSharedMemoryLimit);
     const Added added = added_of(args.fwd.problem);
     if (added == Added::kDrops) {

@@ -301,6 +301,17 @@ __device__ __forceinline__ void subtract_far(float (&s)[kCount], uint32_t number
   });
 }
 
+// P of a query whose lse is no number is NaN, and where dropout removes it the 0 that is multiplied would hide that
+// from dV. numbers: the far ones of a tile of queries, whose S^T this is.
+template <int kAcc, int kCount>
+__device__ __forceinline__ void keep_nan(float (&dv)[kAcc], float (&s)[kCount], uint32_t numbers) {
+  bool is_nan = false;
+  with_queries(s, numbers, [&](float, float, float2 far, int) { is_nan |= far.x != far.x || far.y != far.y; });
+  if (!__any_sync(~0u, is_nan)) return;
+#pragma unroll
+  for (int i = 0; i < kAcc; ++i) dv[i] *= std::numeric_limits<float>::quiet_NaN();
+}
+
 // P of S^T, packed; kCaps: and P (1 - tanh^2). lse: where the queries' numbers lie.
 template <class Traits, int kPairs>
 __device__ __forceinline__ void probabilities(uint32_t (&p)[Traits::kBlockM / 4], uint32_t (&sloped)[kPairs],

@@ -9,9 +9,9 @@
 //   finish:  dq = gradient_scale() * dq_accum, from the order of the fragments to rows
 //
 // Queries are padded to whole tiles: those beyond the sequence, and rows without keys, get -inf for -lse, so that their
-// P is 0. Called by run_bwd.cuh and, prepare alone, run_bwd_wide.cuh. Invariant: out and dq are dense with rows of a
-// multiple of 8 elements, as torch/ allocates them, and d_out is a view that TMA accepts, so that 16 bytes at a time
-// are read and written.
+// P is 0. Called by run_bwd.cuh and, prepare alone, backward_two_pass/run.cuh. Invariant: out and dq are dense with
+// rows of a multiple of 8 elements, as torch/ allocates them, and d_out is a view that TMA accepts, so that 16 bytes at
+// a time are read and written.
 #pragma once
 
 #include "core/args.h"

@@ -238,37 +238,10 @@ __device__ __forceinline__ void apply_slot(float (&s)[kCount], Kept& kept, const
   const ScoreParams& scores = params.scores;
   const int lane = threadIdx.x % 32;
   constexpr int kFirst = kSlot * 32, kTiles = kScoreRows / 8;  // of 8 queries, four numbers each
-  const auto add = [&](int i, float bias) {
-    float& x = s[kFirst + i];
-    x = kFar ? fmaf(x, scores.scale, bias) : fmaf(bias, params.inverse_scale, x);
-  };
   if (scores.bias.data != nullptr) {
-    const int step = scores.bias.row != 0;
-    if (scores.bias_is_float) {
-      constexpr int kPitch = score_pitch(kKeys, 4);
-      const uint32_t from = slot + lane % 4 * 2 * kPitch * step + (warp_key + lane / 4) * 4;
-#pragma unroll
-      for (int n = 0; n < kTiles; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          add(4 * n + i, load_shared_float(from + (8 * n + i % 2) * kPitch * step + i / 2 * 32));
-      }
-    } else {
-      constexpr int kPitch = score_pitch(kKeys, 2);
-      const uint32_t from = slot + (lane % 8 + lane / 16 * 8) * kPitch * step + warp_key * 2 + lane / 8 % 2 * 16;
-#pragma unroll
-      for (int n = 0; n < kTiles; n += 2) {
-        uint32_t words[4];
-        ldmatrix_x4_trans(words, from + 8 * n * kPitch * step);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          float bias[2];
-          unpack(words[i], bias[0], bias[1], T());
-          add(4 * n + 2 * i, bias[0]);
-          add(4 * n + 2 * i + 1, bias[1]);
-        }
-      }
-    }
+    with_bias<T, kKeys, true, kFirst>(s, scores, slot, warp_key, [&](float& x, float bias) {
+      x = kFar ? fmaf(x, scores.scale, bias) : fmaf(bias, params.inverse_scale, x);
+    });
   } else if constexpr (kFar) {
 #pragma unroll
     for (int i = 0; i < 4 * kTiles; ++i) s[kFirst + i] *= scores.scale;
@@ -311,8 +284,7 @@ __device__ __forceinline__ void apply_backward_scores(float (&s)[Traits::kBlockM
   if constexpr (Traits::kBlockM > kScoreRows) take(std::integral_constant<int, 1>());
 }
 
-// The next tile of queries, whose numbers are in this stage. P of a query whose lse is no number is NaN, and where
-// dropout removes it the 0 that is multiplied would hide that from dV.
+// The next tile of queries, whose numbers are in this stage.
 template <class Traits, bool kMayBeFar>
 __device__ __forceinline__ void take_backward_scores(float (&s)[Traits::kBlockM / 2], float (&dv)[Traits::kHeadDim / 2],
                                                      KeptOfMask<Traits>& kept, const ScoredBackwardParams& params,
@@ -324,13 +296,7 @@ __device__ __forceinline__ void take_backward_scores(float (&s)[Traits::kBlockM 
     apply_backward_scores<Traits, true>(s, kept, params, tiles, place, warp_key, slope, distance);
     subtract_far(s, tiles.stats_far(stage), 1.f, params.inverse_scale);
     if constexpr (Traits::kDrops) {
-      bool is_nan = false;
-      with_queries(s, tiles.stats_far(stage),
-                   [&](float, float, float2 far, int) { is_nan |= far.x != far.x || far.y != far.y; });
-      if (__any_sync(~0u, is_nan)) {
-#pragma unroll
-        for (float& x : dv) x = std::numeric_limits<float>::quiet_NaN();
-      }
+      keep_nan(dv, s, tiles.stats_far(stage));
     }
   }
 }

@@ -4,7 +4,7 @@
 
 #include "core/cost.h"
 #include "core/tile_schedule.h"
-#include "kernels/sm90/bwd_config.h"
+#include "kernels/sm90/backward_two_pass/config.h"
 #include "kernels/sm90/config.h"
 
 namespace flash_ext::sm90 {
@@ -36,6 +36,20 @@ inline double backward_cost(const Problem& problem, const DeviceInfo& device) {
   double us = time_of(problem, device, 5, tiles, {is_scored(problem) ? 0.8 * tflops : tflops, 6});
   if (problem.wants_dbias && !problem.whole_dbias) us += time_of(problem, device, 2, tiles, {400, 6});
   return us + (is_dq_stored(problem) ? 0.0 : memory_cost(dq_bytes(problem)));
+}
+
+// Seven products instead of five, of what it has a kernel for. NOTE: dQ is not added up in memory, but up to kNarrow
+// counts as if: the other kernels are faster where they serve a call.
+inline double two_pass_cost(const Problem& problem, const DeviceInfo& device) {
+  const int64_t head_dim = std::max(problem.head_dim, problem.head_dim_v);
+  if (head_dim > kNarrow && two_pass_added(problem) != Added::kScores) return backward_cost(problem, device);
+  const TwoPassShape shape = two_pass_shape(static_cast<int>(head_dim), two_pass_added(problem));
+  const int products = (problem.wants_dk || problem.wants_dv ? 4 : 0) + (problem.wants_dq ? 3 : 0);
+  const double tiles = static_cast<double>(problem.batch * problem.heads_k * block_count(problem.len_k, shape.keys));
+  double tflops = head_dim <= 64 ? 420 : 540;
+  if (shape.scored) tflops = head_dim <= 64 ? 260 : head_dim <= 128 ? 400 : 460;
+  return time_of(problem, device, products, tiles, {tflops, 6}) +
+         (head_dim <= kNarrow ? memory_cost(dq_bytes(problem)) : 0.0);
 }
 
 }  // namespace flash_ext::sm90

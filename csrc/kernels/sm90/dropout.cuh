@@ -67,18 +67,23 @@ struct DropoutDraws {
     same(map.offset);
   }
 
-  // P of 16 rows from row 16 q16 on, packed as the A operand of P V, and kKeys columns from column 16 k16 on.
-  template <int kKeys>
-  __device__ __forceinline__ void apply(uint32_t (&p_frag)[kKeys / 4], uint32_t bh, uint32_t q16, uint32_t k16) const {
+  // fn(number of a packed pair, bits where it is dropped) over a fragment of 16 rows from row 16 q16 on and kKeys
+  // columns from column 16 k16 on.
+  template <int kKeys, class Fn>
+  __device__ __forceinline__ void with_dropped(uint32_t bh, uint32_t q16, uint32_t k16, const Fn& fn) const {
     const uint32_t lane = threadIdx.x % 32;
 #pragma unroll
     for (uint32_t k = 0; k < kKeys / 16; ++k) {
       const PhiloxWords<uint32_t> words = map.block_words(bh, q16, k16 + k, lane);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        p_frag[4 * k + i] &= ~spread_high_bits(are_below(words.word[i], thresholds));
-      }
+      for (int i = 0; i < 4; ++i) fn(4 * k + i, spread_high_bits(are_below(words.word[i], thresholds)));
     }
+  }
+
+  // P, packed as the A operand of P V.
+  template <int kKeys>
+  __device__ __forceinline__ void apply(uint32_t (&p_frag)[kKeys / 4], uint32_t bh, uint32_t q16, uint32_t k16) const {
+    with_dropped<kKeys>(bh, q16, k16, [&](int i, uint32_t dropped) { p_frag[i] &= ~dropped; });
   }
 
   // A warp puts the keys of all rounds where transposed_bits() finds them, kKeyBytes.

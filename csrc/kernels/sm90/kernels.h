@@ -20,6 +20,7 @@ struct ForwardLaunch {
 struct BackwardLaunch {
   int64_t grid;  // blocks of the main kernel
   int64_t processors;
+  bool two_pass;
 };
 
 // workspace: of plan().scratch_bytes.
@@ -27,7 +28,7 @@ template <DType kDType, int kHeadDim>
 void run_forward(const ForwardArgs& args, const ForwardLaunch& how, void* workspace);
 
 template <DType kDType, int kHeadDim>
-int64_t backward_scratch_bytes(const Problem& problem);
+int64_t backward_scratch_bytes(const Problem& problem, bool two_pass);
 // workspace: of that size, aligned to 64.
 template <DType kDType, int kHeadDim>
 void run_backward(const BackwardArgs& args, const BackwardLaunch& how, void* workspace);
@@ -36,7 +37,8 @@ struct Instance {
   DType dtype;
   int head_dim;  // serves smaller ones, too: columns beyond the tensor's read as zeros
   void (*run_forward)(const ForwardArgs& args, const ForwardLaunch& how, void* workspace);
-  int64_t (*backward_scratch_bytes)(const Problem& problem) = nullptr;  // null, as the next: it has no backward
+  int64_t (*backward_scratch_bytes)(const Problem& problem,
+                                    bool two_pass) = nullptr;  // null, as the next: it has no backward
   void (*run_backward)(const BackwardArgs& args, const BackwardLaunch& how, void* workspace) = nullptr;
 };
 

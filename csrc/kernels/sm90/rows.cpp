@@ -1,6 +1,6 @@
 // The rows of sm90, host code only: what each serves, what it takes, and which instance it picks.
 //
-//   fp16 and bf16 by TMA and wgmma (fwd.cuh, bwd.cuh, bwd_wide.cuh, bias_gradient.cuh): bands, grouped heads, lse,
+//   fp16 and bf16 by TMA and wgmma (fwd.cuh, bwd.cuh, backward_two_pass, bias_gradient.cuh): bands, grouped heads, lse,
 //   softcap, bias, ALiBi, mask and dropout
 //
 // Serves compute capability 9.0 exactly, because wgmma is of that one architecture; backward serves less than forward.
@@ -12,7 +12,7 @@
 
 #include "core/kernel.h"
 #include "gpu/host/tensor_map.h"
-#include "kernels/sm90/bwd_config.h"
+#include "kernels/sm90/backward_two_pass/config.h"
 #include "kernels/sm90/choose_tiles.h"
 #include "kernels/sm90/config.h"
 #include "kernels/sm90/cost.h"
@@ -109,8 +109,8 @@ void set_grid(Plan& plan, const TileSchedule& schedule, int64_t items, bool pers
   if (persistent) plan.grid = std::min<int64_t>(items, device.multiprocessors);
 }
 
-void choose_backward(Plan& plan, const DeviceInfo& device) {
-  plan.choose(BackwardLaunch{plan.grid, device.multiprocessors});
+void choose_backward(Plan& plan, const DeviceInfo& device, bool two_pass) {
+  plan.choose(BackwardLaunch{plan.grid, device.multiprocessors, two_pass});
 }
 
 Plan plan_forward(const Problem& problem, const DeviceInfo& device) {
@@ -144,26 +144,33 @@ Plan plan_forward(const Problem& problem, const DeviceInfo& device) {
   return plan;
 }
 
-Plan plan_wide_backward(const Problem& problem, const DeviceInfo& device) {
+Plan plan_two_pass(const Problem& problem, const DeviceInfo& device) {
   const Instance& instance = instance_of(problem, Pass::kBackward);
-  const WideKeysSmem smem = wide_keys_smem(instance.head_dim);
-  const TileSchedule schedule = backward_schedule(problem, WideShape::block, device.multiprocessors);
-  using Shape = WideShape;
-  Plan plan = plan_of(problem.softcap != 0.0 ? "sm90.backward.wide.softcap" : "sm90.backward.wide", Shape::threads,
-                      Shape::consumer_registers, Shape::producer_registers, device);
-  plan.schedule = "a tile of keys a block, then a tile of queries";
-  plan.block_m = plan.block_n = Shape::block;
-  plan.stages = Shape::stages;
+  const Added added = two_pass_added(problem);
+  const TwoPassShape shape = two_pass_shape(instance.head_dim, added);
+  const KeysSmem smem = keys_smem(shape, instance.head_dim);
+  const TileSchedule schedule = backward_schedule(problem, shape.keys, device.multiprocessors);
+  const char* const kernel = added == Added::kScores ? "sm90.backward.two_pass.scored"
+                             : added == Added::kCap  ? "sm90.backward.two_pass.softcap"
+                                                     : "sm90.backward.two_pass";
+  Plan plan = plan_of(kernel, TwoPassShape::threads, shape.consumer_registers(), shape.producer_registers(), device);
+  plan.schedule = !problem.wants_dq                      ? "a tile of keys a block"
+                  : problem.wants_dk || problem.wants_dv ? "a tile of keys a block, then a tile of queries"
+                                                         : "a tile of queries a block";
+  plan.block_m = TwoPassShape::block;
+  plan.block_n = shape.keys;
+  plan.stages = TwoPassShape::stages;
   plan.use("k", smem.v - smem.k);
   plan.use("v", smem.q - smem.v);
   plan.use("q", smem.d_out - smem.q);
   plan.use("d_out", smem.p - smem.d_out);
   plan.use("p", smem.stats - smem.p);
-  plan.use("lse and delta", smem.barriers - smem.stats);
+  plan.use("lse and delta", smem.draw_keys - smem.stats);
+  plan.use("bias, mask and dropout", smem.barriers - smem.draw_keys);
   plan.use("barriers and alignment", smem.total - smem.barriers);
-  plan.scratch_bytes = instance.backward_scratch_bytes(problem);
+  plan.scratch_bytes = instance.backward_scratch_bytes(problem, true);
   set_grid(plan, schedule, schedule.size(), false, device);
-  choose_backward(plan, device);
+  choose_backward(plan, device, true);
   return plan;
 }
 
@@ -198,10 +205,10 @@ Plan plan_backward(const Problem& problem, const DeviceInfo& device) {
   plan.use("bias, mask and dropout", smem.stats - smem.scores);
   plan.use("lse and delta", smem.barriers - smem.stats);
   plan.use("barriers and alignment", smem.total - smem.barriers);
-  plan.scratch_bytes = instance.backward_scratch_bytes(problem);
+  plan.scratch_bytes = instance.backward_scratch_bytes(problem, false);
   plan.narrow_dbias = has_bias_gradient(problem);
   set_grid(plan, schedule, schedule.size(), persistent, device);
-  choose_backward(plan, device);
+  choose_backward(plan, device, false);
   return plan;
 }
 
@@ -268,35 +275,49 @@ constexpr Kernel forward_row(const char* name, Features features, int64_t least_
           .refuses_views = refuses_views};
 }
 
-constexpr Kernel backward_row(const char* name, Features features, Features only, int64_t least_length = 1,
-                              bool wide = false) {
-  const int narrow = largest(Pass::kBackward, kNarrow), all = largest(Pass::kBackward);
+constexpr Kernel backward_row(const char* name, Features features, Features only, int64_t least_length = 1) {
   return {.name = name,
           .backend = "sm90",
           .device = DeviceType::kCuda,
           .pass = Pass::kBackward,
           .supports = dtypes(Pass::kBackward).with({Feature::kGroupedHeads}).with(features),
-          .limits = limits(Pass::kBackward, least_length, wide ? narrow + 1 : 1, wide ? all : narrow),
+          .limits = limits(Pass::kBackward, least_length, 1, largest(Pass::kBackward, kNarrow)),
           .serves_only = only,
-          .plan = wide ? plan_wide_backward : plan_backward,
+          .plan = plan_backward,
           .backward = backward,
           .cost = backward_cost,
           .refuses_views = refuses_views};
 }
 
 constexpr Features kScores = {Feature::kMask, Feature::kBias, Feature::kAlibi, Feature::kDropout};
+constexpr Features kSome = {Feature::kNoQueryGradient, Feature::kNoKeyGradient, Feature::kNoValueGradient};
 
+// Of head dims in (above, head_dim].
+constexpr Kernel two_pass_row(const char* name, Features features, Features only, int above, int head_dim,
+                              int64_t least_length) {
+  Kernel row = backward_row(name, Features{Feature::kDeterministic}.with(kSome).with(features), only);
+  row.limits = limits(Pass::kBackward, least_length, above + 1, largest(Pass::kBackward, head_dim));
+  row.plan = plan_two_pass;
+  row.cost = two_pass_cost;
+  return row;
+}
+
+constexpr int kWide = largest(Pass::kBackward, kNarrow);  // above it
 constexpr Kernel kKernels[] = {
     forward_row("sm90.forward.scored", kScores.with({Feature::kSoftcap}), kLeastScores),
     forward_row("sm90.forward", {}, 1),
+    two_pass_row("sm90.backward.two_pass.narrow", kScores.with({Feature::kSoftcap}),
+                 kSome.with({Feature::kDeterministic, Feature::kSoftcap}), 0, kNarrow, kLeastScores),
+    two_pass_row("sm90.backward.two_pass.scored", kScores.with({Feature::kSoftcap}), kScores, kWide, kMostScores,
+                 kLeastScores),
+    two_pass_row("sm90.backward.two_pass.softcap", {Feature::kSoftcap}, {Feature::kSoftcap}, kWide, INT_MAX,
+                 kLeastScores),
+    two_pass_row("sm90.backward.two_pass", {}, {}, kWide, INT_MAX, 1),
     // The gradient of a bias is a pass of its own, bias_gradient.cuh.
     backward_row("sm90.backward.scored", kScores.with({Feature::kBiasGradient, Feature::kWholeBiasGradient}), kScores,
                  kLeastScores),
     backward_row("sm90.backward.softcap", {Feature::kSoftcap}, {Feature::kSoftcap}, kLeastScores),
     backward_row("sm90.backward", {Feature::kDeterministic}, {}),
-    backward_row("sm90.backward.wide.softcap", {Feature::kDeterministic, Feature::kSoftcap}, {Feature::kSoftcap},
-                 kLeastScores, true),
-    backward_row("sm90.backward.wide", {Feature::kDeterministic}, {}, 1, true),
 };
 
 }  // namespace

@@ -215,44 +215,73 @@ __device__ __forceinline__ void add_alibi(float (&s)[kCount], float minus_slope,
   }
 }
 
-// S, 16 rows a warp from row `warp_row` of the tile on. distance: of a thread's first number, as above.
-template <class T, int kCols, bool kCapsNear>
-__device__ __forceinline__ void apply_scores(float (&s)[kCols / 2], const ScoreParams& params, uint32_t stage,
-                                             int warp_row, float slope, int distance) {
-  const int lane = threadIdx.x % 32;
-  if (params.softcap.cap != 0.f) cap_scores<T, kCapsNear>(s, params.softcap);
-  if (params.bias.data != nullptr) {
-    const int step = params.bias.row != 0;
-    if (params.bias_is_float) {
-      constexpr int kPitch = score_pitch(kCols, 4);
-      const uint32_t from = stage + (warp_row + lane / 4) * kPitch * step + lane % 4 * 8;
+// fn(score, its bias) over S, 16 rows a warp from row `warp_row` of the tile on. kTransposed: over 64 columns of S^T
+// from number kFirst on; `slot` is [query][key] all the same.
+template <class T, int kKeys, bool kTransposed, int kFirst = 0, int kCount, class Fn>
+__device__ __forceinline__ void with_bias(float (&s)[kCount], const ScoreParams& params, uint32_t slot, int warp_row,
+                                          const Fn& fn) {
+  const int lane = threadIdx.x % 32, step = params.bias.row != 0;
+  constexpr int kTiles = kTransposed ? 8 : kKeys / 8;  // of 8 columns, four numbers each
+  static_assert(kFirst + 4 * kTiles <= kCount);
+  if (params.bias_is_float) {
+    constexpr int kPitch = score_pitch(kKeys, 4);
+    if constexpr (kTransposed) {
+      const uint32_t from = slot + lane % 4 * 2 * kPitch * step + (warp_row + lane / 4) * 4;
 #pragma unroll
-      for (int n = 0; n < kCols / 8; ++n) {
+      for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const float2 bias = load_shared2(from + half * 8 * kPitch * step + n * 32);
-          float* const x = s + 4 * n + 2 * half;
-          x[0] = fmaf(x[0], params.scale, bias.x);
-          x[1] = fmaf(x[1], params.scale, bias.y);
+        for (int i = 0; i < 4; ++i) {
+          fn(s[kFirst + 4 * n + i], load_shared_float(from + (8 * n + i % 2) * kPitch * step + i / 2 * 32));
         }
       }
     } else {
-      constexpr int kPitch = score_pitch(kCols, 2);
-      const uint32_t from = stage + (warp_row + lane % 16) * kPitch * step + lane / 16 * 16;
+      const uint32_t from = slot + (warp_row + lane / 4) * kPitch * step + lane % 4 * 8;
 #pragma unroll
-      for (int n = 0; n < kCols / 8; n += 2) {
-        uint32_t words[4];
-        ldmatrix_x4(words, from + n * 16);
+      for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          float bias[2];
-          unpack(words[i], bias[0], bias[1], T());
-          float* const x = s + 4 * n + 2 * i;
-          x[0] = fmaf(x[0], params.scale, bias[0]);
-          x[1] = fmaf(x[1], params.scale, bias[1]);
+        for (int half = 0; half < 2; ++half) {
+          const float2 bias = load_shared2(from + half * 8 * kPitch * step + n * 32);
+          fn(s[kFirst + 4 * n + 2 * half], bias.x);
+          fn(s[kFirst + 4 * n + 2 * half + 1], bias.y);
         }
       }
     }
+  } else {
+    constexpr int kPitch = score_pitch(kKeys, 2);
+    const uint32_t from = kTransposed
+                              ? slot + (lane % 8 + lane / 16 * 8) * kPitch * step + warp_row * 2 + lane / 8 % 2 * 16
+                              : slot + (warp_row + lane % 16) * kPitch * step + lane / 16 * 16;
+#pragma unroll
+    for (int n = 0; n < kTiles; n += 2) {
+      uint32_t words[4];
+      if constexpr (kTransposed) {
+        ldmatrix_x4_trans(words, from + 8 * n * kPitch * step);
+      } else {
+        ldmatrix_x4(words, from + n * 16);
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float bias[2];
+        unpack(words[i], bias[0], bias[1], T());
+        fn(s[kFirst + 4 * n + 2 * i], bias[0]);
+        fn(s[kFirst + 4 * n + 2 * i + 1], bias[1]);
+      }
+    }
+  }
+}
+
+// A softcap, a bias and slopes. S or S^T, 16 rows a warp from row `warp_row` of the tile on. distance: of a thread's
+// first number, as above. capped(): called between.
+template <class T, int kKeys, bool kTransposed, bool kCapsNear, int kCount, class Capped>
+__device__ __forceinline__ void add_scores(float (&s)[kCount], const ScoreParams& params, uint32_t slot, int warp_row,
+                                           float slope, int distance, const Capped& capped) {
+  if (params.softcap.cap != 0.f) {
+    cap_scores<T, kCapsNear>(s, params.softcap);
+    capped();
+  }
+  if (params.bias.data != nullptr) {
+    with_bias<T, kKeys, kTransposed>(s, params, slot, warp_row,
+                                     [&](float& x, float bias) { x = fmaf(x, params.scale, bias); });
   }
   if (params.alibi.slopes != nullptr) {
     if (params.bias.data == nullptr) {
@@ -261,6 +290,14 @@ __device__ __forceinline__ void apply_scores(float (&s)[kCols / 2], const ScoreP
     }
     add_alibi(s, -slope, distance);
   }
+}
+
+// S, 16 rows a warp from row `warp_row` of the tile on. distance: of a thread's first number, as above.
+template <class T, int kCols, bool kCapsNear>
+__device__ __forceinline__ void apply_scores(float (&s)[kCols / 2], const ScoreParams& params, uint32_t stage,
+                                             int warp_row, float slope, int distance) {
+  const int lane = threadIdx.x % 32;
+  add_scores<T, kCols, false, kCapsNear>(s, params, stage, warp_row, slope, distance, [] {});
   if (params.mask.data != nullptr) {
     constexpr int kPitch = score_pitch(kCols, 1);
     const int step = params.mask.row != 0;

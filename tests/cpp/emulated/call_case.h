@@ -28,11 +28,12 @@ struct Case {
   double softcap = 0, dropout = 0;
   bool deterministic = false, bias_gradient = false, slope_gradient = false, d_lse = false;
   bool forward_alone = false;
-  float bias_offset = 0;     // added to all of a bias
-  bool lowest_bias = false;  // all of a bias is the lowest finite number of its type
-  int64_t emptied = -1;      // a row of a bias that is -inf
-  int64_t lowest = -1;       // a column of it that is the lowest finite number
-  double scale = 0;          // 0: 1 / sqrt(d)
+  bool no_dq = false, no_dk = false, no_dv = false;  // gradients that nobody wants
+  float bias_offset = 0;                             // added to all of a bias
+  bool lowest_bias = false;                          // all of a bias is the lowest finite number of its type
+  int64_t emptied = -1;                              // a row of a bias that is -inf
+  int64_t lowest = -1;                               // a column of it that is the lowest finite number
+  double scale = 0;                                  // 0: 1 / sqrt(d)
   // Scores that every dtype has exactly, so that no size of scale makes a rounding of them matter: all elements of
   // query are `equal` and all of key too, or its negative; or query, key and a float bias over scale are integers.
   float equal = 0;

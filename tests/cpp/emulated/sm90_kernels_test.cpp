@@ -7,6 +7,7 @@
 #include "kernels/sm90/rows.cpp"
 #include "kernels/sm90/run_fwd.cuh"
 #include "kernels/stages/combine.cu"
+#include "sm90_two_pass_cases.h"
 
 namespace flash_ext {
 namespace {
@@ -170,14 +171,7 @@ const Case kCases[] = {
      .mask = true,
      .float_bias = true,
      .one_row = true},
-    {.name = "bias_of_odd_rows_192",
-     .head_dim = 192,
-     .len_q = 70,
-     .len_k = 131,
-     .d = 136,
-     .d_v = 184,
-     .bias = true,
-     .forward_alone = true},
+    {.name = "bias_of_odd_rows_192", .head_dim = 192, .len_q = 70, .len_k = 131, .d = 136, .d_v = 184, .bias = true},
     {.name = "slopes",
      .len_q = 200,
      .len_k = 200,
@@ -247,6 +241,9 @@ const Case kCases[] = {
 };
 
 INSTANTIATE_TEST_SUITE_P(All, Sm90Kernels, testing::ValuesIn(kCases), [](const auto& info) { return info.param.name; });
+
+INSTANTIATE_TEST_SUITE_P(TwoPass, Sm90Kernels, testing::ValuesIn(kTwoPassCases),
+                         [](const auto& info) { return info.param.name; });
 
 // As in sm80_kernels_test.cpp.
 const Case kSpecialCases[] = {
@@ -387,6 +384,9 @@ TYPED_TEST(Sm90HiddenPairs, OfAMask) {
     c.causal = true;
     c.dropout = 0.3;
     check_hidden<TypeParam>(c);
+    c.name = "mask, dropout, in one order";
+    c.deterministic = true;
+    check_hidden<TypeParam>(c);
   }
 }
 
@@ -411,6 +411,9 @@ TYPED_TEST(Sm90HiddenPairs, OfARowThatABiasEmpties) {
     c.bias_gradient = false;
     c.mask = true;
     c.dropout = 0.3;
+    check_hidden<TypeParam>(c);
+    c.name = "bias, mask, dropout, in one order";
+    c.deterministic = true;
     check_hidden<TypeParam>(c);
   }
 }

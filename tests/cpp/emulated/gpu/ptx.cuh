@@ -226,6 +226,7 @@ inline void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) { emulated::ldmatrix
 inline void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t address) { emulated::ldmatrix_x4_trans(r, address); }
 inline uint32_t movmatrix_trans(uint32_t value) { return emulated::movmatrix_trans(value); }
 
+inline uint32_t load_shared_byte(uint32_t address) { return at_shared<uint8_t>(address); }
 inline uint16_t load_shared_16(uint32_t address) { return at_shared<uint16_t>(address); }
 inline void store_shared4(uint32_t address, float x, float y, float z, float w) {
   const float numbers[4] = {x, y, z, w};

@@ -1,24 +1,25 @@
-// The host side of backward for head dims above 128: prepare (bwd_rows.cuh), keys, queries (bwd_wide.cuh).
+// The host side of the two-pass backward: prepare (bwd_rows.cuh), keys.cuh, queries.cuh.
 //
-// Called by rows.cpp through kernels.h. Invariant: wide_scratch_bytes is what plan() asks for and what is used.
+// Called by rows.cpp through kernels.h. Invariant: two_pass_scratch_bytes is what plan() asks for and what is used.
 #pragma once
 
 #include <algorithm>
 
 #include "gpu/host/launch.h"
+#include "kernels/sm90/backward_two_pass/keys.cuh"
+#include "kernels/sm90/backward_two_pass/queries.cuh"
 #include "kernels/sm90/bwd_rows.cuh"
-#include "kernels/sm90/bwd_wide.cuh"
 #include "kernels/sm90/run_scores.cuh"
 
 namespace flash_ext::sm90 {
 
 // What prepare_kernel wants to know; its lanes must be a power of two.
-template <class T_>
-struct WideRows {
-  using T = T_;
-  static constexpr int kHeadDim = 256, kBlockM = 64;
-  static constexpr bool kScored = false;
-  static constexpr bool kAccumulates = false, kScaled = std::is_same_v<T, __half>;
+template <class Traits>
+struct TwoPassRows {
+  using T = typename Traits::T;
+  static constexpr int kHeadDim = Traits::kHeadDim > 128 ? 256 : Traits::kHeadDim, kBlockM = 64;
+  static constexpr bool kScored = Traits::kScored;
+  static constexpr bool kAccumulates = false, kScaled = Traits::kScaled;
   static constexpr float kPShift = kScaled ? 10.f : 0.f;
 };
 
@@ -46,23 +47,23 @@ static __global__ void __launch_bounds__(kRowThreads)
 }
 
 // Queries of a head, padded to the tiles of the queries' kernel.
-inline int64_t wide_padded(const Problem& problem) { return block_count(problem.len_q, 128) * 128; }
+inline int64_t two_pass_padded(const Problem& problem) { return block_count(problem.len_q, 128) * 128; }
 
-inline int64_t wide_bounds(const Problem& problem) {
+inline int64_t two_pass_bounds(const Problem& problem) {
   return problem.dtype == DType::kFloat16 ? problem.batch * (2 * problem.heads_q + problem.heads_k) : 0;
 }
 
-inline int64_t wide_scratch_bytes(const Problem& problem) {
-  return (problem.batch * problem.heads_q * kQueryStats * wide_padded(problem) + wide_bounds(problem)) * 4;
+inline int64_t two_pass_scratch_bytes(const Problem& problem) {
+  return (problem.batch * problem.heads_q * kQueryStats * two_pass_padded(problem) + two_pass_bounds(problem)) * 4;
 }
 
 template <class Traits>
-void launch_wide(const BackwardArgs& args, int64_t processors, void* workspace) {
+void launch_two_pass(const BackwardArgs& args, int64_t processors, void* workspace) {
   constexpr int kFar = 1 << 30, kBlock = Traits::kBlock;
   const Problem& problem = args.fwd.problem;
   const Band band = make_band(problem);
   const auto clamp = [](int64_t x) { return static_cast<int>(std::clamp<int64_t>(x, -kFar, kFar)); };
-  WideParams params;
+  typename Traits::Params params;
   const auto map = [&](const TensorView& view, int64_t heads, int64_t rows, int64_t cols, int box_rows) {
     return make_tensor_map(problem, view, heads, rows, cols, box_rows, Promotion::k256);
   };
@@ -70,45 +71,59 @@ void launch_wide(const BackwardArgs& args, int64_t processors, void* workspace) 
   params.d_out = map(args.d_out, problem.heads_q, problem.len_q, problem.head_dim_v, kBlock);
   params.k = map(args.fwd.k, problem.heads_k, problem.len_k, problem.head_dim, kBlock);
   params.v = map(args.fwd.v, problem.heads_k, problem.len_k, problem.head_dim_v, kBlock);
-  params.dq = map(args.dq, problem.heads_q, problem.len_q, problem.head_dim, 16);
-  params.dk = map(args.dk, problem.heads_k, problem.len_k, problem.head_dim, 16);
-  params.dv = map(args.dv, problem.heads_k, problem.len_k, problem.head_dim_v, 16);
+  params.wants_dk = problem.wants_dk;
+  params.wants_dv = problem.wants_dv;
+  if (problem.wants_dq) params.dq = map(args.dq, problem.heads_q, problem.len_q, problem.head_dim, 16);
+  if (problem.wants_dk) params.dk = map(args.dk, problem.heads_k, problem.len_k, problem.head_dim, 16);
+  if (problem.wants_dv) params.dv = map(args.dv, problem.heads_k, problem.len_k, problem.head_dim_v, 16);
   float* const stats = static_cast<float*>(workspace);
   params.stats = stats;
-  float* const bounds = stats + problem.batch * problem.heads_q * kQueryStats * wide_padded(problem);
+  float* const bounds = stats + problem.batch * problem.heads_q * kQueryStats * two_pass_padded(problem);
   params.bounds = bounds;
   params.batch = static_cast<int>(problem.batch);
   params.head_dim_v = static_cast<int>(problem.head_dim_v);
-  params.keys = backward_schedule(problem, kBlock, processors);
+  params.keys = backward_schedule(problem, Traits::kKeys, processors);
   const int64_t kv_head_bytes = problem.len_k * (problem.head_dim + problem.head_dim_v) * 2;
   params.queries = make_tile_schedule(problem, 2 * kBlock, kv_head_bytes, int64_t{16} << 20, processors);
   params.band = {clamp(band.lower), clamp(band.upper), static_cast<int>(problem.len_k)};
   params.len_q = static_cast<int>(problem.len_q);
-  params.padded = static_cast<int>(wide_padded(problem));
+  params.padded = static_cast<int>(two_pass_padded(problem));
   params.heads_q = static_cast<int>(problem.heads_q);
   params.group_size = static_cast<int>(problem.heads_q / problem.heads_k);
   params.inner_batch = problem.batch_rank > 0 ? static_cast<int>(problem.batch_size[problem.batch_rank - 1]) : 1;
-  params.scale = static_cast<float>(problem.scale);
-  params.to_log2 = static_cast<float>(problem.scale * kLog2e);
-  params.inverse_scale = static_cast<float>(1.0 / problem.scale);
+  params.scale = gradient_scale(problem);
   params.softcap = SoftcapParams::of(problem, problem.scale);
+  const bool is_natural = Traits::kScored && (problem.has_bias || problem.has_alibi || problem.softcap != 0.0);
+  const double natural = is_natural ? 1.0 : problem.scale;
+  params.natural = static_cast<float>(natural);
+  params.to_log2 = static_cast<float>(natural * kLog2e);
+  params.inverse_scale = static_cast<float>(1.0 / natural);
+  if constexpr (Traits::kScored) {
+    params.keys.batch_inner = params.queries.batch_inner = batch_shares_scores(problem, args.fwd);
+    params.keys_scores = make_scores(args.fwd, kBlock, Traits::kKeys, 0, Traits::kKeysSmem.score_bytes);
+    params.queries_scores = make_scores(args.fwd, kBlock, kBlock, 0, Traits::kQueriesSmem.score_bytes);
+  }
 
-  using Rows = WideRows<typename Traits::T>;
+  using Rows = TwoPassRows<Traits>;
   const int64_t heads = problem.batch * problem.heads_q;
   const int m_blocks = params.padded / Rows::kBlockM;
   if (Rows::kScaled) {
     const auto stream = static_cast<cudaStream_t>(args.fwd.stream);
-    cuda::check(cudaMemsetAsync(bounds, 0, wide_bounds(problem) * 4, stream), "memset");
+    cuda::check(cudaMemsetAsync(bounds, 0, two_pass_bounds(problem) * 4, stream), "memset");
     const int n_blocks = static_cast<int>(block_count(problem.len_k, 64));
     cuda::launch(largest_kernel, cuda::grid_of(problem.batch * problem.heads_k * n_blocks), kRowThreads, 0,
                  args.fwd.stream, args, bounds + 2 * heads, n_blocks);
   }
   cuda::launch(prepare_kernel<Rows>, cuda::grid_of(heads * m_blocks), kRowThreads, 0, args.fwd.stream, args, stats,
                bounds, static_cast<float*>(nullptr), m_blocks);
-  cuda::launch_dependent(keys_kernel<Traits>, cuda::grid_of(params.keys.size()), Traits::kThreads, Traits::kKeys.total,
-                         args.fwd.stream, params);
-  cuda::launch_dependent(queries_kernel<Traits>, cuda::grid_of(params.queries.size()), Traits::kThreads,
-                         Traits::kQueries.total, args.fwd.stream, params);
+  if (problem.wants_dk || problem.wants_dv) {
+    cuda::launch_dependent(keys_kernel<Traits>, cuda::grid_of(params.keys.size()), Traits::kThreads,
+                           Traits::kKeysSmem.total, args.fwd.stream, params);
+  }
+  if (problem.wants_dq) {
+    cuda::launch_dependent(queries_kernel<Traits>, cuda::grid_of(params.queries.size()), Traits::kThreads,
+                           Traits::kQueriesSmem.total, args.fwd.stream, params);
+  }
 }
 
 }  // namespace flash_ext::sm90

@@ -1,0 +1,106 @@
+// The tiles of the two-pass backward (parts.cuh) and what each keeps in shared memory.
+//
+// Called by rows.cpp, parts.cuh and run.cuh. Invariant: as of kernels/sm90/config.h.
+#pragma once
+
+#include "kernels/sm90/bwd_config.h"
+
+namespace flash_ext::sm90 {
+
+// Above it the two-pass backward is the only one.
+constexpr int kNarrow = 128;
+
+// What an instance serves: nothing, a softcap alone (above kNarrow), or (kScores) whatever there is, dropout included.
+inline Added two_pass_added(const Problem& problem) {
+  if (problem.has_mask || problem.has_bias || problem.has_alibi || problem.dropout_p > 0.0) return Added::kScores;
+  if (problem.softcap == 0.0) return Added::kNothing;
+  return std::max(problem.head_dim, problem.head_dim_v) <= kNarrow ? Added::kScores : Added::kCap;
+}
+
+// The largest head dim with scores. NOTE: at 256 the kernels spilled 48 and 128 bytes, with one stage of K and of P, or
+// the slots have no room.
+constexpr int kMostScores = 192;
+
+// 64 keys and 64 queries a warpgroup.
+struct TwoPassShape {
+  int keys;      // of a tile of the keys' kernel
+  bool scored;   // with Added::kScores, which the producer's other three warps bring
+  bool late_dp;  // dP of a tile is computed when P is packed, because registers are scarce
+
+  static constexpr int block = 64, stages = 2, threads = 384;
+  constexpr int producer_registers() const { return scored ? 56 : 24; }  // as of BackwardShape
+  constexpr int consumer_registers() const { return scored ? 224 : 240; }
+  // Whether a warpgroup has dV of a tile of keys and the other dK, because both do not fit the registers of one.
+  constexpr bool splits_gradients() const { return keys == block; }
+  // Of P on its way from one to the other, 16 bits a pair, and with scores what dropout drops, a bit a pair.
+  constexpr int p_bytes() const {
+    return splits_gradients() ? block * block * 2 + (scored ? block * block / 8 : 0) : 0;
+  }
+};
+
+constexpr TwoPassShape two_pass_shape(int head_dim, Added added) {
+  const bool scored = added == Added::kScores;
+  return {head_dim > kNarrow ? 64 : 128, scored, scored && head_dim > 64};
+}
+
+// A tile of bias and mask for 64 queries.
+constexpr int largest_slot(int keys) { return TwoPassShape::block * (score_pitch(keys, 4) + score_pitch(keys, 1)); }
+constexpr int kDrawKeyBytes = 8 * 64;  // Philox' keys, a copy of each warp that draws
+
+struct KeysSmem {
+  int k = 0, v = 0, q = 0, d_out = 0, p = 0, stats = 0, draw_keys = 0, scores = 0, barriers = 0;  // offsets
+  int score_bytes = 0;
+  int total = 0;  // and what it takes to align the first tile
+};
+
+constexpr KeysSmem keys_smem(TwoPassShape shape, int head_dim) {
+  constexpr int kBlock = TwoPassShape::block, kStages = TwoPassShape::stages;
+  const int tile = tile_bytes(kBlock, head_dim), keys = tile_bytes(shape.keys, head_dim);
+  const int barriers = 16 * (1 + 3 * kStages + (shape.scored ? kScoreStages : 0));
+  KeysSmem smem;
+  smem.v = smem.k + keys;
+  smem.q = smem.v + keys;
+  smem.d_out = smem.q + kStages * tile;
+  smem.p = smem.d_out + kStages * tile;
+  smem.stats = smem.p + kStages * shape.p_bytes();
+  smem.draw_keys = smem.stats + kQueryStats * kStages * kBlock * 4;
+  smem.scores = smem.draw_keys + (shape.scored ? kDrawKeyBytes : 0);
+  const int left = kSharedMemoryLimit - kTileAlign - smem.scores - barriers;
+  smem.score_bytes = shape.scored ? std::min(left / 16 * 16, kScoreStages * largest_slot(shape.keys)) : 0;
+  smem.barriers = smem.scores + smem.score_bytes;
+  smem.total = smem.barriers + barriers + kTileAlign;
+  return smem;
+}
+
+struct QueriesSmem {
+  int q = 0, d_out = 0, k = 0, v = 0, scores = 0, barriers = 0;
+  int score_bytes = 0;
+  int total = 0;
+};
+
+constexpr QueriesSmem queries_smem(TwoPassShape shape, int head_dim) {
+  const int tile = tile_bytes(TwoPassShape::block, head_dim);
+  constexpr int kStages = TwoPassShape::stages;  // of K, because a tile's dQ is in flight when the next S starts
+  const int barriers = 16 * (1 + kStages + 1 + (shape.scored ? kScoreStages : 0));
+  QueriesSmem smem;
+  smem.d_out = smem.q + 2 * tile;
+  smem.k = smem.d_out + 2 * tile;
+  smem.v = smem.k + kStages * tile;
+  smem.scores = smem.v + tile;
+  const int left = kSharedMemoryLimit - kTileAlign - smem.scores - barriers;
+  smem.score_bytes = shape.scored ? std::min(left / 16 * 16, kScoreStages * largest_slot(TwoPassShape::block)) : 0;
+  smem.barriers = smem.scores + smem.score_bytes;
+  smem.total = smem.barriers + barriers + kTileAlign;
+  return smem;
+}
+
+constexpr bool two_pass_fits(int head_dim, Added added) {
+  const TwoPassShape shape = two_pass_shape(head_dim, added);
+  const KeysSmem keys = keys_smem(shape, head_dim);
+  const QueriesSmem queries = queries_smem(shape, head_dim);
+  return keys.total <= kSharedMemoryLimit && queries.total <= kSharedMemoryLimit &&
+         (!shape.scored ||
+          (keys.score_bytes >= largest_slot(shape.keys) && queries.score_bytes >= largest_slot(TwoPassShape::block)));
+}
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,226 @@
+// Backward on Hopper in two kernels, so that nothing is reduced in global memory: S and dP are computed twice, 7
+// products instead of 5.
+//
+//   keys     a tile of 128 keys a block, 64 a warpgroup: S^T, dP^T, dV += P^T dO and dK += dS^T Q. Above head dim 128
+//   64
+//            keys a block: the first warpgroup has S^T, P^T and dV, the second dP^T, dS^T and dK; P^T goes from one to
+//            the other through shared memory, lane by lane
+//   queries  a tile of 128 queries a block, 64 a warpgroup: S, dP, dS and dQ += dS K, over tiles of 64 keys
+//
+// It serves head dims above 128, whose dK and dV together do not fit the registers of a warpgroup; scores of all kinds
+// together and in one order; and calls that want some of the gradients, of which it leaves a kernel out.
+// Called by run.cuh. Invariant: a ring's barriers as in pipeline.cuh; the order of all sums depends on nothing but the
+// shapes: the same bits in every run.
+#pragma once
+
+#include "kernels/sm90/backward_two_pass/config.h"
+#include "kernels/sm90/bwd_parts.cuh"
+
+namespace flash_ext::sm90 {
+
+struct TwoPassParams {
+  TensorMap q, k, v, d_out, dk, dv, dq;
+  const float* stats;   // [b, h_q, tiles of 64 queries, kQueryStats, 64], see bwd_rows.cuh
+  const float* bounds;  // fp16: [b, h_q, 2], the largest |dO row| and |delta|, then [b, h_k], the largest |V|
+  TileSchedule keys, queries;
+  TileBand band;
+  int len_q, padded;
+  int heads_q, group_size;  // query heads; of a key head
+  int batch, inner_batch;
+  int head_dim_v;
+  float scale, to_log2;  // of dQ and dK; of s
+  float natural;         // what one of s is in natural units
+  bool wants_dk, wants_dv;
+  SoftcapParams softcap;  // in units of q k^T
+  // Of a score in natural units. NOTE: last. In front of `softcap` ptxas spilled 12 bytes in fp16 with a softcap.
+  float inverse_scale;
+
+  __device__ __forceinline__ bool is_boundary(int first_query, int queries, int first_key, int keys) const {
+    return band.is_boundary(first_query, queries, first_key, keys) || first_query + queries > len_q;
+  }
+
+  // What dS of these query heads of one key head is multiplied by to become fp16.
+  __device__ __forceinline__ float ds_scale(int b, int first_head, int heads) const {
+    float d_out = 0.f, delta = 0.f;
+    const int row = b * heads_q + first_head;
+    for (int i = row; i < row + heads; ++i) {
+      d_out = fmaxf(d_out, bounds[2 * i]);
+      delta = fmaxf(delta, bounds[2 * i + 1]);
+    }
+    const float v_max = bounds[2 * batch * heads_q + row / group_size];
+    return power_below(v_max * sqrtf(static_cast<float>(head_dim_v)) * d_out + delta);
+  }
+};
+
+struct ScoredTwoPassParams : TwoPassParams {
+  ScoreParams keys_scores, queries_scores;  // they differ in their number of slots
+};
+
+__device__ __forceinline__ const DropoutParams& dropout_of(const ScoredTwoPassParams& params) {
+  return params.keys_scores.dropout;
+}
+__device__ __forceinline__ DropoutParams dropout_of(const TwoPassParams&) { return {nullptr, 0, 1.f}; }
+
+template <class T_, int kHeadDim_, Added kAdded>
+struct TwoPassTraits {
+  using T = T_;
+  static constexpr TwoPassShape kShape = two_pass_shape(kHeadDim_, kAdded);
+  static constexpr bool kCaps = kAdded == Added::kCap;  // a softcap alone
+  static constexpr bool kScored = kShape.scored;
+  // P says what is hidden. Else the band alone hides, which both warpgroups know.
+  static constexpr bool kMarks = kScored || !kShape.splits_gradients();
+  using Params = std::conditional_t<kScored, ScoredTwoPassParams, TwoPassParams>;
+  static constexpr int kHeadDim = kHeadDim_, kPanels = panels(kHeadDim);
+  static constexpr int kBlock = TwoPassShape::block, kStages = TwoPassShape::stages, kThreads = TwoPassShape::threads;
+  static constexpr int kTileBytes = tile_bytes(kBlock, kHeadDim), kPBytes = kShape.p_bytes();
+  static constexpr int kKeys = kShape.keys, kKeyBytes = tile_bytes(kKeys, kHeadDim);  // of the keys' kernel
+  static constexpr int kStatsBytes = kQueryStats * kBlock * 4;
+  static constexpr bool kScaled = std::is_same_v<T, __half>;  // as of BackwardTraits
+  static constexpr KeysSmem kKeysSmem = keys_smem(kShape, kHeadDim);
+  static constexpr QueriesSmem kQueriesSmem = queries_smem(kShape, kHeadDim);
+  static_assert(two_pass_fits(kHeadDim, kAdded));
+  using Place = RingPlace<kStages>;
+
+  // Shared memory of the keys' kernel. Barriers: K and V, then those of the rings.
+  struct Keys {
+    uint32_t base;
+    __device__ __forceinline__ uint32_t k() const { return base + kKeysSmem.k; }
+    __device__ __forceinline__ uint32_t v() const { return base + kKeysSmem.v; }
+    __device__ __forceinline__ uint32_t k_full() const { return base + kKeysSmem.barriers; }
+    __device__ __forceinline__ uint32_t v_full() const { return base + kKeysSmem.barriers + 8; }
+    __device__ __forceinline__ Ring<kTileBytes> q() const {
+      return {base + kKeysSmem.q, base + kKeysSmem.barriers + 16};
+    }
+    __device__ __forceinline__ Ring<kTileBytes> d_out() const {
+      return {base + kKeysSmem.d_out, base + kKeysSmem.barriers + 16 + 16 * kStages};
+    }
+    __device__ __forceinline__ Ring<kPBytes> p() const {
+      return {base + kKeysSmem.p, base + kKeysSmem.barriers + 16 + 32 * kStages};
+    }
+    // Of a stage of Q, in the order of QueryStat.
+    __device__ __forceinline__ uint32_t lse(int stage) const { return base + kKeysSmem.stats + stage * kStatsBytes; }
+    __device__ __forceinline__ uint32_t far(int stage) const { return lse(stage) + kFarStat * kBlock * 4; }
+    __device__ __forceinline__ uint32_t delta(int stage) const { return lse(stage) + kDeltaStat * kBlock * 4; }
+    // kScored: slots of bias and mask, whose size is a parameter; Philox' keys of a warp.
+    __device__ __forceinline__ Ring<0> scores() const {
+      return {base + kKeysSmem.scores, base + kKeysSmem.barriers + 16 + 48 * kStages};
+    }
+    __device__ __forceinline__ uint32_t draw_keys(int warp) const {
+      return base + kKeysSmem.draw_keys + warp * DropoutDraws::kKeyBytes;
+    }
+  };
+  static_assert(kDrawKeyBytes == 8 * DropoutDraws::kKeyBytes);
+  // Of the queries' kernel.
+  struct Queries {
+    uint32_t base;
+    __device__ __forceinline__ uint32_t q(int consumer) const { return base + kQueriesSmem.q + consumer * kTileBytes; }
+    __device__ __forceinline__ uint32_t d_out(int consumer) const {
+      return base + kQueriesSmem.d_out + consumer * kTileBytes;
+    }
+    __device__ __forceinline__ uint32_t q_full() const { return base + kQueriesSmem.barriers; }
+    __device__ __forceinline__ uint32_t d_out_full() const { return base + kQueriesSmem.barriers + 8; }
+    __device__ __forceinline__ Ring<kTileBytes> k() const {
+      return {base + kQueriesSmem.k, base + kQueriesSmem.barriers + 16};
+    }
+    __device__ __forceinline__ Ring<kTileBytes> v() const {
+      return {base + kQueriesSmem.v, base + kQueriesSmem.barriers + 16 + 16 * kStages};
+    }
+    __device__ __forceinline__ Ring<0> scores() const {
+      return {base + kQueriesSmem.scores, base + kQueriesSmem.barriers + 32 + 16 * kStages};
+    }
+  };
+};
+
+// A tile of either schedule, and the range of tiles of the other side that meet it.
+struct TwoPassWork {
+  int head, b0, b1, b;
+  int first_row;    // key or query
+  int first, last;  // tiles of the other side; equal where there is none
+
+  template <int kRows, int kOther>
+  static __device__ __forceinline__ TwoPassWork of_keys(const TwoPassParams& params) {
+    TwoPassWork work = at<kRows>(params, params.keys);
+    const int last_key = min(work.first_row + kRows, params.band.len_k) - 1;
+    work.range<kOther>(max(work.first_row - params.band.upper, 0), min(last_key - params.band.lower + 1, params.len_q));
+    return work;
+  }
+  template <int kRows, int kOther>
+  static __device__ __forceinline__ TwoPassWork of_queries(const TwoPassParams& params) {
+    TwoPassWork work = at<kRows>(params, params.queries);
+    const int last_query = min(work.first_row + kRows, params.len_q) - 1;
+    work.range<kOther>(max(work.first_row + params.band.lower, 0),
+                       min(last_query + params.band.upper + 1, params.band.len_k));
+    return work;
+  }
+  __device__ __forceinline__ BoxStart box(const BoxSteps& steps, int box_head, int row) const {
+    return {0, row, box_head * steps.head, b0 * steps.b0, b1 * steps.b1};
+  }
+
+ private:
+  template <int kRows>
+  static __device__ __forceinline__ TwoPassWork at(const TwoPassParams& params, const TileSchedule& schedule) {
+    const Tile tile = schedule.at<uint32_t>(blockIdx.x);
+    TwoPassWork work;
+    work.b = static_cast<int>(tile.b);
+    work.head = static_cast<int>(tile.head);
+    work.b1 = work.b / params.inner_batch;
+    work.b0 = work.b - work.b1 * params.inner_batch;
+    work.first_row = static_cast<int>(tile.block) * kRows;
+    return work;
+  }
+  template <int kOther>
+  __device__ __forceinline__ void range(int begin, int end) {
+    first = begin / kOther;
+    last = end > begin ? (end + kOther - 1) / kOther : first;
+  }
+};
+
+// A thread's packed pairs to and from shared memory, 16 bytes at a time with the other 127 threads' of its warpgroup.
+template <int kCount>
+__device__ __forceinline__ void store_pairs(uint32_t address, const uint32_t (&pairs)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount / 4; ++i) {
+    const uint32_t words[4] = {pairs[4 * i], pairs[4 * i + 1], pairs[4 * i + 2], pairs[4 * i + 3]};
+    store_shared(address + i * 2048, words);
+  }
+}
+template <int kCount>
+__device__ __forceinline__ void load_pairs(uint32_t (&pairs)[kCount], uint32_t address) {
+#pragma unroll
+  for (int i = 0; i < kCount / 4; ++i) {
+    const uint4 words = load_shared4(address + i * 2048);
+    pairs[4 * i] = words.x;
+    pairs[4 * i + 1] = words.y;
+    pairs[4 * i + 2] = words.z;
+    pairs[4 * i + 3] = words.w;
+  }
+}
+
+// 16 rows of a warp through a tile of kRows rows, of which it owns them, then by TMA.
+template <class Traits, int kRows>
+__device__ __forceinline__ void store_rows(const float (&c)[Traits::kHeadDim / 2], float factor, uint32_t tile,
+                                           int warp_row, const TensorMap& map, BoxStart at) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int k = 0; k < Traits::kHeadDim / 16; ++k) {
+    uint32_t r[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      r[i] = pack(c[8 * k + 2 * i] * factor, c[8 * k + 2 * i + 1] * factor, typename Traits::T());
+    }
+    stmatrix_x4(tile + tile_offset(kRows, warp_row + lane % 16, 16 * k + lane / 16 * 8), r[0], r[1], r[2], r[3]);
+  }
+  fence_async_proxy();
+  __syncwarp();
+  if (elect_one()) {
+#pragma unroll
+    for (int panel = 0; panel < Traits::kPanels; ++panel) {
+      tma_store(&map.map, tile + panel * panel_size(kRows) + warp_row * kPanelBytes, at);
+      at.col += kPanelCols;
+    }
+    bulk_commit();
+    bulk_wait_read();
+  }
+}
+
+}  // namespace flash_ext::sm90
