@@ -199,15 +199,17 @@ def _errors(case: Case, name: str, got: Tensor, truth: Tensor, rough: Tensor) ->
         floor = (largest * (torch.finfo(narrow).eps / 2) * (1 + 2**-8)).clamp_min(1e-6)
     else:
         floor = largest.clamp_min(1) * 1e-12 if narrow == torch.float64 else torch.full_like(largest, 1e-6)
+    options = dict(case.options)
     if case.numbers == "equal" and name in ("grad of query", "grad of key"):
         floor = floor * equal_number(case)  # sums of it times numbers whose sum is 0
     if case.numbers == "integers" and name in ("grad of query", "grad of key"):
-        floor = floor * max(1.0, abs(dict(case.options).get("scale") or 1.0))  # the same: of the scale
+        floor = floor * max(1.0, abs(options.get("scale") or 1.0))  # the same: of the scale
     if case.special is not None and narrow == torch.float16:
         floor = floor * 4  # beside an infinity dS is not scaled to the range of float16
-    if case.numbers == "integers" and name == "lse":
-        # Exact scores make eager's lse exact but for its last rounding; ours has two or three, and half types a coarser
-        # exponential.
+    capped = case.special is not None and case.special.tensor in ("query", "key") and options.get("softcap")
+    if name == "lse" and (case.numbers == "integers" or capped):
+        # Exact scores, as the softcap of infinite ones, make eager's lse exact but for its last rounding; ours has two
+        # or three, and half types a coarser exponential.
         floor = torch.maximum(floor, largest * (2**-20 if DTYPES[case.autocast or case.dtype] in HALF else 2**-22))
     # Eager overflows: its error says nothing, and the result must be roughly right.
     overflows = (finite & ~rough.isfinite()).any()
