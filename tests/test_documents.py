@@ -100,6 +100,13 @@ def test_every_named_file_exists(page: Path) -> None:
             assert (ROOT / path.partition(":")[0]).exists(), f"{name_of(page)} names {path}"
 
 
+def test_the_kernel_of_the_page_is_the_one_that_is_built() -> None:
+    """By tests/cpp/new_kernel_test.cpp."""
+    (shown,) = blocks(ROOT / "docs/contribute/add-a-kernel.md", "cpp")
+    assert (ROOT / "examples/new_kernel/naive.h").read_text().endswith("\n\n" + shown)
+    assert "examples/new_kernel/naive.h" in (ROOT / "tests/cpp/new_kernel_test.cpp").read_text()
+
+
 def test_the_readme_and_the_lessons_are_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
     assert len(LESSONS) == 5

@@ -16,12 +16,12 @@ pytestmark = [pytest.mark.kernels("sm80"), pytest.mark.no_gpu]
 
 CSRC = Path(__file__).parent.parent / "csrc"
 # Host code: what plans and launches.
-HOST = ("run_", "bwd_instance")
+HOST = ("run", "bwd_instance")
 HEADERS = [
     *(CSRC / "core" / f"{name}.h" for name in ("band", "bias_gradient_plan", "dropout", "online_softmax", "score_mod")),
     CSRC / "core" / "tile_schedule.h",
     *sorted((CSRC / "gpu").rglob("*.cuh")),
-    *sorted(path for path in (CSRC / "kernels").glob("sm*/*.cuh") if not path.name.startswith(HOST)),
+    *sorted(path for path in (CSRC / "kernels").glob("sm*/**/*.cuh") if not path.name.startswith(HOST)),
 ]
 
 

@@ -165,19 +165,19 @@ BACKWARD: dict[str, tuple[dict[str, Tensor], dict[str, Any], str]] = {
 MASK = half(256, 256).bool()
 SLOPES = half(4, dtype=torch.float32)
 TWO_PASS: dict[str, tuple[dict[str, Tensor], dict[str, Any], str]] = {
-    "mask in order": (wanting(*ALL), {"mask": MASK, "deterministic": True}, ".scored"),
-    "bias in order": (wanting(*ALL), {"bias": half(256, 256), "deterministic": True}, ".scored"),
-    "slopes in order": (wanting(*ALL), {"alibi_slopes": SLOPES, "deterministic": True}, ".scored"),
-    "dropout in order": (wanting(*ALL), {"dropout_p": 0.1, "deterministic": True}, ".scored"),
-    "softcap in order": (wanting(*ALL), {"softcap": 5.0, "deterministic": True}, ".scored"),
-    "softcap beside a mask": (wanting(*ALL, shape=(2, 4, 256, 128)), {"softcap": 5.0, "mask": MASK}, ".scored"),
+    "mask in order": (wanting(*ALL), {"mask": MASK, "deterministic": True}, ".narrow"),
+    "bias in order": (wanting(*ALL), {"bias": half(256, 256), "deterministic": True}, ".narrow"),
+    "slopes in order": (wanting(*ALL), {"alibi_slopes": SLOPES, "deterministic": True}, ".narrow"),
+    "dropout in order": (wanting(*ALL), {"dropout_p": 0.1, "deterministic": True}, ".narrow"),
+    "softcap in order": (wanting(*ALL), {"softcap": 5.0, "deterministic": True}, ".narrow"),
+    "softcap beside a mask": (wanting(*ALL, shape=(2, 4, 256, 128)), {"softcap": 5.0, "mask": MASK}, ".narrow"),
     "wide mask": (wanting(*ALL, shape=(2, 4, 256, 136)), {"mask": MASK}, ".scored"),
     "wide dropout": (wanting(*ALL, shape=(2, 4, 256, 192)), {"dropout_p": 0.1}, ".scored"),
     "wide softcap": (wanting(*ALL, shape=(2, 4, 256, 256)), {"softcap": 5.0}, ".softcap"),
     "wide": (wanting(*ALL, shape=(2, 4, 256, 256)), {}, ""),
-    "no dq": (wanting("key", "value"), {}, ""),
-    "no dk": (wanting("query", "value"), {}, ""),
-    "only dq": (wanting("query"), {"mask": MASK}, ".scored"),
+    "no dq": (wanting("key", "value"), {}, ".narrow"),
+    "no dk": (wanting("query", "value"), {}, ".narrow"),
+    "only dq": (wanting("query"), {"mask": MASK}, ".narrow"),
     "no dv": (wanting("query", "key", shape=(2, 4, 256, 256)), {}, ""),
 }
 

@@ -38,7 +38,7 @@ struct BackwardShape {
 enum class Added : uint8_t {
   kNothing,
   kCap,     // a softcap, alone
-  kScores,  // a bias, slopes or a mask
+  kScores,  // a bias, slopes or a mask; in two passes all there is
   kDrops,   // dropout, with these or without
 };
 inline Added added_of(const Problem& problem) {

@@ -39,10 +39,11 @@ struct QueryTile {
 __device__ __forceinline__ bool is_far(float lse) { return fabsf(lse) > 4096.f && lse != kMinusInf; }
 
 // scale * product, capped, + bias - slope |i + offset - j|, -inf where the band or a mask hides it. added: the
-// magnitude of what is not the product.
+// magnitude of what is not the product; steep: what a change of the product's score changes, 1 - tanh^2 under a
+// softcap.
 template <class Traits>
 __device__ __forceinline__ float score_of(const ForwardArgs& args, const QueryTile<Traits>& tile, float product,
-                                          float slope, int query, int key, float& added) {
+                                          float slope, int query, int key, float& added, float& steep) {
   using T = typename Traits::T;
   const Problem& problem = args.problem;
   if (!make_band(problem).keep(query, key)) return kMinusInf;
@@ -67,7 +68,9 @@ __device__ __forceinline__ float score_of(const ForwardArgs& args, const QueryTi
   if constexpr (Traits::kScored) {
     if (problem.softcap != 0.0) {
       const auto cap = static_cast<float>(problem.softcap);
-      return fmaf(cap, tanhf(product * static_cast<float>(problem.scale / problem.softcap)), more);
+      const float tanh = tanhf(product * static_cast<float>(problem.scale / problem.softcap));
+      steep = fmaf(-tanh, tanh, 1.f);
+      return fmaf(cap, tanh, more);
     }
   }
   return fmaf(product, static_cast<float>(problem.scale), more);
@@ -152,13 +155,18 @@ __device__ __forceinline__ void measure_rows(const BackwardArgs& args, const Que
         for (int i = 0; i < 4; ++i) {
           const int query = tile.first_query + first + g + i / 2 * 8, column = key + 2 * t + i % 2, half = i / 2;
           if (query >= len_q || column >= len_k) continue;
-          float added = 0.f;
-          const float score = score_of<Traits>(args.fwd, tile, products[i], slope, query, column, added);
+          float added = 0.f, steep = 1.f;
+          const float score = score_of<Traits>(args.fwd, tile, products[i], slope, query, column, added, steep);
           if (score == kMinusInf) continue;
           // The sum of a product is cut off, not rounded, once for each 16 columns. What is added rounds twice; below
           // 2^20 that is less than what rounds in the score of a 16-bit type.
           const float rounding = added > 0x1p20f ? added * 0x1p-22f : 0.f;
-          top[half].join(score, fmaf(sizes[i] * static_cast<float>(problem.scale), 0x1p-19f, rounding));
+          float off = sizes[i] * static_cast<float>(problem.scale) * 0x1p-19f;
+          if constexpr (Traits::kScored) {  // an infinite product is capped as any; 2^-16: of tanh.approx
+            if (problem.softcap != 0.0) off = steep == 0.f ? 0.f : off * steep;
+            off += static_cast<float>(problem.softcap) * 0x1p-16f;
+          }
+          top[half].join(score, off + rounding);
           if (pass == 1) sum[half] += exp2f(fminf(score - shift[half], 0.f) * static_cast<float>(kLog2e));
         }
       }

@@ -1,6 +1,6 @@
 // From the types of kernels.h to those of the backward's kernels, as run_fwd.cuh does for the forward.
 // Called by rows.cpp through kernels.h; instantiated by generated units (bwd.cu.in). Invariant: the scratch that is
-// asked for is the one that launch_backward uses.
+// asked for is the one that launch_backward and launch_two_pass use.
 #pragma once
 
 #include <type_traits>
@@ -31,7 +31,7 @@ int64_t backward_scratch_bytes(const Problem& problem, bool two_pass) {
 template <DType kDType, int kHeadDim>
 void run_two_pass(const BackwardArgs& args, const BackwardLaunch& how, void* workspace) {
   using T = BackwardElement<kDType>;
-  const Added added = two_pass_added(args.fwd.problem);
+  const Added added = two_pass_added(args.fwd.problem, kHeadDim);
   if (added == Added::kNothing) {
     return launch_two_pass<TwoPassTraits<T, kHeadDim, Added::kNothing>>(args, how.processors, workspace);
   }
@@ -40,7 +40,7 @@ void run_two_pass(const BackwardArgs& args, const BackwardLaunch& how, void* wor
       return launch_two_pass<TwoPassTraits<T, kHeadDim, Added::kCap>>(args, how.processors, workspace);
     }
   }
-  if constexpr (kHeadDim <= kMostScores) {
+  if constexpr (kHeadDim <= kMostScores) {  // rows.cpp refuses scores above
     launch_two_pass<TwoPassTraits<T, kHeadDim, Added::kScores>>(args, how.processors, workspace);
   }
 }

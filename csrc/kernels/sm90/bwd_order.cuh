@@ -46,13 +46,13 @@ __device__ __forceinline__ KeyWork uniform(KeyWork work) {
   return work;
 }
 
-// fn(work, whether it is the first) for all that is told, in one thread.
+// fn(work) for all that is told, in one thread.
 template <class Traits, class Fn>
 __device__ __forceinline__ void for_works(const typename Traits::Tiles& tiles, const Fn& fn) {
   for (Place2 place;; ++place.count) {
     const KeyWork work = read_work<Traits>(tiles, place);
     if (work.step == 0) return;
-    fn(work, place.count == 0);
+    fn(work);
     barrier_arrive(tiles.works().empty(place.stage()));
   }
 }
@@ -166,7 +166,7 @@ template <class Traits, uint32_t kParity>
 __device__ __forceinline__ void add_in_order(const BackwardParams& params, const typename Traits::Tiles& tiles) {
   constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kTile = kBlockM * Traits::kHeadDim;
   uint32_t count = 0;
-  for_works<Traits>(tiles, [&](const KeyWork& work, bool) {
+  for_works<Traits>(tiles, [&](const KeyWork& work) {
     const auto tile_ranges = params.template tile_ranges<kBlockM, kBlockN>();
     in_order(params, work, [&](int member, int m) {
       const uint32_t index = count++;

@@ -1,8 +1,8 @@
 // What the backward kernel is made of beside its two roles: parameters, shared memory, the tiles of the grid, products,
 // stores, and the scale of dS in fp16.
 //
-// Called by bwd.cuh, bwd_load.cuh, bwd_order.cuh and bwd_rows.cuh. Invariant: fragments are [keys, queries], as
-// wgmma.cuh says for 64 rows.
+// Called by bwd.cuh, bwd_load.cuh, bwd_order.cuh, bwd_rows.cuh and backward_two_pass. Invariant: fragments are [keys,
+// queries], as wgmma.cuh says for 64 rows.
 #pragma once
 
 #include <type_traits>

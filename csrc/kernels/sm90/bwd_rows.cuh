@@ -80,7 +80,9 @@ __global__ void __launch_bounds__(kRowThreads, 2)
   // One of the tile's queries is; with dropout NaN counts, which the consumers must not drop, and with a bias a row
   // without keys, which may lie beside a NaN. A mask says itself what it hides.
   const auto counts = [&] { return is_far(lse) || lse != lse || (lse == kMinusInf && problem.has_bias); };
-  const bool far = __syncthreads_or(is_inside && (Traits::kScored ? counts() : is_far(lse))) != 0;
+  // A softcap alone keeps scores where a float tells them apart, and its kernels do not ask.
+  const auto is_far_row = [&] { return Traits::kScored ? counts() : is_far(lse) && problem.softcap == 0.0; };
+  const bool far = __syncthreads_or(is_inside && is_far_row()) != 0;
   float* const tile_stats =
       stats + (tile.bh * m_blocks + tile.first_query / Traits::kBlockM) * (kQueryStats * Traits::kBlockM);
   if (own_row < Traits::kBlockM) {

@@ -42,8 +42,9 @@ inline double backward_cost(const Problem& problem, const DeviceInfo& device) {
 // counts as if: the other kernels are faster where they serve a call.
 inline double two_pass_cost(const Problem& problem, const DeviceInfo& device) {
   const int64_t head_dim = std::max(problem.head_dim, problem.head_dim_v);
-  if (head_dim > kNarrow && two_pass_added(problem) != Added::kScores) return backward_cost(problem, device);
-  const TwoPassShape shape = two_pass_shape(static_cast<int>(head_dim), two_pass_added(problem));
+  const Added added = two_pass_added(problem, head_dim);
+  if (head_dim > kNarrow && added != Added::kScores) return backward_cost(problem, device);
+  const TwoPassShape shape = two_pass_shape(static_cast<int>(head_dim), added);
   const int products = (problem.wants_dk || problem.wants_dv ? 4 : 0) + (problem.wants_dq ? 3 : 0);
   const double tiles = static_cast<double>(problem.batch * problem.heads_k * block_count(problem.len_k, shape.keys));
   double tflops = head_dim <= 64 ? 420 : 540;

@@ -146,30 +146,44 @@ Plan plan_forward(const Problem& problem, const DeviceInfo& device) {
 
 Plan plan_two_pass(const Problem& problem, const DeviceInfo& device) {
   const Instance& instance = instance_of(problem, Pass::kBackward);
-  const Added added = two_pass_added(problem);
+  const Added added = two_pass_added(problem, instance.head_dim);
   const TwoPassShape shape = two_pass_shape(instance.head_dim, added);
-  const KeysSmem smem = keys_smem(shape, instance.head_dim);
-  const TileSchedule schedule = backward_schedule(problem, shape.keys, device.multiprocessors);
-  const char* const kernel = added == Added::kScores ? "sm90.backward.two_pass.scored"
-                             : added == Added::kCap  ? "sm90.backward.two_pass.softcap"
-                                                     : "sm90.backward.two_pass";
+  const char* const kernel = instance.head_dim <= kNarrow ? "sm90.backward.two_pass.narrow"
+                             : added == Added::kScores    ? "sm90.backward.two_pass.scored"
+                             : added == Added::kCap       ? "sm90.backward.two_pass.softcap"
+                                                          : "sm90.backward.two_pass";
   Plan plan = plan_of(kernel, TwoPassShape::threads, shape.consumer_registers(), shape.producer_registers(), device);
-  plan.schedule = !problem.wants_dq                      ? "a tile of keys a block"
-                  : problem.wants_dk || problem.wants_dv ? "a tile of keys a block, then a tile of queries"
-                                                         : "a tile of queries a block";
-  plan.block_m = TwoPassShape::block;
-  plan.block_n = shape.keys;
   plan.stages = TwoPassShape::stages;
-  plan.use("k", smem.v - smem.k);
-  plan.use("v", smem.q - smem.v);
-  plan.use("q", smem.d_out - smem.q);
-  plan.use("d_out", smem.p - smem.d_out);
-  plan.use("p", smem.stats - smem.p);
-  plan.use("lse and delta", smem.draw_keys - smem.stats);
-  plan.use("bias, mask and dropout", smem.barriers - smem.draw_keys);
-  plan.use("barriers and alignment", smem.total - smem.barriers);
   plan.scratch_bytes = instance.backward_scratch_bytes(problem, true);
-  set_grid(plan, schedule, schedule.size(), false, device);
+  if (!problem.wants_dk && !problem.wants_dv) {
+    const QueriesSmem smem = queries_smem(shape, instance.head_dim);
+    const TileSchedule schedule = two_pass_queries(problem, device.multiprocessors);
+    plan.schedule = "a tile of queries a block";
+    plan.block_m = 2 * TwoPassShape::block;
+    plan.block_n = TwoPassShape::block;
+    plan.use("q", smem.d_out - smem.q);
+    plan.use("d_out", smem.k - smem.d_out);
+    plan.use("k", smem.v - smem.k);
+    plan.use("v", smem.scores - smem.v);
+    plan.use("bias and mask", smem.barriers - smem.scores);
+    plan.use("barriers and alignment", smem.total - smem.barriers);
+    set_grid(plan, schedule, schedule.size(), false, device);
+  } else {
+    const KeysSmem smem = keys_smem(shape, instance.head_dim);
+    const TileSchedule schedule = backward_schedule(problem, shape.keys, device.multiprocessors);
+    plan.schedule = problem.wants_dq ? "a tile of keys a block, then a tile of queries" : "a tile of keys a block";
+    plan.block_m = TwoPassShape::block;
+    plan.block_n = shape.keys;
+    plan.use("k", smem.v - smem.k);
+    plan.use("v", smem.q - smem.v);
+    plan.use("q", smem.d_out - smem.q);
+    plan.use("d_out", smem.p - smem.d_out);
+    plan.use("p", smem.stats - smem.p);
+    plan.use("lse and delta", smem.draw_keys - smem.stats);
+    plan.use("bias, mask and dropout", smem.barriers - smem.draw_keys);
+    plan.use("barriers and alignment", smem.total - smem.barriers);
+    set_grid(plan, schedule, schedule.size(), false, device);
+  }
   choose_backward(plan, device, true);
   return plan;
 }

@@ -1,11 +1,11 @@
-// Softcap, bias, ALiBi and mask of the forward: bias and mask from global memory, whatever their strides, through a
-// ring in shared memory to the accumulators of S = Q K^T.
+// Softcap, bias, ALiBi and mask of the forward and of the two-pass backward: bias and mask from global memory, whatever
+// their strides, through a ring in shared memory to the accumulators of S = Q K^T.
 //
 //   s = cap * tanh(scale * q k^T / cap) + bias - slope |i + offset - j|    -inf where the mask holds 0
 //
 // in natural units; with a mask alone s stays q k^T.
 // Three warps beside the producer copy a tile [query][key] of each for every tile of keys, as many ahead as there is
-// room; where the rows are all the same the tile is one row. Called by fwd.cuh, and its copies by bwd_scores.cuh;
+// room; where the rows are all the same the tile is one row. Called by fwd.cuh, bwd_scores.cuh and backward_two_pass;
 // parameters are made by run_scores.cuh.
 // Invariant: nothing outside of a tensor's rows is read; what stands in a tile for that is 0 and lies outside of the
 // band, too. A stage's full barrier has two arrivals of each loading thread, one of its own stores and one of its

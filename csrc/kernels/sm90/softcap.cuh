@@ -1,7 +1,7 @@
 // A softcap (Gemma 2, arXiv:2408.00118): cap * tanh(scale * q k^T / cap), and its derivative.
 //
-// Called by scores.cuh in forward, in natural units, and by both backwards, in units of q k^T. Invariant: what is
-// capped is a finite multiple of the cap, so that the derivative of what a band removed, -inf, is 0.
+// Called by scores.cuh, in natural units, and by backward where a softcap is alone, in units of q k^T. Invariant: what
+// is capped is a finite multiple of the cap, so that the derivative of what a band removed, -inf, is 0.
 #pragma once
 
 #include "core/args.h"

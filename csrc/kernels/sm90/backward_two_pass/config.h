@@ -10,18 +10,19 @@ namespace flash_ext::sm90 {
 // Above it the two-pass backward is the only one.
 constexpr int kNarrow = 128;
 
-// What an instance serves: nothing, a softcap alone (above kNarrow), or (kScores) whatever there is, dropout included.
-inline Added two_pass_added(const Problem& problem) {
+// Which kernel of an instance a call needs: one for no scores, for a softcap alone (above kNarrow), or (kScores) for
+// whatever there is, dropout included. head_dim: of the instance.
+inline Added two_pass_added(const Problem& problem, int64_t head_dim) {
   if (problem.has_mask || problem.has_bias || problem.has_alibi || problem.dropout_p > 0.0) return Added::kScores;
   if (problem.softcap == 0.0) return Added::kNothing;
-  return std::max(problem.head_dim, problem.head_dim_v) <= kNarrow ? Added::kScores : Added::kCap;
+  return head_dim <= kNarrow ? Added::kScores : Added::kCap;
 }
 
 // The largest head dim with scores. NOTE: at 256 the kernels spilled 48 and 128 bytes, with one stage of K and of P, or
 // the slots have no room.
 constexpr int kMostScores = 192;
 
-// 64 keys and 64 queries a warpgroup.
+// Products of 64 keys and 64 queries.
 struct TwoPassShape {
   int keys;      // of a tile of the keys' kernel
   bool scored;   // with Added::kScores, which the producer's other three warps bring
@@ -92,6 +93,12 @@ constexpr QueriesSmem queries_smem(TwoPassShape shape, int head_dim) {
   smem.barriers = smem.scores + smem.score_bytes;
   smem.total = smem.barriers + barriers + kTileAlign;
   return smem;
+}
+
+// Of the queries' kernel, whose tiles have two warpgroups' queries.
+inline TileSchedule two_pass_queries(const Problem& problem, int64_t processors) {
+  const int64_t kv_head_bytes = problem.len_k * (problem.head_dim + problem.head_dim_v) * 2;
+  return make_tile_schedule(problem, 2 * TwoPassShape::block, kv_head_bytes, int64_t{16} << 20, processors);
 }
 
 constexpr bool two_pass_fits(int head_dim, Added added) {

@@ -1,10 +1,9 @@
 // Backward on Hopper in two kernels, so that nothing is reduced in global memory: S and dP are computed twice, 7
 // products instead of 5.
 //
-//   keys     a tile of 128 keys a block, 64 a warpgroup: S^T, dP^T, dV += P^T dO and dK += dS^T Q. Above head dim 128
-//   64
-//            keys a block: the first warpgroup has S^T, P^T and dV, the second dP^T, dS^T and dK; P^T goes from one to
-//            the other through shared memory, lane by lane
+//   keys     a tile of 128 keys a block, 64 a warpgroup: S^T, dP^T, dV += P^T dO and dK += dS^T Q. Above head dim
+//            128 a tile of 64: the first warpgroup has S^T, P^T and dV, the second dP^T, dS^T and dK; P^T goes from
+//            one to the other through shared memory, lane by lane
 //   queries  a tile of 128 queries a block, 64 a warpgroup: S, dP, dS and dQ += dS K, over tiles of 64 keys
 //
 // It serves head dims above 128, whose dK and dV together do not fit the registers of a warpgroup; scores of all kinds
@@ -32,8 +31,7 @@ struct TwoPassParams {
   float natural;         // what one of s is in natural units
   bool wants_dk, wants_dv;
   SoftcapParams softcap;  // in units of q k^T
-  // Of a score in natural units. NOTE: last. In front of `softcap` ptxas spilled 12 bytes in fp16 with a softcap.
-  float inverse_scale;
+  float inverse_scale;  // 1 / natural. NOTE: last. In front of `softcap` ptxas spilled 12 bytes in fp16 with a softcap.
 
   __device__ __forceinline__ bool is_boundary(int first_query, int queries, int first_key, int keys) const {
     return band.is_boundary(first_query, queries, first_key, keys) || first_query + queries > len_q;

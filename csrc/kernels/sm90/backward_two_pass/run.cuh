@@ -83,8 +83,7 @@ void launch_two_pass(const BackwardArgs& args, int64_t processors, void* workspa
   params.batch = static_cast<int>(problem.batch);
   params.head_dim_v = static_cast<int>(problem.head_dim_v);
   params.keys = backward_schedule(problem, Traits::kKeys, processors);
-  const int64_t kv_head_bytes = problem.len_k * (problem.head_dim + problem.head_dim_v) * 2;
-  params.queries = make_tile_schedule(problem, 2 * kBlock, kv_head_bytes, int64_t{16} << 20, processors);
+  params.queries = two_pass_queries(problem, processors);
   params.band = {clamp(band.lower), clamp(band.upper), static_cast<int>(problem.len_k)};
   params.len_q = static_cast<int>(problem.len_q);
   params.padded = static_cast<int>(two_pass_padded(problem));

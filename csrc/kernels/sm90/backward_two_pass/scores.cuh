@@ -98,24 +98,28 @@ __device__ __forceinline__ KeptBits<1> kept_of_slot(const ScoreParams& scores, u
   return kept;
 }
 
-// 1 - tanh^2 of capped scores, packed.
+// 1 - tanh^2 of capped scores, packed; in fp16 2^10 times, as P, because its normal numbers end at 2^-14.
+template <class T>
+constexpr float kSlopeUnit = std::is_same_v<T, __half> ? 1024.f : 1.f;
+
 template <class T, int kCount>
 __device__ __forceinline__ void pack_slopes(uint32_t (&slopes)[kCount / 2], const float (&capped)[kCount],
                                             const SoftcapParams& softcap) {
 #pragma unroll
   for (int i = 0; i < kCount; i += 2) {
-    slopes[i / 2] = pack(slope_of(capped[i], softcap), slope_of(capped[i + 1], softcap), T());
+    slopes[i / 2] =
+        pack(slope_of(capped[i], softcap) * kSlopeUnit<T>, slope_of(capped[i + 1], softcap) * kSlopeUnit<T>, T());
   }
 }
 
-// P (1 - tanh^2) of a pair, packed; P where there is no softcap.
+// P (1 - tanh^2) of a pair, packed; P where there is no softcap, and then `slopes` is not read.
 template <class T>
-__device__ __forceinline__ uint32_t sloped(float p_x, float p_y, uint32_t slopes, const SoftcapParams& softcap) {
+__device__ __forceinline__ uint32_t sloped(float p_x, float p_y, const uint32_t& slopes, const SoftcapParams& softcap) {
   if (softcap.cap != 0.f) {
     float x, y;
     unpack(slopes, x, y, T());
-    p_x *= x;
-    p_y *= y;
+    p_x *= x * (1.f / kSlopeUnit<T>);
+    p_y *= y * (1.f / kSlopeUnit<T>);
   }
   return pack(p_x, p_y, T());
 }
@@ -126,7 +130,7 @@ __device__ __forceinline__ float without(float dp, uint32_t dropped) {
   return dropped & (kNumber == 0 ? 0x8000U : 0x80000000U) ? dp * 0.f : dp;
 }
 
-// P of S^T, packed, and what dS is made of: P (1 - tanh^2). sloped: 1 - tanh^2 before, where there is a softcap. lse:
+// P of S^T, packed, and what dS is made of: P (1 - tanh^2). slopes: 1 - tanh^2 before, where there is a softcap. lse:
 // where the queries' numbers lie.
 template <class Traits, int kCount>
 __device__ __forceinline__ void make_p(uint32_t (&p)[kCount / 2], uint32_t (&slopes)[kCount / 2], float (&s)[kCount],
