@@ -140,6 +140,18 @@ def test_twenty_runs(head_dim: int, device: str) -> None:
         assert_same_bits((again, *got), (out, *first), run)
 
 
+def test_backward_of_sm80_reads_the_same_lse(device: str) -> None:
+    """Beside a mask at head dim 256, and where slopes want a gradient."""
+    for head_dim, added in (
+        (256, {"mask": torch.rand(300, 208, device=device) > 0.2}),
+        (64, {"alibi_slopes": torch.rand(4, device=device)}),
+    ):
+        inputs = make_inputs((2, 4, 300, head_dim), (2, 2, 208, head_dim), dtype=HALF[0], device=device) | added
+        plan = flash_ext.explain(**{name: leaf(tensor) for name, tensor in inputs.items()}, softcap=5.0)
+        assert (plan.forward.backend, plan.backward.backend) == ("sm90", "sm80")
+        check(flash_ext.attention, inputs, {"return_lse": True, "softcap": 5.0})
+
+
 @pytest.mark.fuzz
 @pytest.mark.parametrize("seed", range(6))
 def test_random_calls(seed: int, device: str) -> None:
