@@ -1,4 +1,5 @@
-"""Inputs of known mean, and the error rule: the measure that every numerical test uses.
+"""Inputs of known mean, and the error rule: the measure that every numerical test uses, also for the drop-in and for
+a dropout mask that is known.
 
 The rule (design.md, Numbers): max and rms error against float64 at most 2x those of eager attention in the same dtype
 with each intermediate rounded to that dtype (float32 and float64: the math path), with a floor of 1e-6 (fp32), 1e-12
@@ -11,10 +12,14 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import flash_ext
 from flash_ext import reference
 
+OPS = torch.ops.flash_ext
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 HALF = (torch.bfloat16, torch.float16)
 MEANS = (0.0, 0.5, 2.0, 8.0)
@@ -184,3 +189,35 @@ def check(
             drawn[name].append(again)
     assert not broken(), "\n".join(broken())
     return got
+
+
+def math_path(*args: Any, **kwargs: Any) -> Tensor:
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(*args, **kwargs)
+
+
+def check_drop_in(inputs: Inputs, **options: Any) -> None:
+    """The rule for the result and for every gradient, the mask's included."""
+
+    def eager(rounded: bool = inputs["query"].dtype.itemsize == 2, **arguments: Any) -> Tensor:
+        return reference.scaled_dot_product_attention(**arguments, rounded=rounded)
+
+    check(flash_ext.scaled_dot_product_attention, inputs, options, truth=math_path, eager=eager)
+
+
+def rng_state(seed: int, offset: int, device: str = "cpu") -> Tensor:
+    wrap = [(x + 2**63) % 2**64 - 2**63 for x in (seed, offset)]
+    return torch.tensor(wrap, dtype=torch.int64, device=device)
+
+
+def keep_mask(state: Tensor, p: float, batch: tuple[int, ...], rows: int, cols: int) -> Tensor:
+    """Bool (*batch, rows, cols): batch holds every leading dim of the result, heads last."""
+    flat = OPS.dropout_mask(state, p, int(torch.Size(batch).numel()), rows, cols)
+    return flat.view(*batch, rows, cols)
+
+
+def dropped(keep: Tensor, p: float, rounded: bool = False) -> Any:
+    def call(**arguments: Any) -> Any:
+        return reference.attention(**arguments, dropout_p=p, keep=keep, rounded=rounded)
+
+    return call

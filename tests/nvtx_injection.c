@@ -1,4 +1,4 @@
-/* An NVTX tool as small as can be, for tests/test_nvtx.py: writes what it is told to the file NVTX_LOG, one line an
+/* An NVTX tool as small as can be, for tests/tools/test_nvtx.py: writes what it is told to the file NVTX_LOG, one line an
    event. NVTX loads the library that NVTX_INJECTION64_PATH names and asks it for functions to call. */
 #include <nvtx3/nvToolsExt.h>
 #include <nvtx3/nvToolsExtPayload.h>

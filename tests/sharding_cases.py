@@ -1,4 +1,4 @@
-"""What test_sharding.py runs in each of two processes: `python sharding_cases.py RANK FILE DEVICE`, a line a case.
+"""What api/test_sharding.py runs in each of two processes: `python sharding_cases.py RANK FILE DEVICE`, a line a case.
 
 A case is a function of a mesh; it compares with the same call on whole tensors, which all ranks compute from one seed.
 """

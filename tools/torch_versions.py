@@ -28,11 +28,15 @@ ROOT = Path(__file__).resolve().parent.parent
 # One of every minor version that is supported, the oldest first.
 VERSIONS = ("2.9.1", "2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 
-# tests/test_*.py that meet torch's own machinery, where versions differ; but for those marked slow or fuzz.
-TESTS = """
-    autocast bad_inputs causal_bias choice compile compiled_autograd drop_in enable export flash_attention_function
-    gradcheck masks schemas transforms
-""".split()
+# Files of tests/ that meet torch's own machinery, where versions differ; but for tests marked slow or fuzz.
+TESTS = {
+    "api": """
+        autocast bad_inputs causal_bias compile compiled_autograd drop_in enable export flash_attention_function schemas
+        transforms
+    """,
+    "backends": "choice",
+    "numbers": "gradcheck masks",
+}
 
 NEEDED = ["setuptools>=77", "cmake>=3.24", "ninja", "numpy", "pytest", "pytest-xdist", "hypothesis", "expecttest"]
 HEADER = ("torch", "CUDA", "install s", "build s", "passed", "failed", "skipped", "pytest s")
@@ -99,7 +103,7 @@ def check(row: Row, folder: Path, wheel: Path | None) -> None:
     row.cuda = cuda or "none"
 
     report.unlink(missing_ok=True)
-    tests = [f"tests/test_{name}.py" for name in TESTS]
+    tests = [f"tests/{folder}/test_{name}.py" for folder, names in TESTS.items() for name in names.split()]
     start = time.monotonic()
     try:
         run(

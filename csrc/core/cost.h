@@ -1,7 +1,7 @@
 // What a pass takes by a kernel's speed, to compare kernels: rough, in microseconds of an H200.
 //
 // Called by the cost functions of rows. docs/numbers/ and docs/lab/2026-11-22-short-calls.md have the recorded times
-// that the speeds are of; tests/test_cost.py compares the choice with them.
+// that the speeds are of; tests/backends/test_cost.py compares the choice with them.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// Every operator's schema, from the lists of options.h. tests/test_schemas.py compares them with a golden file:
+// Every operator's schema, from the lists of options.h. tests/api/test_schemas.py compares them with a golden file:
 // arguments are only ever appended, keyword-only, with defaults, so that programs exported by an older version keep
 // loading.
 //

@@ -27,7 +27,7 @@ from flash_ext.profiling.nsys_report import (
     total,
 )
 
-GOLDEN = Path(__file__).parent / "golden/nsys"
+GOLDEN = Path(__file__).parents[1] / "golden/nsys"
 NSYS = """#!{python}
 import pathlib, shutil, subprocess, sys
 mode, *rest = sys.argv[1:]

@@ -6,33 +6,14 @@ Truth is PyTorch's math path in float64. The yardstick is eager attention in the
 from __future__ import annotations
 
 import inspect
-from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from helpers import DTYPES, Inputs, check, make_inputs, name_of, rand
-from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from helpers import DTYPES, check_drop_in, make_inputs, math_path, name_of, rand
 
 import flash_ext
-from flash_ext import reference
 
 Shape = tuple[int, ...]
-
-
-def math_path(*args: Any, **kwargs: Any) -> Tensor:
-    with sdpa_kernel(SDPBackend.MATH):
-        return F.scaled_dot_product_attention(*args, **kwargs)
-
-
-def check_drop_in(inputs: Inputs, **options: Any) -> None:
-    """The rule for the result and for every gradient, the mask's included."""
-
-    def eager(rounded: bool = inputs["query"].dtype.itemsize == 2, **arguments: Any) -> Tensor:
-        return reference.scaled_dot_product_attention(**arguments, rounded=rounded)
-
-    check(flash_ext.scaled_dot_product_attention, inputs, options, truth=math_path, eager=eager)
 
 
 SHAPES: dict[str, tuple[Shape, Shape, Shape]] = {

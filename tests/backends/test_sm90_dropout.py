@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import HALF, Inputs, check, leaf, make_inputs, name_of
+from helpers import HALF, Inputs, check, keep_mask, leaf, make_inputs, name_of, rng_state
 from sm90_helpers import (
     BANDS,
     KINDS,
@@ -21,7 +21,6 @@ from sm90_helpers import (
     random_options,
     scores_of,
 )
-from test_dropout import keep_mask, rng_state
 from torch import Tensor
 
 import flash_ext

@@ -15,10 +15,9 @@ import pytest
 import torch
 from conftest import is_granted_refusal
 from fuzz_gpu import run_case
-from helpers import DTYPES, Inputs, check, rand
+from helpers import DTYPES, Inputs, check, check_drop_in, rand
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_drop_in import check_drop_in
 from torch import Tensor
 
 import flash_ext

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-DOC = (Path(__file__).resolve().parent.parent / "docs/learn/5-shared-memory.md").read_text()
+DOC = (Path(__file__).resolve().parents[2] / "docs/learn/5-shared-memory.md").read_text()
 ROWS = 32
 CHUNK, LINE = 16, 128
 

@@ -9,15 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import DTYPES, check, leaf, make_inputs, name_of, rand
+from helpers import DTYPES, check, dropped, keep_mask, leaf, make_inputs, name_of, rand, rng_state
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import flash_ext
-from flash_ext import reference
 
 OPS = torch.ops.flash_ext
-GOLDEN = Path(__file__).parent / "golden" / "dropout_map.json"
+GOLDEN = Path(__file__).parents[1] / "golden" / "dropout_map.json"
 WORD = (1 << 32) - 1
 
 
@@ -32,17 +31,6 @@ def philox_number(seed: int, offset: int, head: int, query: int, key: int) -> in
         key0, key1 = (key0 + 0x9E3779B9) & WORD, (key1 + 0xBB67AE85) & WORD
     word = counter[key % 16 // 8 * 2 + query % 16 // 8]
     return word >> (key % 2 * 16) & 0xFFFF
-
-
-def rng_state(seed: int, offset: int, device: str = "cpu") -> Tensor:
-    wrap = [(x + 2**63) % 2**64 - 2**63 for x in (seed, offset)]
-    return torch.tensor(wrap, dtype=torch.int64, device=device)
-
-
-def keep_mask(state: Tensor, p: float, batch: tuple[int, ...], rows: int, cols: int) -> Tensor:
-    """Bool (*batch, rows, cols): batch holds every leading dim of the result, heads last."""
-    flat = OPS.dropout_mask(state, p, int(torch.Size(batch).numel()), rows, cols)
-    return flat.view(*batch, rows, cols)
 
 
 def with_state(state: Tensor, p: float) -> Any:
@@ -121,13 +109,6 @@ def test_rule_with_dropout(dtype: torch.dtype, p: float, device: str, backend: s
     options = {"causal": True, "return_lse": True}
 
     check(with_state(state, p), inputs, options, truth=dropped(keep, p), eager=dropped(keep, p, dtype.itemsize == 2))
-
-
-def dropped(keep: Tensor, p: float, rounded: bool = False) -> Any:
-    def call(**arguments: Any) -> Any:
-        return reference.attention(**arguments, dropout_p=p, keep=keep, rounded=rounded)
-
-    return call
 
 
 def test_rule_with_dropout_and_groups(device: str, backend: str) -> None:

@@ -15,7 +15,7 @@ import torch
 
 import flash_ext
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = Path(flash_ext.__file__).parent
 OF_TORCH = PACKAGE / ("torch_" + ".".join(torch.__version__.split(".")[:2]))
 

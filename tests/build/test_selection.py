@@ -12,7 +12,7 @@ import conftest
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 ALL = {"enabled": True, "backends": ["sm80", "sm90"], "reason": "FLASH_EXT_CUDA=ON"}
 NONE = {"enabled": False, "backends": [], "reason": "AUTO sees no GPU here"}
 
@@ -72,7 +72,7 @@ def test_what_is_left_out(
 @pytest.mark.parametrize("workers", ["0", "2"])
 def test_a_gpu_that_is_asked_for_and_not_there(workers: str) -> None:
     """The run does not pretend: no test ran, which is an exit code of its own, and one line says why."""
-    command = [sys.executable, "-m", "pytest", "-n", workers, "-m", "gpu", "tests/test_cuda_kernels.py"]
+    command = [sys.executable, "-m", "pytest", "-n", workers, "-m", "gpu", "tests/backends/test_kernels.py"]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
     environment["CUDA_VISIBLE_DEVICES"] = ""
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)

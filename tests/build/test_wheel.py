@@ -19,7 +19,7 @@ import torch
 
 from flash_ext import ops
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
 import build_wheel  # noqa: E402

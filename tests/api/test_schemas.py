@@ -1,6 +1,6 @@
 """Promise: operators stay callable by programs exported earlier: arguments are only appended, keyword-only, defaulted.
 
-`python tests/test_schemas.py` prints the current schemas; a line of the golden file changes only by growing.
+`python tests/api/test_schemas.py` prints the current schemas; a line of the golden file changes only by growing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import flash_ext
 from flash_ext.ops import GRADIENTS
 
-GOLDEN = Path(__file__).parent / "golden" / "schemas.txt"
+GOLDEN = Path(__file__).parents[1] / "golden" / "schemas.txt"
 
 
 def current() -> dict[str, torch._C.FunctionSchema]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 KEPT = [page for page in PAGES if "lab" not in page.relative_to(ROOT).parts]  # a lab file names what was there that day
 LESSONS = sorted((ROOT / "docs/learn").glob("[0-9]-*.md"))
@@ -22,19 +22,19 @@ AS_IT_STANDS = {
     "pip install -q uv && uv run pytest": ".ci/run",
 }
 WITH_OTHER_ARGUMENTS = {
-    "python -m flash_ext.profiling": "tests/test_profiling.py",
-    "python benchmarks/train_lm.py": "tests/test_benchmarks.py",
+    "python -m flash_ext.profiling": "tests/tools/test_profiling.py",
+    "python benchmarks/train_lm.py": "tests/tools/test_benchmarks.py",
     "uv run --no-sync python tools/torch_versions.py": ".ci/run",
     "uv run --no-sync cmake": ".ci/run",
     "uv run --no-sync ctest": ".ci/run",
     "uv run tools/build_wheel.py": ".ci/run",
     "uv run tools/try_wheel.py": ".ci/run",
     "uv run pytest": ".ci/run",
-    "uv run python benchmarks/again.py": "tests/test_again.py",
-    "uv run python benchmarks/attention.py": "tests/test_benchmarks.py",
-    "uv run python benchmarks/report.py": "tests/test_report.py",
-    "uv run python benchmarks/sweep.py": "tests/test_sweep.py",
-    "uv run python benchmarks/train_lm.py": "tests/test_benchmarks.py",
+    "uv run python benchmarks/again.py": "tests/tools/test_again.py",
+    "uv run python benchmarks/attention.py": "tests/tools/test_benchmarks.py",
+    "uv run python benchmarks/report.py": "tests/tools/test_report.py",
+    "uv run python benchmarks/sweep.py": "tests/tools/test_sweep.py",
+    "uv run python benchmarks/train_lm.py": "tests/tools/test_benchmarks.py",
 }
 NOT_RUN = ("pip install setuptools", 'python -c "import flash_ext;', "bash .ci/run")
 

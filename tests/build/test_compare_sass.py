@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-TOOL = Path(__file__).resolve().parent.parent / "tools/compare_sass.py"
+TOOL = Path(__file__).resolve().parents[2] / "tools/compare_sass.py"
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """Promise: torch.export and AOTInductor carry the operators, and a program that one build made loads in the next.
 
-The golden programs in tests/golden/programs were written by `python tests/test_export.py`; a new one is added when an
-operator grows an argument, old ones are never rewritten.
+The golden programs in tests/golden/programs were written by `PYTHONPATH=tests python tests/api/test_export.py`; a new
+one is added when an operator grows an argument, old ones are never rewritten.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import flash_ext
 
-GOLDEN = Path(__file__).parent / "golden" / "programs"
+GOLDEN = Path(__file__).parents[1] / "golden" / "programs"
 
 
 class Block(nn.Module):

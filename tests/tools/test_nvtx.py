@@ -18,7 +18,7 @@ import torch
 
 import flash_ext
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PLACES = [*Path(torch.__file__).parent.parent.glob("nvidia/*/include"), Path("/usr/local/cuda/include")]
 HEADERS = [place for place in PLACES if (place / "nvtx3/nvToolsExtPayload.h").exists()]
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import DTYPES, HALF, check, evaluate, leaf, make_inputs, name_of, rand
-from test_drop_in import check_drop_in, math_path
+from helpers import DTYPES, HALF, check, check_drop_in, evaluate, leaf, make_inputs, math_path, name_of, rand
 
 import flash_ext
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import HALF, Inputs, check, leaf, make_inputs, name_of
+from helpers import HALF, Inputs, check, keep_mask, leaf, make_inputs, name_of, rng_state
 from sm90_helpers import (
     BANDS,
     SCORE_LAYOUTS,
@@ -18,7 +18,6 @@ from sm90_helpers import (
     poison_free_memory,
     scores_of,
 )
-from test_dropout import keep_mask, rng_state
 from torch import Tensor
 
 import flash_ext

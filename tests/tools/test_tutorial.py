@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 
 pytest.importorskip("tyro")
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import DTYPES, check, make_inputs, name_of, rand
-from test_dropout import dropped, keep_mask, rng_state
+from helpers import DTYPES, check, dropped, keep_mask, make_inputs, name_of, rand, rng_state
 from torch import Tensor
 
 import flash_ext

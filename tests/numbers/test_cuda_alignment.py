@@ -3,7 +3,7 @@ and offsets there are.
 
 Made to be run under compute-sanitizer, too, which sees accesses that happen to do no harm:
 
-    compute-sanitizer --tool memcheck python -m pytest -n 0 tests/test_cuda_alignment.py
+    compute-sanitizer --tool memcheck python -m pytest -n 0 tests/numbers/test_cuda_alignment.py
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import flash_ext
 
 pytestmark = [pytest.mark.kernels("sm90"), pytest.mark.no_gpu]
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "nvidia-h200"
 SHORT = ROOT / "docs" / "lab" / "2026-11-22-short-calls.md"
 SIZES = ("B", "H", "Hkv", "Sq", "Sk", "D", "Ev", "causal", "mask", "dropout", "dtype", "pass")
