@@ -2,7 +2,8 @@
 
 A test that takes both runs once for each pair below. Inside the test `flash_ext.use_backend(backend)` is active, so
 only that backend may answer. It may refuse only what REFUSALS grants it: such a refusal is a visible skip, any other
-is a failure. A test marked `gpu` runs once for each backend of KERNELS.
+is a failure. A test marked `gpu` runs once for each backend of KERNELS. One that takes `combination` as well runs with
+each combination of features that is tried with the backend (features.py).
 
 What this machine or this build cannot run (`lacking`) is deselected before its fixtures are set up, and the summary
 says in one line for each reason how many tests that were. pyproject.toml says what the markers mean.
@@ -19,6 +20,7 @@ from collections.abc import Generator, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import features
 import hypothesis
 import pytest
 import torch
@@ -137,11 +139,20 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     places = {"cuda": KERNELS} if metafunc.definition.get_closest_marker("gpu") else PLACES
     if "backend" in names:
         pairs = [
-            pytest.param(device, backend, marks=[pytest.mark.gpu] if device == "cuda" else [], id=f"{device}-{backend}")
+            (device, backend, [pytest.mark.gpu] if device == "cuda" else [], f"{device}-{backend}")
             for device, backends in places.items()
             for backend in backends
         ]
-        metafunc.parametrize(("device", "backend"), pairs, indirect=True)
+        if "combination" in names:
+            params = [
+                pytest.param(device, backend, combination, marks=marks, id=f"{where}-{combination}")
+                for device, backend, marks, where in pairs
+                for combination in features.tried(backend)
+            ]
+            metafunc.parametrize(("device", "backend", "combination"), params, indirect=["device", "backend"])
+        else:
+            params = [pytest.param(device, backend, marks=marks, id=where) for device, backend, marks, where in pairs]
+            metafunc.parametrize(("device", "backend"), params, indirect=True)
     elif "device" in names:
         devices = [pytest.param(name, marks=[pytest.mark.gpu] if name == "cuda" else []) for name in places]
         metafunc.parametrize("device", devices, indirect=True)

@@ -24,7 +24,6 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 HALF = (torch.bfloat16, torch.float16)
 MEANS = (0.0, 0.5, 2.0, 8.0)
 RESAMPLES = 15
-DIFFERENTIABLE = ("query", "key", "value", "bias", "attn_mask", "alibi_slopes")
 
 Inputs = dict[str, Tensor]
 Results = dict[str, Tensor]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import Inputs, check, evaluate, leaf, make_inputs, rand
-from sm90_helpers import poison_free_memory
+from layouts import poison_free_memory
 from torch import Tensor
 
 import flash_ext

@@ -1,5 +1,5 @@
-"""Promise: the Hopper backward obeys the error rule at every tile edge, band, grouping and layout that it accepts,
-reads nothing outside a tensor, and gives the same bits for dk and dv in every run, stream and graph.
+"""Promise: the Hopper backward obeys the error rule for every head dim, grouping and length, in one order and in any,
+and gives the same bits for dk and dv in every run and graph.
 
 Up to head dim 128 dq is summed by several blocks, in any order unless the call is deterministic, so of the others only
 the rule is promised.
@@ -8,21 +8,14 @@ the rule is promised.
 from __future__ import annotations
 
 import gc
-import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from helpers import HALF, MEANS, Inputs, check, leaf, make_inputs, name_of, rand, requested_bytes
-from sm90_helpers import (
-    BANDS,
-    LAYOUTS,
-    assert_same_bits,
-    inside_nan,
-    poison_free_memory,
-    random_layout,
-)
+from helpers import HALF, Inputs, check, leaf, make_inputs, name_of, rand, requested_bytes
+from layouts import interior, poison_free_memory
+from sm90_helpers import BANDS, assert_same_bits
 from torch import Tensor
 
 import flash_ext
@@ -59,8 +52,8 @@ def poisoned(layout: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
 
 
 def check_inside_nan(inputs: Inputs, options: dict[str, Any]) -> None:
-    views = {name: inside_nan(tensor) for name, tensor in inputs.items()}
-    got = check(poisoned(inside_nan), views, options | {"return_lse": True})
+    views = {name: interior(tensor) for name, tensor in inputs.items()}
+    got = check(poisoned(interior), views, options | {"return_lse": True})
     for name, tensor in got.items():
         assert not tensor.isnan().any(), name
 
@@ -81,18 +74,6 @@ def assert_same(
     torch.testing.assert_close(got[0], expected[0], rtol=1e-2, atol=1e-3 * largest, msg=lambda text: f"{what}: {text}")
 
 
-@pytest.mark.parametrize("band", BANDS)
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_every_edge_of_queries_and_keys(head_dim: int, band: str, device: str) -> None:
-    for i, queries in enumerate(QUERIES):
-        if band in ("causal", "sliding"):  # the first rows see few keys; there should be others, too
-            queries = max(queries, 33)
-        for j, dtype in enumerate((*HALF, *HALF)):
-            keys = KEYS[(7 * i + 3 + 4 * j) % len(KEYS)]
-            inputs = make_inputs((1, 2, queries, head_dim), (1, 1, keys, head_dim), dtype=dtype, device=device)
-            check_inside_nan(inputs, BANDS[band])
-
-
 @pytest.mark.parametrize("dtype", HALF, ids=name_of)
 def test_every_head_dim(dtype: torch.dtype, device: str) -> None:
     """Every multiple of 8, with another one for value."""
@@ -100,14 +81,6 @@ def test_every_head_dim(dtype: torch.dtype, device: str) -> None:
         for head_dim_v in (head_dim, (136 if head_dim <= 128 else 264) - head_dim):
             shapes = (1, 2, 150, head_dim), (1, 2, 203, head_dim), (1, 2, 203, head_dim_v)
             check_inside_nan(make_inputs(*shapes, dtype=dtype, device=device), BANDS["bottom right"])
-
-
-@pytest.mark.parametrize("mean", MEANS)
-@pytest.mark.parametrize("dtype", HALF, ids=name_of)
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_means(head_dim: int, dtype: torch.dtype, mean: float, device: str) -> None:
-    inputs = make_inputs((1, 2, 300, head_dim), (1, 2, 500, head_dim), dtype=dtype, device=device, mean=mean)
-    check(attention, inputs, {"return_lse": True, "causal": True, "align": "bottom_right"})
 
 
 @pytest.mark.parametrize("heads", [(4, 2), (8, 1), (6, 3), (5, 5)], ids=name_of)
@@ -166,49 +139,6 @@ def test_many_short_tiles(head_dim: int, band: str, device: str) -> None:
         check_inside_nan(inputs, BANDS[band])
 
 
-@pytest.mark.fuzz
-@pytest.mark.parametrize("seed", range(10))
-def test_random_shapes(seed: int, device: str) -> None:
-    """500 shapes, bands, groupings and layouts of inputs and of grad_out."""
-    chance = random.Random(seed)
-    for _ in range(50):
-        batch, heads, group = chance.randint(1, 3), 6, chance.choice([1, 2, 3])
-        queries, keys = int(2 ** chance.uniform(0, 9.5)), int(2 ** chance.uniform(4, 9.5))
-        head_dim = 8 * chance.randint(1, 16)
-        head_dim_v = head_dim if chance.random() < 0.7 else 8 * chance.randint(1, 16)
-        shapes = (batch, heads, queries, head_dim), (batch, heads // group, keys, head_dim)
-        value = batch, heads // group, keys, head_dim_v
-        inputs = make_inputs(*shapes, value, dtype=chance.choice(HALF), device=device)
-        for name in inputs:
-            if chance.random() < 0.15:
-                inputs[name] = inputs[name][:1].expand(batch, -1, -1, -1)
-            else:
-                inputs[name] = random_layout(chance, inputs[name])
-        options: dict[str, Any] = {"align": "bottom_right", "return_lse": True}
-        if queries > 64:
-            options["align"] = chance.choice(["top_left", "bottom_right"])
-        if chance.random() < 0.4:
-            options["causal"] = True
-        if chance.random() < 0.3:
-            options["window"] = tuple(chance.choice([None, chance.randint(16, 300)]) for _ in range(2))
-        if chance.random() < 0.2:
-            options["scale"] = 10 ** chance.uniform(-2, -0.5)
-        check(poisoned(lambda grad: random_layout(chance, grad)), inputs, options)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
-@pytest.mark.parametrize("head_dim", [40, 64, 128, 200])
-def test_layouts_give_the_same_bits(head_dim: int, layout: Callable[[Tensor], Tensor], device: str) -> None:
-    inputs = make_inputs((2, 6, 301, head_dim), (2, 3, 404, head_dim), dtype=torch.bfloat16, device=device)
-    grad = rand(2, 6, 301, head_dim, dtype=torch.bfloat16, device=device)
-    expected = gradients(inputs, grad, causal=True)
-    for names in (["query"], ["key"], ["value"], ["grad_out"], [*inputs, "grad_out"]):
-        views = {name: layout(tensor) if name in names else tensor for name, tensor in inputs.items()}
-        got = gradients(views, layout(grad) if "grad_out" in names else grad, causal=True)
-        assert_same(got, expected, names)
-        assert all(tensor.stride(-1) == 1 for tensor in got), names
-
-
 def test_grad_out_as_autograd_hands_it_over(device: str) -> None:
     """Of .sum(), of a sum over some dimensions, of heads that were joined to a model's width, and of one head."""
     for heads in (1, 4):
@@ -255,12 +185,11 @@ def test_what_is_not_seen_has_no_gradient(device: str) -> None:
 
 @pytest.mark.parametrize("dtype", HALF, ids=name_of)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("length", [600, 3000])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_twenty_runs(deterministic: bool, length: int, head_dim: int, dtype: torch.dtype, device: str) -> None:
+def test_twenty_runs_of_many_tiles(deterministic: bool, head_dim: int, dtype: torch.dtype, device: str) -> None:
     """On two streams."""
-    inputs = make_inputs((4, 16, length, head_dim), (4, 4, length, head_dim), dtype=dtype, device=device)
-    grad = rand(4, 16, length, head_dim, dtype=dtype, device=device)
+    inputs = make_inputs((4, 16, 3000, head_dim), (4, 4, 3000, head_dim), dtype=dtype, device=device)
+    grad = rand(4, 16, 3000, head_dim, dtype=dtype, device=device)
     assert_stable(inputs, grad, {"causal": True, "deterministic": deterministic})
 
 

@@ -1,24 +1,16 @@
-"""Promise: the gradient of a bias obeys the error rule on Hopper at every tile edge, for every broadcast,
-layout and band, reads nothing outside of a tensor, and is the same bits in every run."""
+"""Promise: the gradient of a bias obeys the error rule on Hopper for every broadcast, band and head dim, and is the
+same bits in every run and layout."""
 
 from __future__ import annotations
 
-import random
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from helpers import HALF, MEANS, Inputs, check, leaf, make_inputs, name_of, rand
-from sm90_helpers import (
-    BANDS,
-    aligned,
-    assert_same_bits,
-    inside_nan,
-    poison_free_memory,
-    random_layout,
-    random_options,
-)
+from helpers import HALF, Inputs, check, leaf, make_inputs, name_of, rand
+from layouts import poison_free_memory
+from sm90_helpers import BANDS, aligned, assert_same_bits
 from torch import Tensor
 
 import flash_ext
@@ -26,8 +18,6 @@ import flash_ext
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 
 HEAD_DIMS = (40, 64, 96, 128)
-QUERIES = (2, 63, 64, 65, 127, 128, 129, 191, 192, 193, 256, 257, 700)
-KEYS = (65, 127, 128, 129, 200, 255, 256, 257, 513)
 
 
 def attention(**arguments: Any) -> Any:
@@ -52,21 +42,6 @@ def check_all(inputs: Inputs, options: dict[str, Any]) -> None:
         assert not tensor.isnan().any(), name
 
 
-@pytest.mark.parametrize("rows", ["own", "one"])
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_every_edge_of_queries_and_keys(head_dim: int, rows: str, device: str) -> None:
-    for i, (queries, keys) in enumerate(product(QUERIES, KEYS)):
-        dtype, heads = HALF[i % 2], (1, 4)[i // 2 % 2]
-        inputs = make_inputs((2, 4, queries, head_dim), (2, 2, keys, head_dim), dtype=dtype, device=device)
-        inputs = {name: inside_nan(tensor) for name, tensor in inputs.items()}
-        shape = (1, heads, queries if rows == "own" else 1, keys)
-        bands = list(BANDS.values())
-        band = (
-            bands[i % len(bands)] if queries > 15 else {}
-        )  # a band may leave so few queries less than 16 keys: sm80's
-        check_all(with_bias(inputs, shape), band)
-
-
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_every_broadcast(head_dim: int, device: str) -> None:
     """Under every band, with grouped heads; sums over queries, heads and batch, in parts and not."""
@@ -83,13 +58,6 @@ def test_windows_of_an_image(dtype: torch.dtype, device: str) -> None:
     """Few tiles of the gradient, many items: parts are added up by a kernel of its own."""
     inputs = make_inputs((150, 3, 144, 32), (150, 3, 144, 32), dtype=dtype, device=device)
     check_all(with_bias(inputs, (1, 3, 144, 144)), {})
-
-
-@pytest.mark.parametrize("mean", MEANS)
-@pytest.mark.parametrize("dtype", HALF, ids=name_of)
-def test_means(dtype: torch.dtype, mean: float, device: str) -> None:
-    inputs = make_inputs((2, 2, 300, 64), (2, 2, 300, 64), dtype=dtype, device=device, mean=mean)
-    check_all(with_bias(inputs, (1, 2, 300, 300), mean), {"causal": True})
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=name_of)
@@ -139,22 +107,3 @@ def test_twenty_runs(device: str) -> None:
         first = gradients()
         for run in range(19):
             assert_same_bits(gradients(), first, (shape, run))
-
-
-@pytest.mark.fuzz
-@pytest.mark.parametrize("seed", range(6))
-def test_random_calls(seed: int, device: str) -> None:
-    """300 shapes, bands, groupings, broadcasts and layouts."""
-    chance = random.Random(seed)
-    for _ in range(50):
-        batch, heads, group = chance.randint(1, 4), chance.choice([1, 2, 3]), chance.choice([1, 2, 3])
-        queries, keys = (int(2 ** chance.uniform(6.1, 9.5)) for _ in range(2))
-        head_dim = 8 * chance.randint(1, 16)
-        shapes = (batch, heads * group, queries, head_dim), (batch, heads, keys, head_dim)
-        inputs = make_inputs(*shapes, dtype=chance.choice(HALF), device=device)
-        inputs = {name: random_layout(chance, tensor) for name, tensor in inputs.items()}
-        sizes = (batch, heads * group, queries, keys)
-        shape = tuple(chance.choice([1, size]) for size in sizes)
-        if shape[3] == 1:
-            shape = (1, 1, 1, keys)
-        check(attention, with_bias(inputs, shape), random_options(chance) | {"return_lse": True})

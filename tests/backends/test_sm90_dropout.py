@@ -3,24 +3,14 @@ mask, a bias and slopes, under every band, and obey the error rule with it."""
 
 from __future__ import annotations
 
-import random
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from helpers import HALF, Inputs, check, keep_mask, leaf, make_inputs, name_of, rng_state
-from sm90_helpers import (
-    BANDS,
-    KINDS,
-    aligned,
-    assert_same_bits,
-    inside_nan,
-    poison_free_memory,
-    random_inputs,
-    random_options,
-    scores_of,
-)
+from layouts import poison_free_memory
+from sm90_helpers import BANDS, KINDS, aligned, scores_of
 from torch import Tensor
 
 import flash_ext
@@ -31,7 +21,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 OPS = torch.ops.flash_ext
 BOTH = (64, 96, 128)  # head dims that backward has
 FORWARD = (*BOTH, 192, 256)
-EDGES = sorted({n * block + i for block in (64, 80, 96, 192) for n in (1, 2) for i in (-1, 0, 1)} | {16, 33, 1000})
 STATE = (2**63 + 12345, 2**40 + 7)
 
 
@@ -94,18 +83,6 @@ def test_every_band_and_score(head_dim: int, kind: str, device: str) -> None:
         check_passes(inputs, p, added, band, backward=head_dim in BOTH)
 
 
-@pytest.mark.parametrize("head_dim", FORWARD)
-def test_every_edge_of_queries_and_keys(head_dim: int, device: str) -> None:
-    for i, queries in enumerate(EDGES):
-        keys = EDGES[(7 * i + 3) % len(EDGES)]
-        if max(queries, keys) <= 64:  # sm80's
-            queries += 64
-        inputs = make_inputs((1, 2, queries, head_dim), (1, 2, keys, head_dim), dtype=HALF[i % 2], device=device)
-        inputs = {name: inside_nan(tensor) for name, tensor in inputs.items()}
-        options = {"causal": i % 3 == 0, "align": ("top_left", "bottom_right")[i % 2]}
-        check_passes(inputs, 0.3, None, options, backward=head_dim in BOTH)
-
-
 @pytest.mark.parametrize("p", [0.001, 0.5, 0.99])
 @pytest.mark.parametrize("dtype", HALF, ids=name_of)
 @pytest.mark.parametrize("head_dim", BOTH)
@@ -158,18 +135,12 @@ def test_more_tiles_than_multiprocessors(head_dim: int, kind: str, device: str) 
         check_passes(inputs, 0.1, added, options, backward=True)
 
 
-@pytest.mark.parametrize("dtype", HALF, ids=name_of)
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_twenty_runs(head_dim: int, dtype: torch.dtype, device: str) -> None:
-    """The same bits of out, dk and dv; another state, others."""
-    inputs = make_inputs((2, 16, 600, head_dim), (2, 4, 600, head_dim), dtype=dtype, device=device)
-    grad = torch.randn(2, 16, 600, head_dim, device=device, dtype=dtype)
-    state = rng_state(*STATE, device)
-    out, _, *first = gradients(inputs, grad, state, causal=True)
-    for run in range(19):
-        again, _, *got = gradients(inputs, grad, state, causal=True)
-        assert_same_bits((again, *got), (out, *first), run)
-    assert not torch.equal(gradients(inputs, grad, state + 1, causal=True)[0], out)
+def test_another_state_drops_others(head_dim: int, device: str) -> None:
+    inputs = make_inputs((2, 16, 600, head_dim), (2, 4, 600, head_dim), dtype=HALF[0], device=device)
+    grad, state = torch.randn_like(inputs["query"]), rng_state(*STATE, device)
+    out, again, other = (gradients(inputs, grad, s, causal=True)[0] for s in (state, state, state + 1))
+    assert torch.equal(out, again) and not torch.equal(out, other)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -205,23 +176,3 @@ def test_who_computes_the_gradient_of_a_bias(device: str) -> None:
             return reference.attention(**arguments, dropout_p=0.1, keep=keep)
 
         check(call, inputs | {"bias": bias}, truth=truth)
-
-
-@pytest.mark.fuzz
-@pytest.mark.parametrize("seed", range(6))
-def test_random_calls(seed: int, device: str) -> None:
-    """120 of shapes, rates, bands, groupings, layouts and what is added."""
-    chance = random.Random(seed)
-    done = 0
-    while done < 20:
-        inputs, options, p = random_inputs(chance, device), random_options(chance), chance.choice([0.01, 0.1, 0.5])
-        keys, dtype = inputs["key"].shape[2], inputs["key"].dtype
-        added: Inputs = {}
-        if chance.random() < 0.6:
-            added = scores_of(chance.choice(KINDS), (1, 6, 1, keys), dtype, device)
-        wanted = {name: tensor.detach().requires_grad_() for name, tensor in inputs.items()}
-        plan = flash_ext.explain(**wanted, **added, **options, dropout_p=p)
-        if plan.backward.backend != "sm90":  # a band of few keys
-            continue
-        check_passes(inputs, p, added, options, backward=True)
-        done += 1

@@ -1,25 +1,17 @@
-"""Promise: the Hopper forward obeys the error rule at every tile edge, band, grouping and layout that it accepts, reads
-nothing outside of a tensor, and gives the same bits in every run, layout, stream and graph."""
+"""Promise: the Hopper forward obeys the error rule where it splits keys over blocks and where it does not, with few
+queries of grouped heads, with every head dim and over many tiles, and gives the same bits in every run and graph."""
 
 from __future__ import annotations
 
 import gc
-import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from helpers import HALF, MEANS, Inputs, check, make_inputs, name_of, rand, requested_bytes
-from sm90_helpers import (
-    BANDS,
-    LAYOUTS,
-    assert_same_bits,
-    inside_nan,
-    poison_free_memory,
-    random_layout,
-    random_options,
-)
+from helpers import HALF, Inputs, check, make_inputs, name_of, rand, requested_bytes
+from layouts import interior, poison_free_memory
+from sm90_helpers import BANDS, assert_same_bits
 from torch import Tensor
 
 import flash_ext
@@ -60,7 +52,7 @@ def crowded_call(**arguments: Any) -> Any:
 
 
 def check_inside_nan(inputs: Inputs, options: dict[str, Any], call: Callable[..., Any] = poisoned_call) -> None:
-    views = {name: inside_nan(tensor) for name, tensor in inputs.items()}
+    views = {name: interior(tensor) for name, tensor in inputs.items()}
     got = check(call, views, options | {"return_lse": True}, backward=False)
     for name, tensor in got.items():
         assert not tensor.isnan().any(), name
@@ -72,11 +64,10 @@ def forward(inputs: Inputs, **options: Any) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("band", BANDS)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_every_edge_of_queries_and_keys(head_dim: int, band: str, device: str) -> None:
+def test_every_edge_where_keys_are_not_split(head_dim: int, band: str, device: str) -> None:
     for i, queries in enumerate(EDGES):
         keys, dtype = EDGES[(7 * i + 3) % len(EDGES)], HALF[i % 2]
         inputs = make_inputs((1, 2, queries, head_dim), (1, 1, keys, head_dim), dtype=dtype, device=device)
-        check_inside_nan(inputs, BANDS[band])
         check_inside_nan(inputs, BANDS[band], crowded_call)
 
 
@@ -111,7 +102,7 @@ def test_one_query(head_dim: int, band: str, device: str) -> None:
         for batch, heads, groups in ((1, 8, 1), (3, 8, 8), (2, 32, 4), (70, 4, 2)):
             inputs = decoding(batch, heads, groups, keys, head_dim, HALF[i % 2], device)
             if batch < 70:
-                inputs = {name: inside_nan(tensor) for name, tensor in inputs.items()}
+                inputs = {name: interior(tensor) for name, tensor in inputs.items()}
             splits.add(flash_ext.explain(**inputs, **BANDS[band]).forward.splits)
             check(poisoned_call, inputs, BANDS[band] | {"return_lse": True}, backward=False)
     assert len(splits) > 2 or band in ("causal", "sliding", "window")
@@ -145,7 +136,7 @@ def test_few_queries_of_grouped_heads(head_dim: int, band: str, device: str) -> 
         for batch, heads, groups, keys in shapes:
             inputs = decoding(batch, heads, groups, keys, head_dim, HALF[i % 2], device, queries)
             if batch < 40:
-                inputs = {name: inside_nan(tensor) for name, tensor in inputs.items()}
+                inputs = {name: interior(tensor) for name, tensor in inputs.items()}
             plan = flash_ext.explain(**inputs, **BANDS[band]).forward
             shared.add("share tiles" in plan.schedule)
             splits.add(plan.splits > 1)
@@ -180,15 +171,6 @@ def test_every_head_dim(dtype: torch.dtype, device: str) -> None:
             check_inside_nan(make_inputs(*shapes, dtype=dtype, device=device), BANDS["bottom right"])
 
 
-@pytest.mark.parametrize("mean", MEANS)
-@pytest.mark.parametrize("dtype", HALF, ids=name_of)
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_means(head_dim: int, dtype: torch.dtype, mean: float, device: str) -> None:
-    """Large scores in one direction, where maxima grow slowly and rescaling is put off."""
-    inputs = make_inputs((1, 2, 300, head_dim), (1, 2, 500, head_dim), dtype=dtype, device=device, mean=mean)
-    check(flash_ext.attention, inputs, {"return_lse": True, "causal": True, "align": "bottom_right"}, backward=False)
-
-
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_long_sequences(head_dim: int, causal: bool, device: str) -> None:
@@ -218,39 +200,6 @@ def test_more_tiles_than_multiprocessors(length: int, band: str, device: str) ->
             assert_same_bits((whole[0][b, h], whole[1][b, h]), (alone[0][9, 0], alone[1][9, 0]), (head_dim, b, h))
 
 
-@pytest.mark.fuzz
-@pytest.mark.parametrize("seed", range(10))
-def test_random_shapes(seed: int, device: str) -> None:
-    """1,000 shapes, bands, groupings and layouts."""
-    chance = random.Random(seed)
-    for _ in range(100):
-        batch, heads, group_k, group_v = chance.randint(1, 3), *(chance.choice([1, 2, 3]) for _ in range(3))
-        heads *= 6
-        queries, keys = (int(2 ** chance.uniform(0, 9.5)) for _ in range(2))
-        head_dim = 8 * chance.randint(1, 32)
-        head_dim_v = head_dim if chance.random() < 0.7 else 8 * chance.randint(1, 32)
-        shapes = (batch, heads, queries, head_dim), (batch, heads // group_k, keys, head_dim)
-        inputs = make_inputs(
-            *shapes, (batch, heads // group_v, keys, head_dim_v), dtype=chance.choice(HALF), device=device
-        )
-        for name in inputs:
-            if chance.random() < 0.15:
-                inputs[name] = inputs[name][:1].expand(batch, -1, -1, -1)
-            else:
-                inputs[name] = random_layout(chance, inputs[name])
-        check(poisoned_call, inputs, random_options(chance) | {"return_lse": True}, backward=False)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
-@pytest.mark.parametrize("head_dim", [40, 64, 128, 256])
-def test_layouts_give_the_same_bits(head_dim: int, layout: Callable[[Tensor], Tensor], device: str) -> None:
-    inputs = make_inputs((2, 6, 301, head_dim), (2, 3, 404, head_dim), dtype=torch.bfloat16, device=device)
-    expected = forward(inputs, causal=True)
-    for names in (["query"], ["key"], ["value"], list(inputs)):
-        views = {name: layout(tensor) if name in names else tensor for name, tensor in inputs.items()}
-        assert_same_bits(forward(views, causal=True), expected, names)
-
-
 def test_packed_projections(device: str) -> None:
     """q, k and v as slices of one (batch, tokens, 3, heads, head dim) tensor."""
     for dtype in HALF:
@@ -264,10 +213,9 @@ def test_packed_projections(device: str) -> None:
 
 @pytest.mark.parametrize("dtype", HALF, ids=name_of)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("length", [600, 3000])
-def test_twenty_runs(length: int, head_dim: int, dtype: torch.dtype, device: str) -> None:
+def test_twenty_runs_of_many_tiles(head_dim: int, dtype: torch.dtype, device: str) -> None:
     """Bit for bit, on two streams."""
-    inputs = make_inputs((4, 16, length, head_dim), (4, 4, length, head_dim), dtype=dtype, device=device)
+    inputs = make_inputs((4, 16, 3000, head_dim), (4, 4, 3000, head_dim), dtype=dtype, device=device)
     first, side = forward(inputs, causal=True), torch.cuda.Stream()
     for run in range(19):
         side.wait_stream(torch.cuda.current_stream())

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import Inputs, Results, check, evaluate, leaf, make_inputs, name_of, rand
+from layouts import odd_rows, odd_start
 from torch import Tensor
 
 import flash_ext
@@ -25,17 +26,6 @@ pytestmark = pytest.mark.gpu
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 CASES = 150
-
-
-def odd_start(tensor: Tensor) -> Tensor:
-    """One element behind an address of the allocator; NaN, or False, before and behind."""
-    memory = tensor.new_full((tensor.numel() + 2,), torch.nan if tensor.is_floating_point() else False)
-    return memory[1:-1].view(tensor.shape).copy_(tensor)
-
-
-def odd_rows(tensor: Tensor) -> Tensor:
-    cols = tensor.shape[-1]
-    return torch.nn.functional.pad(tensor, (0, 1 + cols % 2))[..., :cols]
 
 
 def odd_pairs(tensor: Tensor) -> Tensor:

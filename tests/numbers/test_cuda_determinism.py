@@ -1,4 +1,5 @@
-"""Promise: on a GPU deterministic results are bit-identical over 20 runs, over many tiles and on any stream."""
+"""Promise: on a GPU deterministic gradients of every broadcast of a bias, and those of thousands of blocks, are the
+same bits in 20 runs on any stream."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import DTYPES, Results, evaluate, make_inputs, name_of, rand
+from helpers import Results, evaluate, make_inputs, name_of, rand
 from torch import Tensor
 
 pytestmark = pytest.mark.gpu
@@ -19,12 +20,6 @@ BIASES = {  # shapes of a bias that is broadcast: its gradient is a sum
     "rows": (3, 1, 1, 600),
     "everything": (600,),
     "columns": (8, 500, 1),
-}
-OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "causal": {"causal": True, "bottom_right": True},
-    "window": {"window_left": 130, "window_right": 70, "softcap": 8.0},
-    "dropout": {"causal": True, "dropout_p": 0.2},
 }
 
 
@@ -52,34 +47,14 @@ def assert_identical(first: Results, other: Results) -> None:
         assert torch.equal(tensor, other[name]), name
 
 
-def problem(dtype: torch.dtype, device: str, head_dim: int = 64) -> dict[str, Tensor]:
-    shapes = (3, 8, 500, head_dim), (3, 2, 600, head_dim), (3, 4, 600, head_dim)
-    inputs = make_inputs(*shapes, dtype=dtype, device=device)
-    inputs["alibi_slopes"] = torch.rand(8).to(device)
-    return inputs
-
-
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-def test_every_gradient(dtype: torch.dtype, option: str, device: str, backend: str) -> None:
-    """out, lse, dq, dk, dv, dbias and dalibi, with grouped heads and a bias that is broadcast over the batch."""
-    inputs = problem(dtype, device)
-    inputs["bias"] = rand(*BIASES["batch"], dtype=dtype, device=device)
-    assert_stable(inputs, OPTIONS[option])
-
-
 @pytest.mark.parametrize("bias", BIASES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=name_of)
 def test_every_reduction_of_a_bias(dtype: torch.dtype, bias: str, device: str, backend: str) -> None:
-    inputs = problem(dtype, device)
+    shapes = (3, 8, 500, 64), (3, 2, 600, 64), (3, 4, 600, 64)
+    inputs = make_inputs(*shapes, dtype=dtype, device=device)
+    inputs["alibi_slopes"] = torch.rand(8).to(device)
     inputs["bias"] = rand(*BIASES[bias], dtype=dtype, device=device)
-    assert_stable(inputs, OPTIONS["dropout"])
-
-
-@pytest.mark.parametrize("head_dim", [32, 96, 128, 192, 256])
-@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-def test_every_head_dim(dtype: torch.dtype, head_dim: int, device: str, backend: str) -> None:
-    assert_stable(problem(dtype, device, head_dim), OPTIONS["causal"])
+    assert_stable(inputs, {"causal": True, "dropout_p": 0.2})
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=name_of)

@@ -1,4 +1,5 @@
-"""Promise: outputs, lse and every gradient obey the error rule for every dtype, at means 0, 0.5, 2 and 8."""
+"""Promise: outputs and every gradient obey the error rule for every dtype and head dim, for few queries and keys, and
+for scores of any size."""
 
 from __future__ import annotations
 
@@ -7,52 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import DTYPES, HALF, MEANS, Inputs, check, evaluate, make_inputs, name_of, rand
+from helpers import DTYPES, HALF, check, evaluate, make_inputs, name_of, rand
 from torch import Tensor
 
 import flash_ext
 from flash_ext import reference
-
-B, H, L, S, E = 2, 4, 70, 83, 32
-
-
-def _plain(dtype: torch.dtype, device: str, mean: float) -> tuple[Inputs, dict[str, Any]]:
-    return make_inputs((B, H, L, E), (B, H, S, E), dtype=dtype, device=device, mean=mean), {}
-
-
-def _causal_gqa(dtype: torch.dtype, device: str, mean: float) -> tuple[Inputs, dict[str, Any]]:
-    inputs = make_inputs((B, H, L, E), (B, 2, S, E), (B, 1, S, E), dtype=dtype, device=device, mean=mean)
-    return inputs, {"causal": True, "align": "bottom_right"}
-
-
-def _biased(dtype: torch.dtype, device: str, mean: float) -> tuple[Inputs, dict[str, Any]]:
-    inputs = make_inputs((B, H, L, E), (B, H, S, E), (B, H, S, 48), dtype=dtype, device=device, mean=mean)
-    inputs["bias"] = rand(H, L, S, dtype=dtype, device=device, mean=mean)
-    return inputs, {"return_lse": True}
-
-
-def _everything(dtype: torch.dtype, device: str, mean: float) -> tuple[Inputs, dict[str, Any]]:
-    inputs = make_inputs((B, H, L, E), (B, 2, S, E), dtype=dtype, device=device, mean=mean)
-    inputs["bias"] = rand(1, 1, L, S, device=device, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
-    inputs["alibi_slopes"] = torch.rand(B, H).to(device)
-    inputs["mask"] = (torch.rand(B, 1, 1, S) > 0.2).to(device)
-    return inputs, {"window": (20, 30), "softcap": 5.0, "scale": 0.1, "align": "bottom_right", "return_lse": True}
-
-
-CASES: dict[str, Callable[..., tuple[Inputs, dict[str, Any]]]] = {
-    "plain": _plain,
-    "causal_gqa": _causal_gqa,
-    "biased": _biased,
-    "everything": _everything,
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("mean", MEANS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-def test_rule_at_every_mean(dtype: torch.dtype, mean: float, case: str, device: str, backend: str) -> None:
-    inputs, options = CASES[case](dtype, device, mean)
-    check(flash_ext.attention, inputs, options)
 
 
 @pytest.mark.parametrize("head_dim", [1, 2, 7, 16, 40, 64, 80, 96, 128, 192, 256, 264])
@@ -67,18 +27,6 @@ def test_rule_for_every_head_dim(dtype: torch.dtype, head_dim: int, device: str,
 def test_value_head_dim_may_differ(dtype: torch.dtype, dims: tuple[int, int], device: str, backend: str) -> None:
     inputs = make_inputs((1, 2, 33, dims[0]), (1, 2, 50, dims[0]), (1, 2, 50, dims[1]), dtype=dtype, device=device)
     check(flash_ext.attention, inputs, {"return_lse": True})
-
-
-@pytest.mark.parametrize(
-    "length", [(1, 1), (1, 300), (300, 1), (15, 17), (24, 300), (64, 64), (129, 257), (257, 129)], ids=name_of
-)
-@pytest.mark.parametrize("align", ["top_left", "bottom_right"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-def test_rule_around_tile_edges(
-    dtype: torch.dtype, align: str, length: tuple[int, int], device: str, backend: str
-) -> None:
-    inputs = make_inputs((1, 2, length[0], 32), (1, 2, length[1], 32), dtype=dtype, device=device, mean=0.5)
-    check(flash_ext.attention, inputs, {"causal": True, "align": align, "return_lse": True})
 
 
 @pytest.mark.parametrize("head_dim", [64, 100, 256])

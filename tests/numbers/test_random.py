@@ -14,10 +14,13 @@ from typing import Any
 import pytest
 import torch
 from conftest import is_granted_refusal
+from features import QKV, Sizes, draw
 from fuzz_gpu import run_case
 from helpers import DTYPES, Inputs, check, check_drop_in, rand
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from layouts import ALIGNED, LAYOUTS
+from problems import Problem, problem
 from torch import Tensor
 
 import flash_ext
@@ -168,3 +171,45 @@ def test_cases(first: int, device: str) -> None:
         f"--seed {seed} --first {number} --cases 1: {text}" for number, what, text in outcomes if what == "failed"
     ]
     assert not failed, "\n".join(failed)
+
+
+def elsewhere(call: Problem, chance: random.Random, backend: str) -> Problem:
+    """The problem with each tensor in a random layout that the backend reads; some are shared by the batch."""
+
+    def view(name: str, tensor: Tensor) -> Tensor:
+        layout = chance.choice(LAYOUTS)
+        if (backend != "sm90" or not call.combination.wants) and name in QKV and chance.random() < 0.1:
+            return tensor[:1].expand_as(tensor)
+        return layout(tensor) if chance.random() < 0.7 and call.may_lie(name, tensor, layout, backend) else tensor
+
+    return call.with_views(view)
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("seed", range(10))
+def test_combinations(seed: int, device: str, backend: str) -> None:
+    """Of features.py, of any size and layout, under bands and scales of any kind."""
+    chance, done = random.Random(seed), 0
+    longest, number = (9.5, 60) if device == "cuda" else (6.5, 10)
+    while done < number:
+        combination = draw(chance, backend)
+        queries, keys = (int(2 ** chance.uniform(0, longest)) for _ in range(2))
+        if backend == "sm90":  # fewer are another backend's
+            queries, keys = queries + 65, keys + 16
+        call = problem(
+            combination, Sizes(queries, keys, chance.randint(1, 3), 2 * chance.randint(1, 3)), device, backend
+        )
+        if chance.random() < 0.3:
+            call.options["window"] = tuple(chance.choice([None, chance.randint(0, 300)]) for _ in range(2))
+        if chance.random() < 0.2:
+            call.options["scale"] = 10 ** chance.uniform(-2, -0.5)
+        call = elsewhere(call, chance, backend)
+        if (
+            backend == "sm90"
+            and "window" in call.options
+            and combination.wants
+            and call.plan().backward.backend != backend
+        ):
+            continue  # few keys
+        call.check(call.among_nan(device, chance.choice(ALIGNED)))
+        done += 1
