@@ -1,11 +1,15 @@
 // The dropout map of core/dropout.h over a warp's fragment of scores, as it stands or transposed.
 //
-// Called by fwd.cuh, bwd.cuh, measure.cuh and bias_gradient.cuh. Invariant: every lane of a warp takes part.
+// Called by fwd.cuh, bwd_steps.cuh, measure.cuh and bias_gradient.cuh. Invariant: every lane of a warp takes part.
 #pragma once
 
 #include "kernels/sm80/score.cuh"
 
 namespace flash_ext::sm80 {
+
+__device__ __forceinline__ Dropout dropout_of(const ForwardArgs& args) {
+  return make_dropout(args.rng_state[0], args.rng_state[1], args.problem.dropout_p);
+}
 
 // fn(value, kept) for every element of a fragment whose first (query, key), multiples of 16, are blocks (q16, k16) of
 // the map. In S^T the words are transposed across the warp, and words 1 and 2 change places (core/dropout.h).

@@ -5,9 +5,9 @@
 //
 // Where measure.cuh runs it finds both. Elsewhere, in 16-bit types without a bias, the kernel that computes delta looks
 // at each lse and finds them, one row a warp, and the main kernel reads them where a tile of queries has such a row.
-// Called by kernels/stages/rows.cu and bwd.cuh. Invariant: scores come from the same products in the same order as in
-// the main kernel (bwd.cuh), so that m is one of its scores, bit for bit, and no size of scores lets a rounding between
-// them matter.
+// Called by kernels/stages/rows.cu and bwd_steps.cuh. Invariant: scores come from the same products in the same order
+// as in the main kernel (bwd.cuh), so that m is one of its scores, bit for bit, and no size of scores lets a rounding
+// between them matter.
 #pragma once
 
 #include "kernels/sm80/score.cuh"
@@ -53,7 +53,7 @@ __device__ __forceinline__ float2 find_far_row(const ForwardArgs& args, const Fa
   const uint16_t* const k = static_cast<const uint16_t*>(args.k.data) + row_of(args.k, head_k, 0);
   const uint8_t* const mask = static_cast<const uint8_t*>(args.mask.data) + row_of(args.mask, head, query);
   const float slope = features & kAlibi ? static_cast<const float*>(args.alibi.data)[row_of(args.alibi, head, 0)] : 0.f;
-  const int own_key = query + (problem.bottom_right ? static_cast<int>(problem.len_k - problem.len_q) : 0);
+  const int own_key = query + diagonal_of(problem);
   const auto score = [&](float x, int key) {  // as ScoreMods::apply
     if (features & kCap) {
       FarMods<Element> mods;

@@ -33,6 +33,11 @@ struct TileBand {
   }
 };
 
+// i + diagonal is the key beside query i, from which distances are counted.
+__device__ __forceinline__ int diagonal_of(const Problem& problem) {
+  return problem.bottom_right ? static_cast<int>(problem.len_k - problem.len_q) : 0;
+}
+
 template <bool kTransposed, int kM, int kN>
 __device__ __forceinline__ void mask_band(float (&s)[kM][kN][4], int row0, int col0, const TileBand& band,
                                           int first_query, int first_key, float value = kMinusInf) {

@@ -83,21 +83,21 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     mods = Traits::Mods::make(args.fwd, b, head, bias_smem, bias_smem + kBlockM * aux_pitch(kBlockN, 4));
   }
   __syncthreads();
-  const auto rows = [&](const TensorView& view, int64_t h, int64_t count, int64_t cols) {
-    return rows_of<T>(view, batch_offset(problem, view, b) + h * view.head_stride, count, cols);
-  };
-  const auto k = rows(args.fwd.k, head / (problem.heads_q / problem.heads_k), problem.len_k, problem.head_dim);
-  const auto v =
-      rows(args.fwd.v, head / (problem.heads_q / problem.heads_v), args.d_out ? problem.len_k : 0, problem.head_dim_v);
-  load_tile<kBlockM, kThreads>(q_smem, rows(args.fwd.q, head, problem.len_q, problem.head_dim), first_query);
-  load_tile<kBlockM, kThreads>(d_out_smem, rows(args.d_out, head, args.d_out ? problem.len_q : 0, problem.head_dim_v),
+  const auto k =
+      head_rows<T>(problem, args.fwd.k, b, head / (problem.heads_q / problem.heads_k), problem.len_k, problem.head_dim);
+  const auto v = head_rows<T>(problem, args.fwd.v, b, head / (problem.heads_q / problem.heads_v),
+                              args.d_out ? problem.len_k : 0, problem.head_dim_v);
+  load_tile<kBlockM, kThreads>(q_smem, head_rows<T>(problem, args.fwd.q, b, head, problem.len_q, problem.head_dim),
                                first_query);
+  load_tile<kBlockM, kThreads>(
+      d_out_smem, head_rows<T>(problem, args.d_out, b, head, args.d_out ? problem.len_q : 0, problem.head_dim_v),
+      first_query);
 
   const bool drops = problem.dropout_p > 0.0;
   Dropout dropout;
-  if (drops) dropout = make_dropout(args.fwd.rng_state[0], args.fwd.rng_state[1], problem.dropout_p);
+  if (drops) dropout = dropout_of(args.fwd);
   const float dropout_scale = static_cast<float>(dropout.scale);
-  const int diagonal = problem.bottom_right ? static_cast<int>(problem.len_k - problem.len_q) : 0;
+  const int diagonal = diagonal_of(problem);
   const TileBand tile_band = TileBand::make(problem);
   const int warp = threadIdx.x / 32, warp_key = warp * 16;
   constexpr int kN = kBlockM / 8;  // blocks of 8 queries
@@ -162,8 +162,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       key = first_key - kBlockN;
       continue;
     }
-    for_each_column(p_acc, lse_smem,
-                    [&](float& x, float lse) { x = exp2_fast((without_split_nan<Frag>(x, features) - lse) * kLog2e); });
+    for_each_column(p_acc, lse_smem, [&](float& x, float lse) { x = p_of_score<Frag>(x, lse, features); });
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
 #pragma unroll

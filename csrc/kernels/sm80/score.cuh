@@ -128,6 +128,12 @@ __device__ __forceinline__ float without_split_nan(float x, unsigned features) {
   return fmaxf(x, features & kCap ? std::numeric_limits<float>::quiet_NaN() : kMinusInf);
 }
 
+// P of a score and the lse of its row, which is not -inf, in the kernels of backward that must find the same bits.
+template <class Frag>
+__device__ __forceinline__ float p_of_score(float score, float lse, unsigned features) {
+  return exp2_fast((without_split_nan<Frag>(score, features) - lse) * kLog2e);
+}
+
 // C = A B^T of backward's scores. With a softcap a tile that the split made NaN of is multiplied again with large
 // numbers for infinite ones, whose scores get the sign; where one is NaN in truth, so is lse.
 template <class Frag, int kHeadDim, bool kMayCap = true, bool kAhead = Frag::kAhead, int kM, int kN, class TileA,

@@ -57,6 +57,13 @@ __device__ __forceinline__ GlobalRows<T> rows_of(const TensorView& view, int64_t
   return result;
 }
 
+// Of a head of a batch element.
+template <class T>
+__device__ __forceinline__ GlobalRows<T> head_rows(const Problem& problem, const TensorView& view, int64_t b,
+                                                   int64_t head, int64_t rows, int64_t cols) {
+  return rows_of<T>(view, batch_offset(problem, view, b) + head * view.head_stride, rows, cols);
+}
+
 enum class LoadForm {
   kAlone,   // with a form of its own for whole tiles
   kRare,    // without, because it stands beside load_whole
@@ -214,6 +221,17 @@ __device__ __forceinline__ void add_exact_columns(SmemTile<float, kCols> tile) {
   }
 }
 
+// Of one product, in kernels where it `may` be exact; with the __syncthreads after.
+template <bool kMay, class Frag, int kBlockM, int kBlockN, int kThreads, class Tile>
+__device__ __forceinline__ void make_product_exact(bool is_exact, Tile queries, Tile keys) {
+  if constexpr (kMay) {
+    if (!is_exact) return;
+    add_exact_columns<Frag, true, kBlockM, kThreads>(queries);
+    add_exact_columns<Frag, false, kBlockN, kThreads>(keys);
+    __syncthreads();
+  }
+}
+
 // Q and K, dO and V of a backward, as far as they have few columns; with the __syncthreads after.
 template <class Frag, int kHeadDim, int kBlockM, int kBlockN, int kThreads, class Tile>
 __device__ __forceinline__ void make_products_exact(const Problem& problem, Tile q, Tile k, Tile d_out, Tile v) {
@@ -319,6 +337,12 @@ __device__ __forceinline__ void store_float(const float (&c)[kM][kN][4], int col
       }
     }
   }
+}
+
+// A gradient in float where T is not: its data and strides are of floats, whatever their type says.
+template <class T>
+__device__ __forceinline__ GlobalRows<float> in_floats(const GlobalRows<T>& rows) {
+  return {reinterpret_cast<float*>(rows.data), rows.row_stride, rows.col_stride, rows.rows, rows.cols, 0, false, false};
 }
 
 }  // namespace flash_ext::sm80
