@@ -1,8 +1,8 @@
 // What a block of the main backward kernel reads once a tile of queries or less: where its rows lie, which tiles it
 // visits, the numbers of its head. It lies in shared memory, because it must not occupy registers during the products.
 //
-// Called by bwd.cuh, by one thread, which every other one waits for before it reads. Invariant: heads of a group follow
-// each other, so that all of them but the first are found by stepping on.
+// Called by bwd_steps.cuh: found by one thread, which every other one waits for before it reads. Invariant: heads of a
+// group follow each other, so that all of them but the first are found by stepping on.
 #pragma once
 
 #include "core/tile_schedule.h"
@@ -16,6 +16,7 @@ template <class Traits>
 struct BackwardBlock {
   using T = typename Traits::T;
   static constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN;
+  static constexpr bool kScaled = std::is_same_v<typename Traits::Element, Fp16>;
 
   uint32_t tile;  // of the schedule
   GlobalRows<T> q, d_out, k, v, dk, dv;
@@ -43,22 +44,20 @@ struct BackwardBlock {
     heads_left = group_size - 1;
     q_per_k = static_cast<int>(problem.heads_q) / static_cast<int>(problem.heads_k);
     q_per_v = static_cast<int>(problem.heads_q) / static_cast<int>(problem.heads_v);
-    const auto rows = [&](const TensorView& view, int64_t h, int64_t count, int64_t cols) {
-      return rows_of<T>(view, batch_offset(problem, view, b) + h * view.head_stride, count, cols);
-    };
     // A gradient in float is addressed in its own elements: only data and strides of these are used.
     const auto gradient = [&](const TensorView& view, bool in_accum, int64_t h, int64_t cols) {
-      GlobalRows<T> result = rows(view, h, problem.len_k, cols);
+      GlobalRows<T> result = head_rows<T>(problem, view, b, h, problem.len_k, cols);
       if (in_accum) {
         result.data = reinterpret_cast<T*>(static_cast<float*>(view.data) + batch_offset(problem, view, b) +
                                            h * view.head_stride);
       }
       return result;
     };
-    q = rows(args.fwd.q, first_head, problem.len_q, problem.head_dim);
-    d_out = rows(args.d_out, first_head, args.d_out ? problem.len_q : 0, problem.head_dim_v);
-    k = rows(args.fwd.k, head / q_per_k, problem.len_k, problem.head_dim);
-    v = rows(args.fwd.v, head / q_per_v, args.d_out ? problem.len_k : 0, problem.head_dim_v);  // lse needs none
+    q = head_rows<T>(problem, args.fwd.q, b, first_head, problem.len_q, problem.head_dim);
+    d_out = head_rows<T>(problem, args.d_out, b, first_head, args.d_out ? problem.len_q : 0, problem.head_dim_v);
+    k = head_rows<T>(problem, args.fwd.k, b, head / q_per_k, problem.len_k, problem.head_dim);
+    v = head_rows<T>(problem, args.fwd.v, b, head / q_per_v, args.d_out ? problem.len_k : 0,
+                     problem.head_dim_v);  // lse needs none
     if (args.dk) dk = gradient(args.dk, args.dk_in_accum, head / q_per_k, problem.head_dim);
     if (args.dv) dv = gradient(args.dv, args.dv_in_accum, head / q_per_v, problem.head_dim_v);
     new_k = new_v = true;
@@ -92,7 +91,7 @@ struct BackwardBlock {
     last_query = (static_cast<int>(queries.last) - 1) / kBlockM * kBlockM;
     if (queries.empty()) last_query = first_query - kBlockM;
     bh = static_cast<uint32_t>(first_bh);
-    if constexpr (std::is_same_v<typename Traits::Element, Fp16>) {
+    if constexpr (kScaled) {
       bound = delta_max = 0.f;
       for (int64_t h = first_bh; h < first_bh + group_size; ++h) {
         bound = fmaxf(bound, scratch.bounds[h * 2]);
@@ -128,6 +127,9 @@ struct BackwardBlock {
       sm80::store_dq<typename Traits::Frag>(c, dq, args.dq.row_stride, rows, cols, col, row, factor);
     }
   }
+
+  __device__ __forceinline__ float scale_of_ds() const { return kScaled ? ds_scale : 1.f; }
+  __device__ __forceinline__ float unscale_of_ds() const { return kScaled ? ds_unscale : 1.f; }
 
   // NOTE: parameters are hidden, or ptxas keeps them in registers across the main loop.
   __device__ __forceinline__ void next_head(const BackwardArgs& args, const BackwardScratch& scratch,

@@ -1,8 +1,9 @@
 // What the backward kernels are made of beside tiles, products and scores: their traits and scratch, fragments of S^T,
 // and the scale of dS in fp16.
 //
-// Called by bwd.cuh, bias_gradient.cuh and run_bwd.cuh. Invariant: fragments are [keys, queries], one row of 16 keys a
-// warp; every sum runs in an order that depends on nothing but the shapes, but for dQ's without turns.
+// Called by bwd_steps.cuh, one_tile.cuh, bias_gradient.cuh, measure.cuh and run_bwd.cuh. Invariant: fragments are
+// [keys, queries], one row of 16 keys a warp; every sum runs in an order that depends on nothing but the shapes, but
+// for dQ's without turns.
 #pragma once
 
 #include <cmath>
@@ -401,21 +402,21 @@ __device__ __forceinline__ void multiply_by_p(Operands<Frag, kM, kN>& ds, uint32
   }
 }
 
-// The same sum in every thread, in a fixed order.
-template <int kThreads>
-__device__ __forceinline__ float block_sum(float x, float* scratch) {
+// fn of the x of all threads and 0, in a fixed order, the same in every thread; `scratch` holds one float a warp.
+template <int kThreads, class Fn>
+__device__ __forceinline__ float block_reduce(float x, float* scratch, const Fn& fn) {
 #pragma unroll
-  for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);
+  for (int step = 16; step > 0; step /= 2) x = fn(x, __shfl_xor_sync(~0u, x, step));
   __syncthreads();
   if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = x;
   __syncthreads();
-  float sum = 0.f;
+  float result = 0.f;
 #pragma unroll
-  for (int warp = 0; warp < kThreads / 32; ++warp) sum += scratch[warp];
-  return sum;
+  for (int warp = 0; warp < kThreads / 32; ++warp) result = fn(result, scratch[warp]);
+  return result;
 }
 
-// max |x| over a tile of 16-bit numbers in shared memory, over all threads; `scratch` holds one float a warp.
+// max |x| over a tile of 16-bit numbers in shared memory, over all threads.
 template <int kBytes, int kThreads>
 __device__ __forceinline__ float tile_max_abs(uint32_t tile, float* scratch) {
   __half2 most = __float2half2_rn(0.f);
@@ -425,15 +426,8 @@ __device__ __forceinline__ float tile_max_abs(uint32_t tile, float* scratch) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) most = __hmax2(most, __habs2(reinterpret_cast<const __half2&>(words[j])));
   }
-  float x = fmaxf(__low2float(most), __high2float(most));
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
-  __syncthreads();
-  if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = x;
-  __syncthreads();
-#pragma unroll
-  for (int warp = 0; warp < kThreads / 32; ++warp) x = fmaxf(x, scratch[warp]);
-  return x;
+  const float x = fmaxf(__low2float(most), __high2float(most));
+  return block_reduce<kThreads>(x, scratch, [](float a, float b) { return fmaxf(a, b); });
 }
 
 // The power of two by which dS is multiplied before it becomes fp16: with |dS| <= |dO| |V| / (1 - p) + |delta| it stays
