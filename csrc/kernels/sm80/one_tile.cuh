@@ -139,129 +139,122 @@ __device__ __forceinline__ void sum_rows_or_columns(const float* sums, const Bia
   if (i < size) to[i * stride] = total;
 }
 
+// The steps of a block. NOTE: P, dS and the sum of the bias's gradient are the kernel's own, as in fwd.cuh.
 template <class Traits>
-__global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
-    one_tile_backward_kernel(const __grid_constant__ BackwardArgs args, const __grid_constant__ BiasGradientPlan plan,
-                             bool sums_bias, unsigned features) {
+struct OneTile {
   using Frag = typename Traits::Frag;
   using T = typename Traits::T;
   using Tile = typename Traits::Tile;
   using ScoreTile = typename Traits::ScoreTile;
   using Item = OneTileItem<Traits>;
-  constexpr int kBlock = Traits::kBlock, kHeadDim = Traits::kHeadDim, kThreads = Traits::kThreads;
-  constexpr float kPScale = Traits::kScaled ? 1024.f : 1.f;  // normal fp16 numbers end at 2^-14
+  static constexpr int kBlock = Traits::kBlock, kHeadDim = Traits::kHeadDim, kThreads = Traits::kThreads;
+  static constexpr float kPScale = Traits::kScaled ? 1024.f : 1.f;  // normal fp16 numbers end at 2^-14
+  using Scores = float[1][kBlock / 8][4];
+  using Gradient = float[1][kHeadDim / 8][4];
   static_assert(sizeof(Item) <= kOneTileItemBytes);
-  char* const smem = dynamic_shared_128();
-  __shared__ float largest[Traits::kWarps];
 
-  const Problem& problem = args.fwd.problem;
-  constexpr int kBytes = Tile::bytes(kBlock);
-  const uint32_t base = shared_address(smem);
-  const OneTileSmem layout = one_tile_smem(kHeadDim, bias_bytes_of(problem), problem.has_mask);
-  Item* const ring = reinterpret_cast<Item*>(smem + layout.items);
-  const auto item_at = [&](uint32_t n) -> Item& { return ring[n % 3]; };
-  const ScoreTile p_tile{base + layout.p}, ds_tile{base + layout.ds};
-  const TileBand band = TileBand::make(problem);
-  const int diagonal = problem.bottom_right ? static_cast<int>(problem.len_k - problem.len_q) : 0;
-  const int len_q = static_cast<int>(problem.len_q), len_k = static_cast<int>(problem.len_k);
-  const int warp = threadIdx.x / 32, warp_row = 16 * warp;
-  const int row = warp_row + lane_row();
+  const BackwardArgs& args;
+  const BiasGradientPlan& plan;
+  const unsigned features;
+  const OneTileSmem& layout;
+  float (&largest)[Traits::kWarps];
+  char* const smem;
+  const uint32_t base;
+  const TileBand band;
+  const int diagonal, len_q, len_k;
+  const int warp, warp_row, row;  // row: the first of this lane's two, the other is row + 8
+  const void *bias_there = nullptr, *mask_there = nullptr;
 
-  const auto find = [&](const OneTileWalk& walk, uint32_t n) {
+  __device__ __forceinline__ const Problem& problem() const { return args.fwd.problem; }
+  __device__ __forceinline__ Item& item_at(uint32_t n) const {
+    return reinterpret_cast<Item*>(smem + layout.items)[n % 3];
+  }
+  __device__ __forceinline__ Tile tile(int which, uint32_t n) const {
+    return {base + (static_cast<int>(n % 2) * 4 + which) * Tile::bytes(kBlock)};
+  }
+  __device__ __forceinline__ ScoreTile p_tile() const { return {base + layout.p}; }
+  __device__ __forceinline__ ScoreTile ds_tile() const { return {base + layout.ds}; }
+
+  __device__ __forceinline__ void find(const OneTileWalk& walk, uint32_t n) const {
     find_item<Traits>(args, plan, walk, item_at(n), base + layout.bias, base + layout.mask);
-  };
-  const auto tile = [&](int which, uint32_t n) { return Tile{base + (static_cast<int>(n % 2) * 4 + which) * kBytes}; };
-  const auto load = [&](uint32_t n) {
+  }
+  __device__ __forceinline__ void load(uint32_t n) const {
     const Item& item = item_at(n);
     load_tile<kBlock, kThreads>(tile(kQ, n), item.rows[kQ], 0);
     load_tile<kBlock, kThreads>(tile(kK, n), item.rows[kK], 0);
     load_tile<kBlock, kThreads>(tile(kV, n), item.rows[kV], 0);
     load_tile<kBlock, kThreads>(tile(kDOut, n), item.rows[kDOut], 0);
-  };
-
-  OneTileWalk walk(plan, blockIdx.x), next = walk;
-  if (!walk.valid()) return;
-  find(walk, 0);
-  next.advance(plan);
-  if (next.valid()) find(next, 1);
-  __syncthreads();
-  load(0);
-  cp_async_commit();
-
-  float bias_sum[1][kBlock / 8][4];
-  clear(bias_sum);
-  const void *bias_there = nullptr, *mask_there = nullptr;
-  for (uint32_t n = 0; walk.valid(); ++n) {
-    const Item& item = item_at(n);
-    cp_async_wait<0>();
-    __syncthreads();  // this item's loads and the next item are there; nobody reads what the last one left
-    const bool new_scores = (problem.has_bias && item.mods.bias.data != bias_there) ||
-                            (problem.has_mask && item.mods.mask.data != mask_there);
-    if (new_scores) item.mods.load(features, 0, 0);
+  }
+  // Whether the item's bias or mask is not the last one's, and so begins to arrive.
+  __device__ __forceinline__ bool load_scores(const Item& item) {
+    const bool is_new = (problem().has_bias && item.mods.bias.data != bias_there) ||
+                        (problem().has_mask && item.mods.mask.data != mask_there);
+    if (is_new) item.mods.load(features, 0, 0);
     bias_there = item.mods.bias.data;
     mask_there = item.mods.mask.data;
-    cp_async_commit();
-    if (next.valid()) load(n + 1);
-    cp_async_commit();
-    float d_lse[2] = {0.f, 0.f};
+    return is_new;
+  }
+  __device__ __forceinline__ void read_d_lse(const Item& item, float (&d_lse)[2]) const {
     if (item.d_lse != nullptr) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) d_lse[i] = row + 8 * i < len_q ? item.d_lse[row + 8 * i] : 0.f;
     }
+  }
 
-    float p[1][kBlock / 8][4], ds[1][kBlock / 8][4];
-    score_product<Frag, kHeadDim>(features, p, tile(kQ, n), warp_row, tile(kK, n), 0);
-    clear(ds);
-    gemm_nt<Frag, kHeadDim>(ds, tile(kDOut, n), warp_row, tile(kV, n), 0);
-    if (new_scores) {
-      cp_async_wait<1>();
-      __syncthreads();  // bias and mask are there
-    }
-    item.mods.template apply<false>(features, p, warp_row, 0, diagonal);
-    const bool hides = band.is_boundary(0, kBlock, 0, kBlock);
-    if (hides) mask_band<false>(p, warp_row, 0, band, 0, 0);
+  // What lies between Q K^T and the softmax. dp: 0 of queries beyond the last.
+  __device__ __forceinline__ void modify(const Item& item, Scores& s, Scores& dp, bool hides) const {
+    item.mods.template apply<false>(features, s, warp_row, 0, diagonal);
+    if (hides) mask_band<false>(s, warp_row, 0, band, 0, 0);
     if (warp_row + 16 > len_q) {  // 0 times NaN of a key that no query sees would be NaN
-      for_each_row(p, [&](float& x, int i) { x = row + 8 * i < len_q ? x : kMinusInf; });
-      for_each_row(ds, [&](float& x, int i) { x = row + 8 * i < len_q ? x : 0.f; });
+      for_each_row(s, [&](float& x, int i) { x = row + 8 * i < len_q ? x : kMinusInf; });
+      for_each_row(dp, [&](float& x, int i) { x = row + 8 * i < len_q ? x : 0.f; });
     }
+  }
 
-    // P = softmax of the row, dS = P o (dP - rowsum(P o dP) + dlse). A row without keys has P = 0.
-    const auto most = [](float x, float y) { return fmaxf(x, y); };
-    const auto plus = [](float x, float y) { return x + y; };
-    float top[2] = {kMinusInf, kMinusInf}, sum[2] = {0.f, 0.f}, delta[2] = {0.f, 0.f};
-    for_each_row(p, [&](float x, int i) { top[i] = fmaxf(top[i], x); });
+  // S becomes P, the softmax of its row; inverse: of the row's sum. A row without keys has P = 0, and inverse is 0.
+  __device__ __forceinline__ void softmax(Scores& s, float (&inverse)[2]) const {
+    float top[2] = {kMinusInf, kMinusInf}, (&sum)[2] = inverse;
+    for_each_row(s, [&](float x, int i) { top[i] = fmaxf(top[i], x); });
 #pragma unroll
-    for (float& x : top) x = row_reduce(x, most);
-    for_each_row(p, [&](float& x, int i) {
+    for (float& x : top) x = row_reduce(x, [](float x, float y) { return fmaxf(x, y); });
+    for_each_row(s, [&](float& x, int i) {
       x = exp2_fast((x - (top[i] == kMinusInf ? 0.f : top[i])) * kLog2e);
       sum[i] += x;
     });
 #pragma unroll
     for (float& x : sum) {
-      x = row_reduce(x, plus);
+      x = row_reduce(x, [](float x, float y) { return x + y; });
       x = x == 0.f ? 0.f : 1.f / x;
     }
-    for_each_row(p, [&](float& x, int i) { x *= sum[i]; });
+    for_each_row(s, [&](float& x, int i) { x *= inverse[i]; });
+  }
+
+  // dP becomes dS = P o (dP - rowsum(P o dP) + dlse).
+  __device__ __forceinline__ void dp_to_ds(const Item& item, Scores& ds, const Scores& p, const float (&inverse)[2],
+                                           const float (&d_lse)[2], bool hides) const {
+    float delta[2] = {0.f, 0.f};
 #pragma unroll
     for (int b = 0; b < kBlock / 8; ++b) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) delta[i / 2] = fmaf(p[0][b][i], ds[0][b][i], delta[i / 2]);
     }
 #pragma unroll
-    for (float& x : delta) x = row_reduce(x, plus);
+    for (float& x : delta) x = row_reduce(x, [](float x, float y) { return x + y; });
     for_each_row(ds, [&](float& x, int i) { x -= delta[i]; });
     for_each_row(ds, [&](float& x, int i) { x += d_lse[i]; });
     for_each_pair(ds, p, [](float& x, float y) { x *= y; });
     if (hides) mask_band<false>(ds, warp_row, 0, band, 0, 0, 0.f);
-    if ((problem.has_mask || problem.has_bias) && warp_has_special(ds)) {
-      if (problem.has_mask) {
+    if ((problem().has_mask || problem().has_bias) && warp_has_special(ds)) {
+      if (problem().has_mask) {
         item.mods.template visit_masked<false, 1, kBlock / 8>(features, warp_row, 0, 0, clears_hidden(ds));
       }
-      for_each_row(ds, [&](float& x, int i) { x = sum[i] == 0.f ? 0.f : x; });  // rows without keys
+      for_each_row(ds, [&](float& x, int i) { x = inverse[i] == 0.f ? 0.f : x; });  // rows without keys
     }
-    if (sums_bias) for_each_pair(bias_sum, ds, [](float& x, float y) { x += y; });
+  }
 
-    float scale = 1.f, unscale = 1.f;
+  // In fp16 dS by a power of two that all warps agree on, and P by 2^10. What takes dS back is returned.
+  __device__ __forceinline__ float scale(Scores& ds, Scores& p) const {
+    float unscale = 1.f;
     if constexpr (Traits::kScaled) {
       float bound = 0.f;
       for_each_row(ds, [&](float x, int) { bound = fmaxf(bound, fabsf(x)); });
@@ -271,67 +264,152 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
       __syncthreads();
 #pragma unroll
       for (const float of_warp : largest) bound = fmaxf(bound, of_warp);
-      scale = fp16_scale(bound);
+      const float scale = fp16_scale(bound);
       unscale = 1.f / scale;
       for_each_row(ds, [&](float& x, int) { x *= scale; });
       for_each_row(p, [&](float& x, int) { x *= kPScale; });
     }
-    const auto ds_frag = operands<Frag>(ds);
-    store_scores(p_tile, operands<Frag>(p), warp_row);
-    store_scores(ds_tile, ds_frag, warp_row);
-    __syncthreads();  // P and dS are there; nobody reads V any more, which becomes the stage of the gradients
+    return unscale;
+  }
 
-    const auto store = [&](float(&c)[1][kHeadDim / 8][4], const GlobalRows<T>& to, bool in_accum, float factor) {
-      for_each_row(c, [&](float& x, int) { x *= factor; });
-      if (in_accum) {
-        const GlobalRows<float> wide{
-            reinterpret_cast<float*>(to.data), to.row_stride, to.col_stride, to.rows, to.cols, 0, false, false};
-        store_float(c, 0, wide, warp_row);
-      } else {
-        store_accumulators<Frag>(c, tile(kV, n), warp_row, 0, to, warp_row);
-      }
-    };
-    const float factor = static_cast<float>(problem.scale) * unscale;
+  __device__ __forceinline__ void store(uint32_t n, Gradient& c, int which, bool in_accum, float factor) const {
+    for_each_row(c, [&](float& x, int) { x *= factor; });
+    const GlobalRows<T>& to = item_at(n).rows[which];
+    if (in_accum) {
+      store_float(c, 0, in_floats(to), warp_row);
+    } else {
+      store_accumulators<Frag>(c, tile(kV, n), warp_row, 0, to, warp_row);
+    }
+  }
+  // dQ = dS K, dK = dS^T Q, dV = P^T dO
+  __device__ __forceinline__ void multiply(uint32_t n, const Operands<Frag, 1, kBlock / 8>& ds, float unscale) const {
+    const float factor = static_cast<float>(problem().scale) * unscale;
     if (args.dq) {
-      float c[1][kHeadDim / 8][4];
+      Gradient c;
       clear(c);
-      gemm_from_registers<Frag>(c, ds_frag, tile(kK, n), 0, 0);
-      store(c, item.rows[kDq], args.dq_in_accum, factor);
+      gemm_from_registers<Frag>(c, ds, tile(kK, n), 0, 0);
+      store(n, c, kDq, args.dq_in_accum, factor);
     }
     if (args.dk) {
-      float c[1][kHeadDim / 8][4];
+      Gradient c;
       clear(c);
-      gemm_tn<Frag, kBlock>(c, ds_tile, warp_row, tile(kQ, n), 0);
-      store(c, item.rows[kDk], args.dk_in_accum, factor);
+      gemm_tn<Frag, kBlock>(c, ds_tile(), warp_row, tile(kQ, n), 0);
+      store(n, c, kDk, args.dk_in_accum, factor);
     }
     if (args.dv) {
-      float c[1][kHeadDim / 8][4];
+      Gradient c;
       clear(c);
-      gemm_tn<Frag, kBlock>(c, p_tile, warp_row, tile(kDOut, n), 0);
-      store(c, item.rows[kDv], args.dv_in_accum, 1.f / kPScale);
+      gemm_tn<Frag, kBlock>(c, p_tile(), warp_row, tile(kDOut, n), 0);
+      store(n, c, kDv, args.dv_in_accum, 1.f / kPScale);
     }
-    if (sums_bias && item.last) {
-      float* const to = (plan.partial != nullptr ? plan.partial : static_cast<float*>(args.dbias.data)) + item.to;
-      const bool whole = plan.own_rows && plan.own_cols;
-      float* const sums = reinterpret_cast<float*>(smem + layout.p);  // [query][key], where P and dS were
-      if (!whole) __syncthreads();
-      for_each_score<false>(bias_sum, warp_row, 0, [&](float& x, int query, int key) {
-        const bool inside = query < len_q && key < len_k;
-        if (!whole) {
-          sums[query * kBlock + key] = inside ? x : 0.f;
-        } else if (inside) {
-          to[query * args.dbias.row_stride + key * args.dbias.col_stride] = x;
-        }
-        x = 0.f;
-      });
+  }
+
+  // The unit's gradient of the bias leaves, and its sum is 0 again.
+  __device__ __forceinline__ void store_bias(const Item& item, Scores& sum) const {
+    float* const to = (plan.partial != nullptr ? plan.partial : static_cast<float*>(args.dbias.data)) + item.to;
+    const bool whole = plan.own_rows && plan.own_cols;
+    float* const sums = reinterpret_cast<float*>(smem + layout.p);  // [query][key], where P and dS were
+    if (!whole) __syncthreads();
+    for_each_score<false>(sum, warp_row, 0, [&](float& x, int query, int key) {
+      const bool inside = query < len_q && key < len_k;
       if (!whole) {
-        __syncthreads();
-        sum_rows_or_columns(sums, plan, to, args.dbias, len_q, len_k);
+        sums[query * kBlock + key] = inside ? x : 0.f;
+      } else if (inside) {
+        to[query * args.dbias.row_stride + key * args.dbias.col_stride] = x;
       }
+      x = 0.f;
+    });
+    if (!whole) {
+      __syncthreads();
+      sum_rows_or_columns(sums, plan, to, args.dbias, len_q, len_k);
     }
+  }
+};
+
+// All warps do the same: 16 rows of S, P and dS each, later 16 keys of dK and dV. What an item goes through:
+//
+//   wait, __syncthreads (1)   Q, K, V and dO are there, and where the next item lies; nobody reads what the last one
+//   left begin to load             bias and mask, where they are new; then Q, K, V and dO of the next item S = Q K^T,
+//   dP = dO V^T (wait, __syncthreads)     bias and mask are there, where they are new P, dS                     in fp16
+//   a __syncthreads for the largest dS of all warps P and dS to shared memory
+//   __syncthreads (2)         P and dS are there; V becomes the stage of the gradients
+//   dQ, dK, dV                the sum of the bias's gradient after the last item of a unit
+//   find                      the item after the next
+//
+// Shared memory: two stages of Q, K, V and dO; P; dS; three items, which are the last, this and the next; bias; mask.
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
+    one_tile_backward_kernel(const __grid_constant__ BackwardArgs args, const __grid_constant__ BiasGradientPlan plan,
+                             bool sums_bias, unsigned features) {
+  using Step = OneTile<Traits>;
+  using Frag = typename Traits::Frag;
+  constexpr int kBlock = Traits::kBlock, kHeadDim = Traits::kHeadDim;
+  char* const smem = dynamic_shared_128();
+  __shared__ float largest[Traits::kWarps];
+  const Problem& problem = args.fwd.problem;
+  const OneTileSmem layout = one_tile_smem(kHeadDim, bias_bytes_of(problem), problem.has_mask);
+  const int warp = threadIdx.x / 32, warp_row = 16 * warp;
+  Step step{args,
+            plan,
+            features,
+            layout,
+            largest,
+            smem,
+            shared_address(smem),
+            TileBand::make(problem),
+            diagonal_of(problem),
+            static_cast<int>(problem.len_q),
+            static_cast<int>(problem.len_k),
+            warp,
+            warp_row,
+            warp_row + lane_row()};
+
+  OneTileWalk walk(plan, blockIdx.x), next = walk;
+  if (!walk.valid()) return;
+  step.find(walk, 0);
+  next.advance(plan);
+  if (next.valid()) step.find(next, 1);
+  __syncthreads();
+  step.load(0);
+  cp_async_commit();
+
+  typename Step::Scores bias_sum;
+  clear(bias_sum);
+  for (uint32_t n = 0; walk.valid(); ++n) {
+    const auto& item = step.item_at(n);
+    cp_async_wait<0>();
+    __syncthreads();  // (1)
+    const bool new_scores = step.load_scores(item);
+    cp_async_commit();
+    if (next.valid()) step.load(n + 1);
+    cp_async_commit();
+    float d_lse[2] = {0.f, 0.f}, inverse[2] = {0.f, 0.f};
+    step.read_d_lse(item, d_lse);
+
+    typename Step::Scores p, ds;
+    score_product<Frag, kHeadDim>(features, p, step.tile(kQ, n), warp_row, step.tile(kK, n), 0);  // S = Q K^T
+    clear(ds);
+    gemm_nt<Frag, kHeadDim>(ds, step.tile(kDOut, n), warp_row, step.tile(kV, n), 0);  // dP = dO V^T
+    if (new_scores) {
+      cp_async_wait<1>();
+      __syncthreads();  // bias and mask are there
+    }
+    const bool hides = step.band.is_boundary(0, kBlock, 0, kBlock);
+    step.modify(item, p, ds, hides);
+    step.softmax(p, inverse);
+    step.dp_to_ds(item, ds, p, inverse, d_lse, hides);
+    if (sums_bias) for_each_pair(bias_sum, ds, [](float& x, float y) { x += y; });
+
+    const float unscale = step.scale(ds, p);
+    const auto ds_frag = operands<Frag>(ds);
+    store_scores(step.p_tile(), operands<Frag>(p), warp_row);
+    store_scores(step.ds_tile(), ds_frag, warp_row);
+    __syncthreads();  // (2)
+    step.multiply(n, ds_frag, unscale);
+    if (sums_bias && item.last) step.store_bias(item, bias_sum);
     walk = next;
     if (next.valid()) next.advance(plan);
-    if (next.valid()) find(next, n + 2);
+    if (next.valid()) step.find(next, n + 2);
   }
 }
 
