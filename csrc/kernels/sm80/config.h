@@ -18,6 +18,8 @@ struct TileShape {
   int block_m;  // queries
   int block_n;  // keys
   int warps;    // each owns block_m / warps queries forward, block_n / warps keys (times a part of them) backward
+
+  constexpr bool operator==(const TileShape&) const = default;
 };
 
 // A warp that owns 32 rows reads each fragment of K and V for two mma; with 16 rows shared memory, and not the tensor

@@ -37,10 +37,14 @@ inline BoxCopies box_copies(const Problem& problem, const BoxedView& first, cons
 // fn(Traits) of the instance that serves the problem.
 template <class Element, int kHeadDim, class Fn>
 auto with_forward_traits(const Problem& problem, bool small, const Fn& fn) {
+  constexpr int kBytes = sizeof(StorageOf<Element>);
+  constexpr auto kHasSmall = [](bool plain) {  // else both are one instance
+    return forward_tile(kBytes, kHeadDim, true, plain) != forward_tile(kBytes, kHeadDim, false, plain);
+  };
   const bool plain = is_plain(problem);
   if (small) {
-    return plain ? fn(ForwardTraits<Element, kHeadDim, true, true>())
-                 : fn(ForwardTraits<Element, kHeadDim, true, false>());
+    return plain ? fn(ForwardTraits<Element, kHeadDim, kHasSmall(true), true>())
+                 : fn(ForwardTraits<Element, kHeadDim, kHasSmall(false), false>());
   }
   return plain ? fn(ForwardTraits<Element, kHeadDim, false, true>())
                : fn(ForwardTraits<Element, kHeadDim, false, false>());
