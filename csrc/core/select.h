@@ -201,9 +201,12 @@ inline const Kernel* select_forward(Table table, const ForwardArgs& args, const 
   return select(table, Pass::kForward, {args}, device, name);
 }
 
-// Who would make the gradient of the bias where a main kernel does not; null: nobody.
+// Who would make the gradient of the bias where a main kernel does not; null: nobody. Where no other gradient is wanted
+// there is nothing for a main kernel to do.
 inline const Kernel* select_bias_gradient(Table table, const BackwardArgs& args, const DeviceInfo& device) {
-  if (!args.fwd.problem.wants_dbias) return nullptr;
+  const Problem& problem = args.fwd.problem;
+  if (!problem.wants_dbias) return nullptr;
+  if (!problem.wants_dq && !problem.wants_dk && !problem.wants_dv && !problem.wants_dalibi) return nullptr;
   BackwardArgs alone = args;
   keep_bias_gradient(alone);
   return select(table, Pass::kBiasGradient, {alone.fwd, &alone}, device, {});
@@ -213,7 +216,6 @@ inline Stages select_backward(Table table, const BackwardArgs& args, const Devic
   const Asked asked{args.fwd, &args};
   const Kernel* const whole = select(table, Pass::kBackward, asked, device, name);
   const Problem& problem = args.fwd.problem;
-  if (!problem.wants_dq && !problem.wants_dk && !problem.wants_dv && !problem.wants_dalibi) return Stages(whole);
   const Kernel* const bias_gradient = select_bias_gradient(table, args, device);
   if (bias_gradient == nullptr) return Stages(whole);
   // A main kernel that leaves the gradient of the bias costs what it costs without, and the other one besides.

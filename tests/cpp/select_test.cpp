@@ -106,6 +106,10 @@ TEST_F(Select, TheGradientOfABiasMayBeAnothers) {
   problem().whole_dbias = false;
   problem().wants_dq = problem().wants_dk = problem().wants_dv = false;
   EXPECT_EQ(backward(rows), "b.backward");  // alone, it is the main kernel's
+  const auto considered = consider(rows, Pass::kBackward, {args_.fwd, &args_}, device_);
+  const Considered* const refused = nearest(rows, Pass::kBackward, "a", considered);
+  ASSERT_NE(refused, nullptr);
+  EXPECT_EQ(refused->reason.find("no support for the gradient of a bias, "), 0U) << refused->reason;
 }
 
 TEST_F(Select, TheArgumentsOfAStage) {
