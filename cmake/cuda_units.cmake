@@ -6,9 +6,9 @@
 # quarter of it. The same lists become the types of sm80_instances.h, which dispatch reads: they exist once, and an instance
 # that dispatch names and nobody compiles is an undefined symbol, which the linker refuses.
 #
-# Those of sm90/ (fwd.cu.in, bwd.cu.in, sm90_instances.h) are compiled for sm_90a and nothing else, because wgmma is an instruction
-# of that one architecture. They are there where CUDA_ARCHS has machine code for 9.0 and the lists below leave an
-# instance; without them the library has no backend of that name.
+# Those of sm90/ (unit.cu.in of forward/ and backward/, sm90_instances.h) are compiled for sm_90a and nothing else, because
+# wgmma is an instruction of that one architecture. They are there where CUDA_ARCHS has machine code for 9.0 and the lists
+# below leave an instance; without them the library has no backend of that name.
 #
 # FLASH_EXT_ELEMENTS and FLASH_EXT_HEAD_DIMS shorten the lists, for a quick build while tuning; calls beyond them are
 # refused by name. Without Tf32 its calls go to Fp32.
@@ -49,15 +49,15 @@ function(flash_ext_add_sm90_units target generated)
       if(archs AND element IN_LIST FLASH_EXT_ELEMENTS AND HEAD_DIM IN_LIST FLASH_EXT_HEAD_DIMS)
         set(DTYPE ${${element}})
         string(TOLOWER ${element} name)
-        set(passes fwd)
+        set(passes forward)
         set(functions run_forward)
         if(HEAD_DIM IN_LIST backward_head_dims)
-          list(APPEND passes bwd)
+          list(APPEND passes backward)
           list(APPEND functions backward_scratch_bytes run_backward)
         endif()
         foreach(pass IN LISTS passes)
           set(unit ${generated}/sm90_${pass}_${name}_${HEAD_DIM}.cu)
-          configure_file(${folder}/${pass}.cu.in ${unit} @ONLY)
+          configure_file(${folder}/${pass}/unit.cu.in ${unit} @ONLY)
           list(APPEND units ${unit})
         endforeach()
         list(TRANSFORM functions APPEND "<DType::${DTYPE}, ${HEAD_DIM}>")

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.kernels("sm80"), pytest.mark.no_gpu]
 
 CSRC = Path(__file__).parents[2] / "csrc"
 # Host code: what plans and launches.
-HOST = ("run", "bwd_instance")
+HOST = ("run", "instance")
 HEADERS = [
     *(CSRC / "core" / f"{name}.h" for name in ("band", "bias_gradient_plan", "dropout", "online_softmax", "score_mod")),
     CSRC / "core" / "tile_schedule.h",

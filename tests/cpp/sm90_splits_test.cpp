@@ -1,10 +1,10 @@
-// kernels/sm90/splits.h and choose_tiles.h: parts cover a tile's keys once, and which calls are split.
+// kernels/sm90/forward/splits.h and choose_tiles.h: parts cover a tile's keys once, and which calls are split.
 #include <gtest/gtest.h>
 
 #include <initializer_list>
 #include <utility>
 
-#include "kernels/sm90/choose_tiles.h"
+#include "kernels/sm90/forward/choose_tiles.h"
 
 namespace flash_ext::sm90 {
 namespace {

@@ -7,7 +7,7 @@
 #include <set>
 #include <vector>
 
-#include "kernels/sm90/bwd_config.h"
+#include "kernels/sm90/backward/config.h"
 #include "kernels/sm90/config.h"
 #include "kernels/sm90/descriptor.h"
 

@@ -1,7 +1,7 @@
 // The tiles of this backend, what each keeps in shared memory, how the warpgroups take turns and in which order tiles
 // run. Host and device read the same functions, so that plan(), the launch and the kernel cannot disagree.
 //
-// Called by rows.cpp, fwd.cuh and run_fwd.cuh. Invariant: every tile starts at a multiple of 1024 bytes
+// Called by rows.cpp, forward/kernel.cuh and forward/run.cuh. Invariant: every tile starts at a multiple of 1024 bytes
 // (descriptor.h); registers of all warpgroups together fit the 65,536 of a multiprocessor.
 #pragma once
 
@@ -28,7 +28,7 @@ struct ForwardShape {
   int q_stages;   // 2: the next tile's Q arrives during this one, and out leaves through Q's stage
   Schedule schedule;
   int split;  // columns of S whose maximum is taken before the first exponential; the others' is taken meanwhile
-  bool shares_keys = false;  // the keys of a tile of queries may be several blocks', see splits.h
+  bool shares_keys = false;  // the keys of a tile of queries may be several blocks', see forward/splits.h
   bool scored = false;       // with a bias or mask, which the producer's other three warps bring, slopes or dropout
 
   constexpr int block_m() const { return consumers * 64; }
@@ -138,7 +138,7 @@ struct ForwardSmem {
 
 constexpr int kSharedMemoryLimit = 227 * 1024;  // of one block on 9.0
 constexpr int kWorks = 2;                       // of the tiles that the producer has told the consumers of
-constexpr int kWorkBytes = 32;                  // of each, see work.cuh
+constexpr int kWorkBytes = 32;                  // of each, see forward/work.cuh
 constexpr int kScoreStages = 4;                 // of bias and mask, at most; how many fit depends on what there is
 
 constexpr ForwardSmem forward_smem(ForwardShape shape, int head_dim) {

@@ -5,9 +5,8 @@
 // The factors of 1 / (1 - p) are applied where out, dQ, dK and dV are scaled anyway, that of delta in prepare.
 // Forward: a fragment of S is one of the map, so consumers draw for themselves, when P is packed. Backward: the
 // fragments are of S^T and registers are scarce, so the warps beside the producer draw, as bits, a slot at a time
-// (bwd_scores.cuh); in two passes consumers do. Called by fwd.cuh, bwd_scores.cuh and backward_two_pass, parameters
-// made by run_scores.cuh. Invariant: tiles start at
-// multiples of 16 queries and keys.
+// (backward/scores.cuh); in two passes consumers do. Called by forward/kernel.cuh, backward/scores.cuh and
+// backward_two_pass, parameters made by run_scores.cuh. Invariant: tiles start at multiples of 16 queries and keys.
 #pragma once
 
 #include "core/dropout.h"

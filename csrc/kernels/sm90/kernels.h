@@ -5,11 +5,11 @@
 #pragma once
 
 #include "core/args.h"
-#include "kernels/sm90/splits.h"
+#include "kernels/sm90/forward/splits.h"
 
 namespace flash_ext::sm90 {
 
-// What a forward's plan says of its launch. grid: of forward_order (config.h) or split_order (splits.h).
+// What a forward's plan says of its launch. grid: of forward_order (config.h) or split_order (forward/splits.h).
 struct ForwardLaunch {
   Tiles tiles;
   Splits splits;  // of Tiles::kSplit

@@ -4,7 +4,7 @@
 //   outside of the tensor write_out   the same from registers, 64 bytes of a row an instruction, where shared memory
 //   has no room write_part  as floats, for combine to join with those of other keys
 //
-// Called by fwd.cuh. Invariant: all lanes of the warp call; stage_out returns before its tile has been read.
+// Called by forward/kernel.cuh. Invariant: all lanes of the warp call; stage_out returns before its tile has been read.
 #pragma once
 
 #include "core/args.h"

@@ -1,7 +1,7 @@
 // The rows of sm90, host code only: what each serves, what it takes, and which instance it picks.
 //
-//   fp16 and bf16 by TMA and wgmma (fwd.cuh, bwd.cuh, backward_two_pass, bias_gradient.cuh): bands, grouped heads, lse,
-//   softcap, bias, ALiBi, mask and dropout
+//   fp16 and bf16 by TMA and wgmma (forward/kernel.cuh, backward/kernel.cuh, backward_two_pass,
+//   bias_gradient/kernel.cuh): bands, grouped heads, lse, softcap, bias, ALiBi, mask and dropout
 //
 // Serves compute capability 9.0 exactly, because wgmma is of that one architecture; backward serves less than forward.
 // Called through kernels/table.cpp. Invariant: what a row accepts has an instance, and its tensor maps encode; the list
@@ -13,9 +13,9 @@
 #include "core/kernel.h"
 #include "gpu/host/tensor_map.h"
 #include "kernels/sm90/backward_two_pass/config.h"
-#include "kernels/sm90/choose_tiles.h"
 #include "kernels/sm90/config.h"
 #include "kernels/sm90/cost.h"
+#include "kernels/sm90/forward/choose_tiles.h"
 #include "sm90_instances.h"
 
 namespace flash_ext::sm90 {
@@ -327,7 +327,7 @@ constexpr Kernel kKernels[] = {
     two_pass_row("sm90.backward.two_pass.softcap", {Feature::kSoftcap}, {Feature::kSoftcap}, kWide, INT_MAX,
                  kLeastScores),
     two_pass_row("sm90.backward.two_pass", {}, {}, kWide, INT_MAX, 1),
-    // The gradient of a bias is a pass of its own, bias_gradient.cuh.
+    // The gradient of a bias is a pass of its own, bias_gradient/kernel.cuh.
     backward_row("sm90.backward.scored", kScores.with({Feature::kBiasGradient, Feature::kWholeBiasGradient}), kScores,
                  kLeastScores),
     backward_row("sm90.backward.softcap", {Feature::kSoftcap}, {Feature::kSoftcap}, kLeastScores),

@@ -1,5 +1,5 @@
 // The parameters of a softcap, a bias, slopes, a mask and dropout, for both passes: views, and what fits the room in
-// shared memory. Called by run_fwd.cuh, run_bwd.cuh and backward_two_pass/run.cuh.
+// shared memory. Called by forward/run.cuh, backward/run.cuh and backward_two_pass/run.cuh.
 #pragma once
 
 #include <algorithm>

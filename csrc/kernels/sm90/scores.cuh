@@ -5,18 +5,17 @@
 //
 // in natural units; with a mask alone s stays q k^T.
 // Three warps beside the producer copy a tile [query][key] of each for every tile of keys, as many ahead as there is
-// room; where the rows are all the same the tile is one row. Called by fwd.cuh, bwd_scores.cuh and backward_two_pass;
-// parameters are made by run_scores.cuh.
-// Invariant: nothing outside of a tensor's rows is read; what stands in a tile for that is 0 and lies outside of the
-// band, too. A stage's full barrier has two arrivals of each loading thread, one of its own stores and one of its
-// copies, its empty barrier one of each consumer warp.
+// room; where the rows are all the same the tile is one row. Called by forward/kernel.cuh, backward/scores.cuh and
+// backward_two_pass; parameters are made by run_scores.cuh. Invariant: nothing outside of a tensor's rows is read; what
+// stands in a tile for that is 0 and lies outside of the band, too. A stage's full barrier has two arrivals of each
+// loading thread, one of its own stores and one of its copies, its empty barrier one of each consumer warp.
 #pragma once
 
 #include "kernels/sm90/dropout.cuh"
+#include "kernels/sm90/forward/work.cuh"
 #include "kernels/sm90/pipeline.cuh"
 #include "kernels/sm90/softcap.cuh"
 #include "kernels/sm90/softmax.cuh"
-#include "kernels/sm90/work.cuh"
 
 namespace flash_ext::sm90 {
 

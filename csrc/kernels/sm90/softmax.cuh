@@ -3,8 +3,8 @@
 //   m' = max(m, max_j s_j)     l' = l e^(m - m') + sum_j e^(s_j - m')     O' = O e^(m - m')
 //
 // in units of q k^T, with scale * log2(e) folded into the multiply-add before ex2, or, with a bias, in natural units.
-// Sums are of the thread's own columns until the end. Called by fwd.cuh, between the wait for S and the wait for O.
-// Invariant: step() touches S only; O, on which wgmma may still work, is rescaled by the caller after its wait.
+// Sums are of the thread's own columns until the end. Called by forward/kernel.cuh, between the wait for S and the wait
+// for O. Invariant: step() touches S only; O, on which wgmma may still work, is rescaled by the caller after its wait.
 #pragma once
 
 #include <limits>
@@ -29,7 +29,7 @@ struct TileBand {
   }
 };
 
-// row: of this thread's first half; its second half is row + 8. row_mask: of a row, the query (work.cuh).
+// row: of this thread's first half; its second half is row + 8. row_mask: of a row, the query (forward/work.cuh).
 template <int kCount>
 __device__ __forceinline__ void mask_band(float (&s)[kCount], const TileBand& band, int row, int first_key,
                                           int row_mask = -1) {

@@ -3,9 +3,9 @@
 // and kernels.
 #include "attention_call.h"
 #include "gpu/host/tensor_map.cpp"
-#include "kernels/sm90/bwd_instance.cuh"
+#include "kernels/sm90/backward/instance.cuh"
+#include "kernels/sm90/forward/run.cuh"
 #include "kernels/sm90/rows.cpp"
-#include "kernels/sm90/run_fwd.cuh"
 #include "kernels/stages/combine.cu"
 #include "sm90_two_pass_cases.h"
 

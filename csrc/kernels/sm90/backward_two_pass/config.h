@@ -3,7 +3,7 @@
 // Called by rows.cpp, parts.cuh and run.cuh. Invariant: as of kernels/sm90/config.h.
 #pragma once
 
-#include "kernels/sm90/bwd_config.h"
+#include "kernels/sm90/backward/config.h"
 
 namespace flash_ext::sm90 {
 

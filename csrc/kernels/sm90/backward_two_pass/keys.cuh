@@ -195,41 +195,35 @@ __device__ __forceinline__ void consume_keys(const typename Traits::Params& para
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     keys_kernel(const __grid_constant__ typename Traits::Params params) {
-  char* const smem = dynamic_shared();
-  const typename Traits::Keys tiles{(shared_address(smem) + kTileAlign - 1) & ~(kTileAlign - 1)};
+  const typename Traits::Keys tiles{tile_base()};
+  constexpr TwoPassShape kShape = Traits::kShape;
   if (threadIdx.x == 0) {
     barrier_init(tiles.k_full(), 1);
     barrier_init(tiles.v_full(), 1);
-    for (int stage = 0; stage < Traits::kStages; ++stage) {
-      for (const auto& ring : {tiles.q(), tiles.d_out()}) {
-        barrier_init(ring.full(stage), 1);
-        barrier_init(ring.empty(stage), 8);
-      }
-      barrier_init(tiles.p().full(stage), 4);
-      barrier_init(tiles.p().empty(stage), 4);
+    init_ring(tiles.q(), Traits::kStages, 8);
+    init_ring(tiles.d_out(), Traits::kStages, 8);
+    init_ring(tiles.p(), Traits::kStages, 4, 4);
+    if constexpr (Traits::kScored) {
+      init_ring(tiles.scores(), kScoreStages, kShape.splits_gradients() ? 4 : 8, 2 * kScoreLoaders);
     }
-    if constexpr (Traits::kScored) init_slots(tiles.scores(), Traits::kShape.splits_gradients() ? 4 : 8);
     fence_barrier_init();
   }
-  cudaTriggerProgrammaticLaunchCompletion();
-  cudaGridDependencySynchronize();  // prepare's numbers
-  __syncthreads();
-  const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);
+  follow_previous_kernel<Traits>();  // prepare's numbers
+  const int warpgroup = enter_warpgroup<kShape.producer_registers(), kShape.consumer_registers()>();
   if (warpgroup == 0) {
-    fewer_registers<Traits::kShape.producer_registers()>();
     if (threadIdx.x < 32 && elect_one()) produce_for_keys<Traits>(params, tiles);
     if constexpr (Traits::kScored) {
       if (threadIdx.x >= 32) load_scores_of_keys<Traits>(params, tiles);
     }
-    return;
-  }
-  more_registers<Traits::kShape.consumer_registers()>();
-  if constexpr (!Traits::kShape.splits_gradients()) {
-    consume_keys<Traits>(params, tiles, warpgroup - 1);
-  } else if (warpgroup == 1) {
-    consume_one_gradient<Traits, true>(params, tiles);
   } else {
-    consume_one_gradient<Traits, false>(params, tiles);
+    const int consumer = warpgroup - 1;
+    if constexpr (!Traits::kShape.splits_gradients()) {
+      consume_keys<Traits>(params, tiles, consumer);
+    } else if (consumer == 0) {
+      consume_one_gradient<Traits, true>(params, tiles);
+    } else {
+      consume_one_gradient<Traits, false>(params, tiles);
+    }
   }
 }
 

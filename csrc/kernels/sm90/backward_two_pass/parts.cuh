@@ -12,14 +12,14 @@
 // shapes: the same bits in every run.
 #pragma once
 
+#include "kernels/sm90/backward/parts.cuh"
 #include "kernels/sm90/backward_two_pass/config.h"
-#include "kernels/sm90/bwd_parts.cuh"
 
 namespace flash_ext::sm90 {
 
 struct TwoPassParams {
   TensorMap q, k, v, d_out, dk, dv, dq;
-  const float* stats;   // [b, h_q, tiles of 64 queries, kQueryStats, 64], see bwd_rows.cuh
+  const float* stats;   // [b, h_q, tiles of 64 queries, kQueryStats, 64], see backward/rows.cuh
   const float* bounds;  // fp16: [b, h_q, 2], the largest |dO row| and |delta|, then [b, h_k], the largest |V|
   TileSchedule keys, queries;
   TileBand band;

@@ -217,35 +217,26 @@ __device__ __forceinline__ void consume_queries(const typename Traits::Params& p
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     queries_kernel(const __grid_constant__ typename Traits::Params params) {
-  char* const smem = dynamic_shared();
-  const typename Traits::Queries tiles{(shared_address(smem) + kTileAlign - 1) & ~(kTileAlign - 1)};
+  const typename Traits::Queries tiles{tile_base()};
+  constexpr TwoPassShape kShape = Traits::kShape;
   if (threadIdx.x == 0) {
     barrier_init(tiles.q_full(), 1);
     barrier_init(tiles.d_out_full(), 1);
-    const auto init = [](const auto& ring, int stages) {
-      for (int stage = 0; stage < stages; ++stage) {
-        barrier_init(ring.full(stage), 1);
-        barrier_init(ring.empty(stage), 8);
-      }
-    };
-    init(tiles.k(), Traits::kStages);
-    init(tiles.v(), 1);
-    if constexpr (Traits::kScored) init_slots(tiles.scores(), 8);
+    init_ring(tiles.k(), Traits::kStages, 8);
+    init_ring(tiles.v(), 1, 8);
+    if constexpr (Traits::kScored) init_ring(tiles.scores(), kScoreStages, 8, 2 * kScoreLoaders);
     fence_barrier_init();
   }
-  cudaTriggerProgrammaticLaunchCompletion();
-  cudaGridDependencySynchronize();  // prepare's numbers
-  __syncthreads();
-  const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);
+  follow_previous_kernel<Traits>();  // prepare's numbers
+  const int warpgroup = enter_warpgroup<kShape.producer_registers(), kShape.consumer_registers()>();
   if (warpgroup == 0) {
-    fewer_registers<Traits::kShape.producer_registers()>();
     if (threadIdx.x < 32 && elect_one()) produce_for_queries<Traits>(params, tiles);
     if constexpr (Traits::kScored) {
       if (threadIdx.x >= 32) load_scores_of_queries<Traits>(params, tiles);
     }
   } else {
-    more_registers<Traits::kShape.consumer_registers()>();
-    consume_queries<Traits>(params, tiles, warpgroup - 1);
+    const int consumer = warpgroup - 1;
+    consume_queries<Traits>(params, tiles, consumer);
   }
 }
 

@@ -1,4 +1,4 @@
-// The host side of the two-pass backward: prepare (bwd_rows.cuh), keys.cuh, queries.cuh.
+// The host side of the two-pass backward: prepare (backward/rows.cuh), keys.cuh, queries.cuh.
 //
 // Called by rows.cpp through kernels.h. Invariant: two_pass_scratch_bytes is what plan() asks for and what is used.
 #pragma once
@@ -6,9 +6,9 @@
 #include <algorithm>
 
 #include "gpu/host/launch.h"
+#include "kernels/sm90/backward/rows.cuh"
 #include "kernels/sm90/backward_two_pass/keys.cuh"
 #include "kernels/sm90/backward_two_pass/queries.cuh"
-#include "kernels/sm90/bwd_rows.cuh"
 #include "kernels/sm90/run_scores.cuh"
 
 namespace flash_ext::sm90 {

@@ -52,14 +52,6 @@ __device__ __forceinline__ void load_slots(const ScoreParams& scores, const Ring
   cp_async_wait_all();
 }
 
-// readers: warps.
-__device__ __forceinline__ void init_slots(const Ring<0>& ring, int readers) {
-  for (int slot = 0; slot < kScoreStages; ++slot) {
-    barrier_init(ring.full(slot), 2 * kScoreLoaders);
-    barrier_init(ring.empty(slot), readers);
-  }
-}
-
 // The first slot; without scores there is no such ring.
 __device__ __forceinline__ ScorePlace keys_slot(const ScoredTwoPassParams& params) {
   return ScorePlace(params.keys_scores.stages);

@@ -1,14 +1,14 @@
 // What a block of the forward works on: the parameters of the kernel and the tiles of one block, one after the other.
-// Called by fwd.cuh (device) and run_fwd.cuh (host).
+// Called by kernel.cuh (device) and run.cuh (host).
 // Invariant: over the grid every tile is walked once, whichever way blocks find their next.
 #pragma once
 
 #include "core/tile_schedule.h"
 #include "kernels/sm90/config.h"
+#include "kernels/sm90/forward/splits.h"
 #include "kernels/sm90/out.cuh"
 #include "kernels/sm90/pipeline.cuh"
 #include "kernels/sm90/softmax.cuh"
-#include "kernels/sm90/splits.h"
 
 namespace flash_ext::sm90 {
 

@@ -9,11 +9,11 @@
 // consumer warpgroups own 64 queries each. Scores are not transposed here: nothing but their sum is wanted. What is
 // shared by the items of a tile is its bias: each thread reads that of its scores once and keeps it in shared memory.
 //
-// Called by run_bwd.cuh, behind prepare_kernel, whose stats it reads. Invariant: each element of the gradient is
+// Called by backward/run.cuh, behind prepare_kernel, whose stats it reads. Invariant: each element of the gradient is
 // written exactly once; a ring's barriers as in pipeline.cuh.
 #pragma once
 
-#include "kernels/sm90/bias_gradient_parts.cuh"
+#include "kernels/sm90/bias_gradient/parts.cuh"
 
 namespace flash_ext::sm90 {
 
@@ -205,29 +205,20 @@ __device__ __forceinline__ void consume_items(const BiasGradientParams& params, 
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     bias_gradient_kernel(const __grid_constant__ BiasGradientParams params) {
-  char* const smem = dynamic_shared();
-  const typename Traits::Tiles tiles{(shared_address(smem) + kTileAlign - 1) & ~(kTileAlign - 1)};
+  const typename Traits::Tiles tiles{tile_base()};
   if (threadIdx.x == 0) {
-    const auto init = [](const auto& ring, int stages) {
-      for (int stage = 0; stage < stages; ++stage) {
-        barrier_init(ring.full(stage), 1);
-        barrier_init(ring.empty(stage), Traits::kWarps);
-      }
-    };
-    init(tiles.operands(), Traits::kStages);
-    init(tiles.entries(), kItemStages);
+    init_ring(tiles.operands(), Traits::kStages, Traits::kWarps);
+    init_ring(tiles.entries(), kItemStages, Traits::kWarps);
     fence_barrier_init();
     for (const TensorMap* map : {&params.q, &params.k, &params.v, &params.d_out}) prefetch_map(&map->map);
   }
   __syncthreads();
-  // The same in all lanes, and the compiler knows.
-  const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);
+  const int warpgroup = enter_warpgroup<Traits::kProducerRegisters, Traits::kConsumerRegisters>();
   if (warpgroup == 0) {
-    fewer_registers<Traits::kProducerRegisters>();
     if (threadIdx.x < 32 && elect_one()) produce_items<Traits>(params, tiles);
   } else {
-    more_registers<Traits::kConsumerRegisters>();
-    consume_items<Traits>(params, tiles, warpgroup - 1);
+    const int consumer = warpgroup - 1;
+    consume_items<Traits>(params, tiles, consumer);
   }
 }
 

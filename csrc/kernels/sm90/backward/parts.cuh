@@ -1,7 +1,7 @@
 // What the backward kernel is made of beside its two roles: parameters, shared memory, the tiles of the grid, products,
 // stores, and the scale of dS in fp16.
 //
-// Called by bwd.cuh, bwd_load.cuh, bwd_order.cuh, bwd_rows.cuh and backward_two_pass. Invariant: fragments are [keys,
+// Called by kernel.cuh, producer.cuh, order.cuh, rows.cuh and backward_two_pass. Invariant: fragments are [keys,
 // queries], as wgmma.cuh says for 64 rows.
 #pragma once
 
@@ -9,8 +9,8 @@
 
 #include "core/args.h"
 #include "gpu/wgmma.cuh"
-#include "kernels/sm90/bwd_config.h"
-#include "kernels/sm90/bwd_hidden.cuh"
+#include "kernels/sm90/backward/config.h"
+#include "kernels/sm90/backward/hidden.cuh"
 #include "kernels/sm90/pipeline.cuh"
 #include "kernels/sm90/scores.cuh"
 #include "kernels/sm90/softmax.cuh"
@@ -20,7 +20,7 @@ namespace flash_ext::sm90 {
 struct BackwardParams {
   TensorMap q, k, v, d_out, dk, dv;
   TensorMap dq_rows;    // Walk::kStored
-  const float* stats;   // [b, h_q, m_blocks, kQueryStats, block_m], see bwd_rows.cuh
+  const float* stats;   // [b, h_q, m_blocks, kQueryStats, block_m], see rows.cuh
   const float* bounds;  // [b, h_q, 2], fp16: largest |dO row| and |delta|
   float* dq;            // [b, h_q, m_blocks, block_m * head dim], in the order of the fragments; not Walk::kStored
   TileSchedule schedule;
@@ -105,7 +105,7 @@ struct BackwardTraits {
   static constexpr int kKSteps = kStored ? 0 : kShape.k_steps;  // NOTE: beside stores of dQ 4 and 8 bytes spilled
   using Place = RingPlace<kShape.stages>;
   using DsPlace = RingPlace<kShape.ds_stages>;
-  // Whoever has read dS says so; else the order of the products does (bwd.cuh).
+  // Whoever has read dS says so; else the order of the products does (kernel.cuh).
   static constexpr bool kReturnsDs = kShape.defers || kShape.ds_stages == 1;
 
   // Barriers: K, V, then those of the rings, of dS, and with scores of theirs.
@@ -192,15 +192,6 @@ static_assert(sizeof(KeyWork) == kKeyWorkBytes);
 __device__ __forceinline__ int find_row(int consumer) {
   const unsigned thread = no_hoist(threadIdx.x);
   return consumer * 64 + static_cast<int>(thread % 128 / 32 * 16 + thread % 32 / 4);
-}
-
-template <int kRows, int kPanels>
-__device__ __forceinline__ void load_panels(uint32_t tile, uint32_t barrier, const TensorMap& map, BoxStart at) {
-#pragma unroll
-  for (int panel = 0; panel < kPanels; ++panel) {
-    tma_load(tile + panel * panel_size(kRows), &map.map, barrier, at);
-    at.col += kPanelCols;
-  }
 }
 
 // Columns [0, 16 kSteps) of 16 rows of a warp, as wgmma takes them from registers.

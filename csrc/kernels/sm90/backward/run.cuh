@@ -1,6 +1,6 @@
 // The host side of backward: scratch, tensor maps, and the three launches.
 //
-//   prepare -> main kernel -> finish (bwd_rows.cuh) -> the gradient of a bias (bias_gradient.cuh)
+//   prepare -> main kernel -> finish (rows.cuh) -> the gradient of a bias (bias_gradient/kernel.cuh)
 //
 // Called by rows.cpp through kernels.h. Invariant: backward_scratch is what plan() asks for and what is used.
 #pragma once
@@ -8,9 +8,10 @@
 #include <algorithm>
 
 #include "gpu/host/launch.h"
-#include "kernels/sm90/bwd.cuh"
-#include "kernels/sm90/bwd_rows.cuh"
-#include "kernels/sm90/run_bias_gradient.cuh"
+#include "kernels/sm90/backward/kernel.cuh"
+#include "kernels/sm90/backward/rows.cuh"
+#include "kernels/sm90/bias_gradient/run.cuh"
+#include "kernels/sm90/kernels.h"
 #include "kernels/sm90/run_scores.cuh"
 
 namespace flash_ext::sm90 {

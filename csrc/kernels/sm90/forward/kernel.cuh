@@ -8,13 +8,13 @@
 // next: the first S of the next is issued together with the last P V of this one. Keys are walked from the last tile to
 // the first, so that the diagonal and the tail, which are masked, come first. The producer finds a block's next tile
 // and tells the consumers (work.cuh). With a bias or mask three more warps load those (scores.cuh). Called by
-// run_fwd.cuh. Invariant: a ring's full barrier is completed by TMA (that of the works by the producer), its empty
+// run.cuh. Invariant: a ring's full barrier is completed by TMA (that of the works by the producer), its empty
 // barrier by one arrival of each warp that reads it, after the wait that proves its wgmma finished. Where Q has two
 // stages out goes through the rows of Q that its warp alone owns, and Q's stage is handed back when that store has read
 // it; where it has one, out goes from registers and Q's stage is handed back after the tile's last S.
 #pragma once
 
-#include "kernels/sm90/fwd_parts.cuh"
+#include "kernels/sm90/forward/parts.cuh"
 
 namespace flash_ext::sm90 {
 
@@ -371,36 +371,27 @@ __global__ void __launch_bounds__(Traits::kShape.threads(), 1)
     cudaTriggerProgrammaticLaunchCompletion();  // combine may take its place; it waits for the end of this grid
     if (skip_part<Traits>(params)) return;
   }
-  char* const smem = dynamic_shared();
-  const uint32_t base = (shared_address(smem) + kTileAlign - 1) & ~(kTileAlign - 1);
-  const typename Traits::Rings rings = Traits::rings(base);
+  const typename Traits::Rings rings = Traits::rings(tile_base());
   if (threadIdx.x == 0) {
     for (const TensorMap* map : {&params.q, &params.k, &params.v, &params.out}) prefetch_map(&map->map);
-    const auto init = [](const auto& ring, int tiles, int readers, int writers = 1) {
-      for (int i = 0; i < tiles; ++i) {
-        barrier_init(ring.full(i), writers);
-        barrier_init(ring.empty(i), readers);
-      }
-    };
-    init(rings.works, kWorks, 4 * Traits::kConsumers + (Traits::kScored ? kScoreLoaders / 32 : 0));
-    init(rings.q, Traits::kQTiles, 4);
-    init(rings.k, kShape.stages, 4 * Traits::kConsumers);
-    init(rings.v, kShape.stages, 4 * Traits::kConsumers);
-    if constexpr (Traits::kScored) init(rings.scores, kScoreStages, 4 * Traits::kConsumers, 2 * kScoreLoaders);
+    constexpr int kReaders = 4 * Traits::kConsumers;  // warps
+    init_ring(rings.works, kWorks, kReaders + (Traits::kScored ? kScoreLoaders / 32 : 0));
+    init_ring(rings.q, Traits::kQTiles, 4);
+    init_ring(rings.k, kShape.stages, kReaders);
+    init_ring(rings.v, kShape.stages, kReaders);
+    if constexpr (Traits::kScored) init_ring(rings.scores, kScoreStages, kReaders, 2 * kScoreLoaders);
     fence_barrier_init();
   }
   __syncthreads();
-  // The same in all lanes, and the compiler knows.
-  const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);
+  const int warpgroup = enter_warpgroup<kShape.producer_registers(), kShape.consumer_registers()>();
   if (warpgroup == 0) {
-    fewer_registers<kShape.producer_registers()>();
     if (threadIdx.x < 32 && elect_one()) produce<Traits>(params, rings);
     if constexpr (Traits::kScored) {
       if (threadIdx.x >= 32) load_scores<Traits>(params, rings);
     }
   } else {
-    more_registers<kShape.consumer_registers()>();
-    consume<Traits>(params, rings, warpgroup - 1);
+    const int consumer = warpgroup - 1;
+    consume<Traits>(params, rings, consumer);
   }
 }
 

@@ -1,7 +1,7 @@
 // The tiles of backward, what each keeps in shared memory, and the order in which tiles run. Host and device read the
 // same functions, so that plan(), the launch and the kernel cannot disagree.
 //
-// Called by rows.cpp, bwd.cuh, bwd_order.cuh, bwd_rows.cuh and run_bwd.cuh. Invariant: as of config.h.
+// Called by rows.cpp, kernel.cuh, order.cuh, rows.cuh and run.cuh. Invariant: as of config.h.
 #pragma once
 
 #include <algorithm>
@@ -22,7 +22,7 @@ struct BackwardShape {
   int ds_stages;  // of dS
   int k_steps;    // of 16 columns of K that S^T takes from registers, because the products saturate shared memory
   bool defers;    // dQ of a tile of queries is computed during the next, so that no warpgroup waits for the other's dS
-  bool scored;    // with a bias, a mask or dropout, which the producer's other three warps bring (bwd_scores.cuh)
+  bool scored;    // with a bias, a mask or dropout, which the producer's other three warps bring (scores.cuh)
 
   static constexpr int consumers = 2, block_n = 128, threads = 384;
   // A launch gives every thread 168 of the 65,536: 128 * (24 + 2 * 240) and 128 * (56 + 2 * 224).
@@ -56,7 +56,7 @@ constexpr BackwardShape backward_shape(int head_dim, Added added = Added::kNothi
   return {64, 2, 2, 4, false, false};
 }
 
-// Numbers that a query has beside Q and dO (bwd_rows.cuh), by tile of queries: of all its queries the first, and so on.
+// Numbers that a query has beside Q and dO (rows.cuh), by tile of queries: of all its queries the first, and so on.
 enum QueryStat { kLseStat, kFarStat, kDeltaStat, kQueryStats };
 
 // How blocks find their tiles of keys.
@@ -64,7 +64,7 @@ enum class Walk : uint8_t {
   kOne,      // a block each
   kEvery,    // every gridDim.x-th
   kStored,   // every gridDim.x-th; and dQ of a tile of queries is complete (is_dq_stored)
-  kOrdered,  // the next of a counter; and dQ is added up in one order (bwd_order.cuh)
+  kOrdered,  // the next of a counter; and dQ is added up in one order (order.cuh)
 };
 
 // Which tiles of queries and of keys meet: some pair of theirs may be in the band. lower < upper, because rows.cpp
@@ -118,7 +118,7 @@ struct TileRanges {
   }
 };
 
-constexpr int kKeyWorkBytes = 32;  // of a tile of keys that one thread tells the others of, see bwd_parts.cuh
+constexpr int kKeyWorkBytes = 32;  // of a tile of keys that one thread tells the others of, see parts.cuh
 
 struct BackwardSmem {
   int k = 0, v = 0, q = 0, d_out = 0, ds = 0, dq = 0, scores = 0, drops = 0, drop_keys = 0, stats = 0;  // offsets
@@ -179,7 +179,7 @@ inline int64_t queries_of(const Problem& problem, int64_t key) {
   return make_band(problem).queries({key, key + 1}, problem.len_q).size();
 }
 
-// For Walk::kOrdered: those with the fewest queries first; bwd_order.cuh says why.
+// For Walk::kOrdered: those with the fewest queries first; order.cuh says why.
 inline TileSchedule ordered_schedule(const Problem& problem, int block_n) {
   TileSchedule schedule = backward_schedule(problem, block_n, 0);
   schedule.last_first = queries_of(problem, 0) > queries_of(problem, problem.len_k - 1);
@@ -239,7 +239,7 @@ inline TileSchedule narrow_schedule(const Problem& problem, int block_n, int64_t
   return backward_schedule(problem, block_n, is_backward_persistent(problem, processors) ? 0 : processors);
 }
 
-// Whether the gradient of a bias is computed here (bias_gradient.cuh), and not by sm80's pass.
+// Whether the gradient of a bias is computed here (bias_gradient/kernel.cuh), and not by sm80's pass.
 inline bool has_bias_gradient(const Problem& problem) {
   return problem.wants_dbias && !problem.has_mask && problem.bias_dtype == problem.dtype && problem.dropout_p == 0.0;
 }

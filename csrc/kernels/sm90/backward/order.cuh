@@ -9,15 +9,15 @@
 // begins at the queries that the one before it does not see or has begun with: under a causal band the last keys first,
 // and queries from the diagonal on. So whoever must be waited for is ahead, and there is little to wait for.
 //
-// Called by bwd.cuh with Walk::kOrdered. Invariant: nobody waits for ever. A tile of keys waits only for those of its
-// head that come before it in TileSchedule. Numbers are handed out in that order, to blocks that run, and a block works
-// on its own in order; so of all that are not finished the first is being worked on, and what it waits for is finished.
-// This holds whichever blocks run at a time and in whatever order they start.
+// Called by kernel.cuh with Walk::kOrdered. Invariant: nobody waits for ever. A tile of keys waits only for those of
+// its head that come before it in TileSchedule. Numbers are handed out in that order, to blocks that run, and a block
+// works on its own in order; so of all that are not finished the first is being worked on, and what it waits for is
+// finished. This holds whichever blocks run at a time and in whatever order they start.
 #pragma once
 
 #include <cstddef>
 
-#include "kernels/sm90/bwd_parts.cuh"
+#include "kernels/sm90/backward/parts.cuh"
 
 namespace flash_ext::sm90 {
 
@@ -116,7 +116,7 @@ __device__ __forceinline__ void load_queries_in_order(const BackwardParams& para
   }
 }
 
-// A warp, whose first lane loads. It also tells with K whether the tile of keys meets a far row (bwd_far.cuh): asked by
+// A warp, whose first lane loads. It also tells with K whether the tile of keys meets a far row (far.cuh): asked by
 // the consumers it kept them waiting between two tiles of keys.
 // NOTE: what is told is read again, and far rows one by one: there are 24 registers.
 template <class Traits>

@@ -2,21 +2,21 @@
 //
 //   prepare: stats = (-lse log2(e), kNotFar, delta = rowsum(dO o out) - dlse), and dq_accum = 0 where there is one
 //            of all queries of a tile with one that is_far (0, -lse, delta) or, of those that are,
-//            (-log2 Z, -shift, delta), so that P = 2^(min(s - shift, 0) log2(e) - log2 Z), see bwd_far.cuh
+//            (-log2 Z, -shift, delta), so that P = 2^(min(s - shift, 0) log2(e) - log2 Z), see far.cuh
 //            with dropout (1 - p) delta, see dropout.cuh
 //            where scores are added, a tile with a row whose lse is NaN is taken for far, too: (NaN, NaN, delta), and
 //            one with a row that a bias leaves no key: (-inf, 0, delta)
 //   finish:  dq = gradient_scale() * dq_accum, from the order of the fragments to rows
 //
 // Queries are padded to whole tiles: those beyond the sequence, and rows without keys, get -inf for -lse, so that their
-// P is 0. Called by run_bwd.cuh and, prepare alone, backward_two_pass/run.cuh. Invariant: out and dq are dense with
+// P is 0. Called by run.cuh and, prepare alone, backward_two_pass/run.cuh. Invariant: out and dq are dense with
 // rows of a multiple of 8 elements, as torch/ allocates them, and d_out is a view that TMA accepts, so that 16 bytes at
 // a time are read and written.
 #pragma once
 
 #include "core/args.h"
-#include "kernels/sm90/bwd_far.cuh"
-#include "kernels/sm90/bwd_parts.cuh"
+#include "kernels/sm90/backward/far.cuh"
+#include "kernels/sm90/backward/parts.cuh"
 
 namespace flash_ext::sm90 {
 

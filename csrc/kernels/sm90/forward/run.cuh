@@ -9,7 +9,7 @@
 
 #include "core/args.h"
 #include "gpu/host/launch.h"
-#include "kernels/sm90/fwd.cuh"
+#include "kernels/sm90/forward/kernel.cuh"
 #include "kernels/sm90/kernels.h"
 #include "kernels/sm90/run_scores.cuh"
 #include "kernels/stages/combine.h"

@@ -4,12 +4,12 @@
 //
 // lse is a float: in a row of finfo.min it has lost the log of the number of keys, and beyond 4e8 its last place is
 // more than an exponential holds. The main kernels find a score by other instructions than this; so scores that are as
-// good as the largest count as equal to it, where that may be more than 1/64. Called by prepare_kernel (bwd_rows.cuh),
-// which has 80 to 106 registers with it and 48 to 84 without. Invariant: as of bwd_rows.cuh.
+// good as the largest count as equal to it, where that may be more than 1/64. Called by prepare_kernel (rows.cuh),
+// which has 80 to 106 registers with it and 48 to 84 without. Invariant: as of rows.cuh.
 #pragma once
 
 #include "core/args.h"
-#include "kernels/sm90/bwd_parts.cuh"
+#include "kernels/sm90/backward/parts.cuh"
 
 namespace flash_ext::sm90 {
 

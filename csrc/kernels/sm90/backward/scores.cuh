@@ -2,18 +2,18 @@
 //
 //   s^T = q k^T + added / scale
 //   s^T = (scale * q k^T + added - lse) / scale     in a tile of queries with one whose lse is far from 0
-//   (bwd_rows.cuh)
+//   (rows.cuh)
 //
 //   added = bias - slope |i + offset - j|
 //
 // Three warps beside the producer bring a slot of 64 queries by 128 keys after the other, a tile of queries being one
 // or two: the bias as it is, [query][key], the mask as bits, a word of 32 queries a key, and what dropout.cuh draws.
-// What the mask hides is kept for mark_hidden (bwd_hidden.cuh).
-// Called by bwd.cuh, parameters made by run_scores.cuh. Invariant: as in scores.cuh; consumers read slots in the order
-// in which the loaders fill them.
+// What the mask hides is kept for mark_hidden (hidden.cuh).
+// Called by kernel.cuh, parameters made by run_scores.cuh. Invariant: as in scores.cuh; consumers read slots in the
+// order in which the loaders fill them.
 #pragma once
 
-#include "kernels/sm90/bwd_parts.cuh"
+#include "kernels/sm90/backward/parts.cuh"
 
 namespace flash_ext::sm90 {
 

@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <initializer_list>
 
-#include "kernels/sm90/splits.h"
+#include "kernels/sm90/forward/splits.h"
 
 namespace flash_ext::sm90 {
 

@@ -1,13 +1,13 @@
 // What the forward kernel is made of beside its two roles: its traits, the turns of the warpgroups, and the products.
-// Called by fwd.cuh only.
+// Called by kernel.cuh only.
 #pragma once
 
 #include <type_traits>
 
 #include "gpu/wgmma.cuh"
+#include "kernels/sm90/forward/work.cuh"
 #include "kernels/sm90/pipeline.cuh"
 #include "kernels/sm90/scores.cuh"
-#include "kernels/sm90/work.cuh"
 
 namespace flash_ext::sm90 {
 

@@ -6,8 +6,8 @@
 // which is what one prmt makes a word's mask of.
 // S is not masked: P and dS of a hidden pair are made and then replaced, because a lse, a delta or a dP that is NaN
 // would make NaN of 0, too. In P a hidden pair is -0, which no exponential is, so that dS is known by it.
-// Called by bwd.cuh, bwd_scores.cuh, backward_two_pass and bias_gradient.cuh. Invariant: what is not hidden keeps its
-// bits.
+// Called by kernel.cuh, scores.cuh, backward_two_pass and bias_gradient/kernel.cuh. Invariant: what is not hidden keeps
+// its bits.
 #pragma once
 
 #include "kernels/sm90/softmax.cuh"

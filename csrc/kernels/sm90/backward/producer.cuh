@@ -1,9 +1,10 @@
 // What loads K, V, Q and dO of backward, where dQ is added up in whatever order blocks come: one thread.
 //
-// Called by bwd.cuh. Invariant: as the consumers take them, a tile of keys and then its tiles of queries, head by head.
+// Called by kernel.cuh. Invariant: as the consumers take them, a tile of keys and then its tiles of queries, head by
+// head.
 #pragma once
 
-#include "kernels/sm90/bwd_parts.cuh"
+#include "kernels/sm90/backward/parts.cuh"
 
 namespace flash_ext::sm90 {
 

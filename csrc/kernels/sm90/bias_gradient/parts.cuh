@@ -1,12 +1,12 @@
-// What bias_gradient.cuh is made of beside its two roles: parameters, shared memory, how a thread reads the bias of its
+// What kernel.cuh is made of beside its two roles: parameters, shared memory, how a thread reads the bias of its
 // scores, and how the sums of a unit leave the registers.
 //
-// Called by bias_gradient.cuh only. Invariant: every sum is taken in an order that depends on nothing but the shapes
+// Called by kernel.cuh only. Invariant: every sum is taken in an order that depends on nothing but the shapes
 // and the number of multiprocessors.
 #pragma once
 
 #include "core/bias_gradient_plan.h"
-#include "kernels/sm90/bwd_parts.cuh"
+#include "kernels/sm90/backward/parts.cuh"
 #include "kernels/sm90/out.cuh"
 
 namespace flash_ext::sm90 {
@@ -42,7 +42,7 @@ struct BiasGradientTraits {
     return (row / kStatsBlock * kQueryStats + which) * kStatsBlock + row % kStatsBlock;
   }
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
-  // P is kept as 2^10 P, as in bwd.cuh.
+  // P is kept as 2^10 P, as in backward/kernel.cuh.
   static constexpr float kFactor = std::is_same_v<T, __half> ? 1.f / 1024.f : 1.f;
 
   static constexpr BiasGradientSmem smem() {
@@ -70,7 +70,7 @@ struct BiasGradientParams {
   TensorMap q, k, v, d_out;
   BackwardArgs args;
   BiasGradientPlan plan;
-  const float* stats;  // of BackwardParams, see bwd_rows.cuh
+  const float* stats;  // of BackwardParams, see backward/rows.cuh
   int padded;          // queries
   TileBand band;
   int group;  // query heads of a key head

@@ -6,19 +6,19 @@
 //
 // FlashAttention-3 (arXiv:2407.08608), section 3.1 and appendix B.1: scores are computed transposed, so that P^T and
 // dS^T are register operands of dV and dK. dS also goes through shared memory, because dQ sums over the keys of both
-// warpgroups, which leaves by bulk reductions to a float array in the order of the fragments (bwd_rows.cuh), in
-// whatever order blocks come, or in one order (bwd_order.cuh). Walk::kStored: where one tile of keys is all there is,
+// warpgroups, which leaves by bulk reductions to a float array in the order of the fragments (rows.cuh), in
+// whatever order blocks come, or in one order (order.cuh). Walk::kStored: where one tile of keys is all there is,
 // dQ is stored as it is.
-// Called by run_bwd.cuh. Invariant: a ring's barriers as in pipeline.cuh, those of dS by an arrival of each warp. A
+// Called by run.cuh. Invariant: a ring's barriers as in pipeline.cuh, those of dS by an arrival of each warp. A
 // stage of dS is written again when both warpgroups have handed it back, or where they do not (Traits::kReturnsDs),
 // only after both have passed the barrier of the next one, before which each waited for its own dQ of this one. A
 // warp's staging is its own, for dQ and, after it, for dV and dK. Walk::kOrdered: the staging of all warps is full when
 // each has arrived, and empty when the adder has read it.
 #pragma once
 
-#include "kernels/sm90/bwd_load.cuh"
-#include "kernels/sm90/bwd_order.cuh"
-#include "kernels/sm90/bwd_scores.cuh"
+#include "kernels/sm90/backward/order.cuh"
+#include "kernels/sm90/backward/producer.cuh"
+#include "kernels/sm90/backward/scores.cuh"
 
 namespace flash_ext::sm90 {
 
@@ -375,47 +375,31 @@ template <class Traits>
 __global__ void __launch_bounds__(Traits::kShape.threads, 1)
     backward_kernel(const __grid_constant__ typename Traits::Params params) {
   constexpr BackwardShape kShape = Traits::kShape;
-  char* const smem = dynamic_shared();
-  const typename Traits::Tiles tiles{(shared_address(smem) + kTileAlign - 1) & ~(kTileAlign - 1)};
+  const typename Traits::Tiles tiles{tile_base()};
   if (threadIdx.x == 0) {
-    const auto init = [](const auto& ring, int stages, int writers = 1) {
-      for (int stage = 0; stage < stages; ++stage) {
-        barrier_init(ring.full(stage), writers);
-        barrier_init(ring.empty(stage), Traits::kWarps);
-      }
-    };
-    init(tiles.k(), 1);
-    init(tiles.v(), 1);
-    init(tiles.q(), kShape.stages);
-    init(tiles.d_out(), kShape.stages);
-    init(tiles.ds(), kShape.ds_stages, Traits::kWarps);
+    constexpr int kWarps = Traits::kWarps;
+    init_ring(tiles.k(), 1, kWarps);
+    init_ring(tiles.v(), 1, kWarps);
+    init_ring(tiles.q(), kShape.stages, kWarps);
+    init_ring(tiles.d_out(), kShape.stages, kWarps);
+    init_ring(tiles.ds(), kShape.ds_stages, kWarps, kWarps);
     if constexpr (Traits::kScored) {
-      for (int slot = 0; slot < kScoreStages; ++slot) {
-        barrier_init(tiles.scores().full(slot), slot_arrivals(params.scores));
-        barrier_init(tiles.scores().empty(slot), Traits::kWarps);
-      }
-      init(tiles.drops(), kShape.stages, 32 * drop_warps(params.scores));
+      init_ring(tiles.scores(), kScoreStages, kWarps, slot_arrivals(params.scores));
+      init_ring(tiles.drops(), kShape.stages, kWarps, 32 * drop_warps(params.scores));
     }
     if constexpr (Traits::kOrdered) {
-      for (int parity = 0; parity < 2; ++parity) barrier_init(tiles.dq_full(parity), Traits::kWarps);
+      for (int parity = 0; parity < 2; ++parity) barrier_init(tiles.dq_full(parity), kWarps);
       barrier_init(tiles.dq_empty(), 1);
-      for (int stage = 0; stage < 2; ++stage) {
-        barrier_init(tiles.works().full(stage), 1);
-        barrier_init(tiles.works().empty(stage), Traits::kWarps + 3);  // the keys' producer, two adders
-      }
+      init_ring(tiles.works(), 2, kWarps + 3);  // the keys' producer, two adders
     }
     fence_barrier_init();
     for (const TensorMap* map : {&params.q, &params.k, &params.v, &params.d_out, &params.dk, &params.dv}) {
       prefetch_map(&map->map);
     }
   }
-  cudaTriggerProgrammaticLaunchCompletion();
-  cudaGridDependencySynchronize();  // prepare's numbers
-  __syncthreads();
-  // The same in all lanes, and the compiler knows.
-  const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);
+  follow_previous_kernel<Traits>();  // prepare's numbers
+  const int warpgroup = enter_warpgroup<kShape.producer_registers(), kShape.consumer_registers()>();
   if (warpgroup == 0) {
-    fewer_registers<kShape.producer_registers()>();
     if constexpr (Traits::kOrdered) {
       if (threadIdx.x < 32) {
         if (elect_one()) load_queries_in_order<Traits>(params, tiles);
@@ -433,8 +417,8 @@ __global__ void __launch_bounds__(Traits::kShape.threads, 1)
       }
     }
   } else {
-    more_registers<kShape.consumer_registers()>();
-    consume_backward<Traits>(params, tiles, warpgroup - 1);
+    const int consumer = warpgroup - 1;
+    consume_backward<Traits>(params, tiles, consumer);
   }
 }
 

@@ -1,14 +1,14 @@
-// From the types of kernels.h to those of the backward's kernels, as run_fwd.cuh does for the forward.
+// From the types of kernels.h to those of the backward's kernels, as forward/run.cuh does for the forward.
 // Called by rows.cpp through kernels.h; instantiated by generated units (bwd.cu.in). Invariant: the scratch that is
 // asked for is the one that launch_backward and launch_two_pass use.
 #pragma once
 
 #include <type_traits>
 
+#include "kernels/sm90/backward/run.cuh"
 #include "kernels/sm90/backward_two_pass/run.cuh"
 #include "kernels/sm90/config.h"
 #include "kernels/sm90/kernels.h"
-#include "kernels/sm90/run_bwd.cuh"
 
 namespace flash_ext::sm90 {
 
