@@ -28,6 +28,7 @@ RESAMPLES = 15
 Inputs = dict[str, Tensor]
 Results = dict[str, Tensor]
 Call = Callable[..., Any]
+Yardstick = Callable[[Mapping[str, Tensor]], Results]  # what other attention gives for these inputs
 
 
 def name_of(value: object) -> str:
@@ -82,16 +83,19 @@ def evaluate(
     results = dict(zip(("out", "lse"), (output.detach() for output in outputs), strict=False))
     wanted = {name: tensor for name, tensor in leaves.items() if tensor.requires_grad}
     if backward and wanted:
-        # Rounded first to the narrow dtype, so that the float64 truth gets the same cotangents.
         narrow = cotangent_dtype or next(iter(inputs.values())).dtype
-        generator = torch.Generator().manual_seed(1)
-        cotangents = [
-            torch.randn(o.shape, generator=generator, dtype=torch.float64).to(narrow).to(o.dtype).to(o.device)
-            for o in outputs
-        ]
-        grads = torch.autograd.grad(outputs, list(wanted.values()), cotangents)
+        grads = torch.autograd.grad(outputs, list(wanted.values()), cotangents_of(outputs, narrow))
         results.update({f"grad of {name}": grad for name, grad in zip(wanted, grads, strict=True)})
     return results
+
+
+def cotangents_of(outputs: Iterable[Tensor], narrow: torch.dtype) -> list[Tensor]:
+    """Fixed random numbers, rounded first to the narrow dtype, so that the float64 truth gets the same."""
+    generator = torch.Generator().manual_seed(1)
+    return [
+        torch.randn(o.shape, generator=generator, dtype=torch.float64).to(narrow).to(o.dtype).to(o.device)
+        for o in outputs
+    ]
 
 
 def floor_of(truth: Tensor, dtype: torch.dtype) -> float:
@@ -110,12 +114,12 @@ MEASURES: dict[str, Callable[[Tensor], float]] = {
 
 
 def violations(
-    name: str, got: Tensor, truth: Tensor, eager_errors: list[Tensor], factor: float = 2.0, units: float = 0.0
+    name: str, got: Tensor, truth: Tensor, errors: list[Tensor], factor: float = 2.0, units: float = 0.0
 ) -> list[str]:
     """What breaks the error rule for one tensor; NaN and infinities must stand exactly where the truth has them.
 
-    ``eager_errors`` holds eager's error at the finite elements, for each draw; the worst draw counts. ``units``: of the
-    largest element's last place, that are allowed whatever eager's error is.
+    ``errors``: eager's at the finite elements, for each draw, or a second yardstick's; the worst counts. ``units``: of
+    the largest element's last place, that are allowed whatever those errors are.
     """
     if got.shape != truth.shape:
         return [f"{name}: shape {tuple(got.shape)}, expected {tuple(truth.shape)}"]
@@ -129,7 +133,7 @@ def violations(
     error = (got - truth)[finite]
     found = []
     for measure, value_of in MEASURES.items():
-        seen, limit = value_of(error), max(factor * max(map(value_of, eager_errors)), floor)
+        seen, limit = value_of(error), max(factor * max(map(value_of, errors)), floor)
         if not seen <= limit:
             found.append(f"{name}: {measure} error {seen:.3g} is {seen / limit:.2f} of what the rule allows")
     return found
@@ -156,38 +160,41 @@ def check(
     backward: bool = True,
     extra: Mapping[str, Any] | None = None,
     units: float = 0.0,
+    fused: Yardstick | None = None,
 ) -> Results:
     """Asserts the error rule for the outputs of ``call`` and for every gradient; returns what ``call`` gave.
 
     ``truth`` runs on float64 copies; ``eager`` (default: ``truth`` with rounded=True) in the inputs' own dtypes;
-    ``extra`` are options of those two alone, e.g. the dropout mask; ``units`` as in ``violations``.
+    ``extra`` are options of those two alone, e.g. the dropout mask; ``units`` as in ``violations``; ``fused``: a second
+    yardstick (docs/use/numerics.md), which is asked where eager's error does not allow what was seen.
     """
     options, extra = dict(options or {}), dict(extra or {})
     narrow = next(iter(inputs.values())).dtype
     meaning = {name: value for name, value in options.items() if name != "deterministic"} | extra
     rounding = {"rounded": narrow in HALF} if eager is None else {}
 
-    def measure(tensors: Mapping[str, Tensor]) -> tuple[Results, dict[str, Tensor]]:
-        """(truth, eager's error at its finite elements)"""
+    def exact(tensors: Mapping[str, Tensor]) -> Results:
         wide = {name: t.double() if t.is_floating_point() else t for name, t in tensors.items()}
-        true = evaluate(truth, wide, meaning, backward=backward, cotangent_dtype=narrow)
-        rough = evaluate(eager or truth, tensors, meaning | rounding, backward=backward)
-        return true, {name: (rough[name].double() - t)[t.isfinite()].cpu() for name, t in true.items()}
+        return evaluate(truth, wide, meaning, backward=backward, cotangent_dtype=narrow)
 
-    got = evaluate(call, inputs, options, backward=backward)
-    expected, error = measure(inputs)
+    def rough(tensors: Mapping[str, Tensor]) -> Results:
+        return evaluate(eager or truth, tensors, meaning | rounding, backward=backward)
+
+    got, expected = evaluate(call, inputs, options, backward=backward), exact(inputs)
     assert got.keys() == expected.keys()
-    drawn = {name: [error[name]] for name in got}
-
-    def broken() -> list[str]:
-        return [text for name in got for text in violations(name, got[name], expected[name], drawn[name], units=units)]
-
-    # Eager's error is a random number; over a few elements one draw may be luckily small: draw again before failing.
-    for _ in range(RESAMPLES if broken() else 0):
-        for name, again in measure(jittered(inputs))[1].items():
-            drawn[name].append(again)
-    assert not broken(), "\n".join(broken())
-    return got
+    errors: dict[str, list[Tensor]] = {name: [] for name in got}
+    broken: list[str] = []
+    # An error is a random number; over a few elements one draw may be luckily small: draw again before failing.
+    for yardstick in (rough,) if fused is None else (rough, fused):
+        for again in range(1 + RESAMPLES):
+            others = jittered(inputs) if again else inputs
+            true, other = exact(others) if again else expected, yardstick(others)
+            for name, t in true.items():
+                errors[name].append((other[name].double() - t)[t.isfinite()].cpu())
+            broken = [s for name in got for s in violations(name, got[name], expected[name], errors[name], units=units)]
+            if not broken:
+                return got
+    raise AssertionError("\n".join(broken))
 
 
 def math_path(*args: Any, **kwargs: Any) -> Tensor:

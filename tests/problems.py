@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from features import EDGES, QKV, Combination, Sizes, is_left_out
-from helpers import HALF, OPS, Inputs, Results, check, evaluate, keep_mask, make_inputs, name_of, rng_state
+from fuzz.fused import fused_results, kind_of
+from helpers import (
+    HALF,
+    OPS,
+    Inputs,
+    Results,
+    check,
+    cotangents_of,
+    evaluate,
+    keep_mask,
+    leaf,
+    make_inputs,
+    name_of,
+    rng_state,
+)
 from layouts import ALIGNED, Layout, interior, poison_free_memory, wide_rows
 from sm90_helpers import BANDS, aligned
 from torch import Tensor
@@ -28,6 +42,7 @@ class Problem:
     fixed: Inputs
     options: dict[str, Any]
     keep: Tensor | None  # where dropout has a mask
+    backend: str  # that computes it
 
     def call(self, **arguments: Any) -> Any:
         arguments = self.fixed | arguments | self.options
@@ -69,10 +84,35 @@ class Problem:
 
         return call
 
+    def fused(self, inputs: Mapping[str, Tensor]) -> Results:
+        """What the kernels' arithmetic may give for these inputs, with the cotangents of helpers.evaluate."""
+        leaves, tensors = {name: leaf(t) for name, t in inputs.items()}, self.inputs | self.fixed
+        wanted = leaves if self.combination.wants else {}
+        kind = kind_of(
+            tensors["query"].dtype,
+            tensors["key"].size(-2),
+            kernels=True,
+            added=bool({"bias", "alibi_slopes"} & tensors.keys()),
+            wants=wanted,
+            group=tensors["query"].size(1) // min(tensors[name].size(1) for name in ("key", "value")),
+        )
+
+        def call() -> Results:
+            returned = self.truth(**leaves)
+            return dict(zip(("out", "lse"), returned if isinstance(returned, tuple) else (returned,), strict=False))
+
+        def cotangents(outputs: Mapping[str, Tensor]) -> Results:
+            narrow = next(iter(inputs.values())).dtype
+            return dict(zip(outputs, cotangents_of(outputs.values(), narrow), strict=True))
+
+        return fused_results(kind, call, wanted, cotangents)
+
     def check(self, call: Callable[..., Any] | None = None) -> Results:
-        """By the error rule; all results are finite but the lse of rows without keys."""
+        """By the error rule, that of a GPU's kernels by either yardstick; all results are finite but the lse of rows
+        without keys."""
         call, backward = call or self.call, bool(self.combination.wants)
-        got = check(call, self.inputs, truth=self.truth, backward=backward, units=self.units)
+        fused = self.fused if self.backend in ("sm80", "sm90") else None
+        got = check(call, self.inputs, truth=self.truth, backward=backward, units=self.units, fused=fused)
         for name, tensor in got.items():
             assert not tensor.isnan().any(), name
             assert name == "lse" or tensor.isfinite().all(), name
@@ -127,7 +167,7 @@ def problem(combination: Combination, sizes: Sizes, device: str, backend: str) -
         keep = keep_mask(rng_state(*STATE, device), combination.options["dropout_p"], (batch, heads), queries, keys)
     wants = combination.wants or QKV[:1]  # of forward alone: the first decides about the dtype
     inputs = {name: tensors.pop(name) for name in wants}
-    return Problem(combination, inputs, tensors, combination.options, keep)
+    return Problem(combination, inputs, tensors, combination.options, keep, backend)
 
 
 def at_edges(combination: Combination, backend: str) -> Iterator[tuple[Combination, Sizes, int]]:

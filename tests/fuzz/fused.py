@@ -21,14 +21,23 @@ drawn for each number, or, where numbers are equal and so are rounded alike, one
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from helpers import HALF
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
+
+# Rows of a larger |lse|, and calls of fewer keys, have P and delta from their own sums (sm80/measure.cuh). Half
+# types: from there on the rounding of lse is that of P. float32: it is felt in the gradients.
+FAR = {torch.bfloat16: 2.0**15, torch.float16: 2.0**12, torch.float32: 16.0, torch.float64: -1.0}
+FEW_KEYS = {torch.bfloat16: 16, torch.float16: 16, torch.float32: 64, torch.float64: 0}
+
+Outputs = Mapping[str, Tensor]  # out and, where asked for, lse
 
 
 @dataclass
@@ -43,6 +52,25 @@ class Kind:
     own_delta: bool
     alike: bool = False
     group: int = 1  # query heads that share a head of key or value
+
+
+def kind_of(
+    dtype: torch.dtype, keys: int, *, kernels: bool, added: bool, wants: Collection[str], exact: bool = False,
+    alike: bool = False, group: int = 1
+) -> Kind:  # fmt: skip
+    """kernels: those of a GPU; added: a bias or slopes are; wants: the inputs whose gradients are asked for."""
+    measured = not kernels or keys < FEW_KEYS[dtype] or "alibi_slopes" in wants
+    # A half type's P is divided by its sum where scores are more than scaled products.
+    divided = measured and not (kernels and dtype in HALF and not added)
+    return Kind(
+        dtype,
+        tensor_cores=kernels and dtype != torch.float64,
+        far=-1.0 if divided else FAR[dtype],
+        exact=exact,
+        own_delta=measured or dtype not in HALF,
+        alike=alike,
+        group=group,
+    )
 
 
 class Fused(TorchDispatchMode):
@@ -121,6 +149,38 @@ class Fused(TorchDispatchMode):
     def _off(self, x: Tensor, size: Tensor) -> Tensor:
         """x, off by up to one unit in the last place of size."""
         return x + size * (self._draw(x) * 2 - 1) * torch.finfo(x.dtype).eps
+
+
+def gradients(outputs: Outputs, wanted: Outputs, cotangents: Outputs) -> dict[str, Tensor]:
+    """Of those outputs that have a cotangent; 0 where none depends on an input, as lse on value."""
+    used = [name for name in cotangents if outputs[name].requires_grad]
+    grads: tuple[Tensor | None, ...] = (None,) * len(wanted)
+    if wanted and used:
+        grads = torch.autograd.grad(
+            [outputs[name] for name in used],
+            list(wanted.values()),
+            [cotangents[name].to(outputs[name].dtype) for name in used],
+            allow_unused=True,
+        )
+    return {
+        f"grad of {name}": torch.zeros_like(tensor) if grad is None else grad
+        for (name, tensor), grad in zip(wanted.items(), grads, strict=True)
+    }
+
+
+def fused_results(
+    kind: Kind, call: Callable[[], Outputs], wanted: Outputs, cotangents: Callable[[Outputs], Outputs]
+) -> dict[str, Tensor]:
+    """One draw of what `call` (reference.attention) gives in this arithmetic, and of the gradients of `wanted`."""
+    mode = Fused(kind)
+    with mode:
+        results = {name: output.detach() for name, output in call().items()}
+        if "lse" in results:
+            results["lse"] = mode.off_by_a_unit(results["lse"])
+        given = cotangents(results)
+        mode.out, mode.d_lse = results["out"], given.get("lse")
+        mode.d_out = given.get("out", torch.zeros_like(mode.out))
+        return results | gradients(call(), wanted, {"out": mode.d_out})  # dlse is part of delta
 
 
 def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:

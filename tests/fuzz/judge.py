@@ -22,7 +22,7 @@ from torch import Tensor
 import flash_ext
 from flash_ext import reference
 from fuzz.cases import DTYPES, Case, build, equal_number
-from fuzz.fused import Fused, Kind
+from fuzz.fused import fused_results, gradients, kind_of
 
 Tensors = dict[str, Tensor]
 OPS = torch.ops.flash_ext
@@ -40,10 +40,6 @@ class Verdict:
 # products in different orders, and in float32 with few queries either may be the better one. Seen: 3.27 times the rule.
 # Sums over the heads of a group are longer by so many: of 8 heads 6.64 times the rule was seen.
 CHUNKED_FACTOR = 4.0
-# Rows of a larger |lse|, and calls of fewer keys, have P and delta from their own sums (sm80/measure.cuh). Half
-# types: from there on the rounding of lse is that of P. float32: it is felt in the gradients.
-FAR = {torch.bfloat16: 2.0**15, torch.float16: 2.0**12, torch.float32: 16.0, torch.float64: -1.0}
-FEW_KEYS = {torch.bfloat16: 16, torch.float16: 16, torch.float32: 64, torch.float64: 0}
 
 
 def judge(case: Case, device: str, backend: str | None) -> Verdict:
@@ -223,20 +219,9 @@ def _errors(case: Case, name: str, got: Tensor, truth: Tensor, rough: Tensor) ->
 
 def _gradients(case: Case, outputs: dict[str, Tensor], leaves: Tensors, cotangents: Tensors) -> Tensors:
     """Outputs, and the gradients that the case wants, by name."""
-    results = {name: output.detach() for name, output in outputs.items()}
     wanted = {name: leaves[_argument(case, name)] for name in case.wants}
-    used = [name for name in case.outputs if outputs[name].requires_grad]
-    grads: tuple[Tensor | None, ...] = (None,) * len(wanted)  # lse depends on no value
-    if wanted and used:
-        grads = torch.autograd.grad(
-            [outputs[name] for name in used],
-            list(wanted.values()),
-            [cotangents[COTANGENTS[name]].to(outputs[name].dtype) for name in used],
-            allow_unused=True,
-        )
-    for (name, tensor), grad in zip(wanted.items(), grads, strict=True):
-        results[f"grad of {name}"] = torch.zeros_like(tensor) if grad is None else grad
-    return results
+    used = {name: cotangents[COTANGENTS[name]] for name in case.outputs}
+    return {name: output.detach() for name, output in outputs.items()} | gradients(outputs, wanted, used)
 
 
 def _argument(case: Case, name: str) -> str:
@@ -319,31 +304,20 @@ def _rough(case: Case, inputs: Tensors, keep: Tensor | None) -> Tensors:
 def _fused(case: Case, inputs: Tensors, keep: Tensor | None, device: str, backend: str | None) -> Tensors:
     """Attention with what fused kernels round otherwise than eager attention."""
     narrow = _cast(case, inputs)
-    leaves, dtype = _leaves(case, narrow), narrow["query"].dtype
-    kernels = device == "cuda" and not _is_chunked(case, device, backend)
-    measured = not kernels or case.scores[-1] < FEW_KEYS[dtype] or "alibi_slopes" in case.wants
-    # A half type's P is divided by its sum where scores are more than scaled products.
-    divided = measured and not (kernels and dtype in HALF and case.bias is None and case.slopes is None)
-    kind = Kind(
-        dtype,
-        tensor_cores=kernels and dtype != torch.float64,
-        far=-1.0 if divided else FAR[dtype],
+    leaves = _leaves(case, narrow)
+    kind = kind_of(
+        narrow["query"].dtype,
+        case.scores[-1],
+        kernels=device == "cuda" and not _is_chunked(case, device, backend),
+        added=case.bias is not None or case.slopes is not None,
+        wants=case.wants,
         exact=case.numbers != "normal",
-        own_delta=measured or dtype not in HALF,
         alike=case.numbers == "equal",
         group=_group(case),
     )
-    mode = Fused(kind)
-    with mode:
-        results = _gradients(replace(case, wants=()), _reference(case, leaves, keep), leaves, inputs)
-        if "lse" in results:
-            results["lse"] = mode.off_by_a_unit(results["lse"])
-        mode.out = results["out"]
-        mode.d_out = inputs["grad"] if "out" in case.outputs else torch.zeros_like(mode.out)
-        mode.d_lse = inputs["grad_lse"] if "lse" in case.outputs else None
-        # dlse is part of delta.
-        outputs, grads = _reference(case, leaves, keep), inputs | {"grad": mode.d_out}
-        return _gradients(replace(case, outputs=("out",)), outputs, leaves, grads) | results
+    wanted = {name: leaves[_argument(case, name)] for name in case.wants}
+    cotangents = {name: inputs[COTANGENTS[name]] for name in case.outputs}
+    return fused_results(kind, lambda: _reference(case, leaves, keep), wanted, lambda _: cotangents)
 
 
 def _visible_only(case: Case, inputs: Tensors, keep: Tensor | None, hide: Tensor | None = None) -> Tensors:

@@ -1,5 +1,5 @@
 """Promise: outputs and every gradient obey the error rule for every dtype and head dim, for few queries and keys, and
-for scores of any size."""
+for scores of any size. The rule itself refuses what is wrong, also by its second yardstick."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import DTYPES, HALF, check, evaluate, make_inputs, name_of, rand
+from features import Combination, Sizes
+from fuzz.fused import Fused
+from helpers import DTYPES, HALF, Results, check, evaluate, make_inputs, name_of, rand
+from problems import Problem, problem
 from torch import Tensor
 
 import flash_ext
@@ -115,3 +118,61 @@ def test_the_rule_can_fail(device: str) -> None:
         with pytest.raises(AssertionError, match="of what the rule allows"):
             check(lambda *a, **k: reference.attention(*a, **k) * 1.001, inputs)
         assert set(evaluate(flash_ext.attention, inputs)) == {"out", "grad of query", "grad of key", "grad of value"}
+
+
+class Given(torch.autograd.Function):
+    """Outputs and gradients that were computed before."""
+
+    @staticmethod
+    def forward(ctx: Any, results: Results, names: tuple[str, ...], *leaves: Tensor) -> tuple[Tensor, ...]:
+        ctx.grads = [results[f"grad of {name}"] for name in names]
+        return tuple(results[name].clone() for name in ("out", "lse"))
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, None, *ctx.grads)
+
+
+def given(results: Results) -> Callable[..., tuple[Tensor, ...]]:
+    return lambda **leaves: Given.apply(results, tuple(leaves), *leaves.values())
+
+
+def of_kernels(*names: str, queries: int, keys: int, mean: float = 0.0) -> Problem:
+    return problem(Combination.of("lse", *names), Sizes(queries, keys, mean=mean), "cpu", "sm80")
+
+
+def test_the_second_yardstick_allows_what_kernels_round() -> None:
+    """Eager attention does not round P where there is one key: the gradient of slopes is then off by its sum alone."""
+    call = of_kernels("float32", "33", "slopes gradient", queries=16, keys=1)
+    results = call.fused(call.inputs)
+    with pytest.raises(AssertionError, match="grad of alibi_slopes: max error"):
+        check(given(results), call.inputs, truth=call.truth)
+    call.check(given(results))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_the_second_yardstick_refuses_faults(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results with a row of zeros, dlse that was forgotten, and delta off by a part in 64."""
+    call, d_scores = of_kernels(dtype, "bias gradient", queries=40, keys=70), Fused._d_scores
+    results = call.fused(call.inputs)
+    call.check(given(results))
+    for tensor in results.values():
+        tensor[0, 0, 7] = 0
+    with pytest.raises(AssertionError) as refused:
+        call.check(given(results))
+    assert all(f"{name}: max error" in str(refused.value) for name in results)
+
+    def forgets_dlse(mode: Fused, d_p: Tensor, p: Tensor) -> Tensor:
+        mode.d_lse = None
+        return d_scores(mode, d_p, p)
+
+    def errs_in_delta(mode: Fused, d_p: Tensor, p: Tensor) -> Tensor:
+        return d_scores(mode, d_p, p) - p * (p * d_p).sum(-1, keepdim=True) / 64
+
+    call = of_kernels(dtype, "bias gradient", queries=40, keys=70, mean=2.0)
+    for fault in (forgets_dlse, errs_in_delta):
+        with monkeypatch.context() as patch:
+            patch.setattr(Fused, "_d_scores", fault)
+            results = call.fused(call.inputs)
+        with pytest.raises(AssertionError, match="grad of query: rms error"):
+            call.check(given(results))
