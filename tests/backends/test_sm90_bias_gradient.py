@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import HALF, Inputs, check, leaf, make_inputs, name_of, rand
-from layouts import poison_free_memory
+from sm90_calls import attention
 from sm90_helpers import BANDS, aligned, assert_same_bits
 from torch import Tensor
 
@@ -18,13 +18,6 @@ import flash_ext
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 
 HEAD_DIMS = (40, 64, 96, 128)
-
-
-def attention(**arguments: Any) -> Any:
-    """Forward and, as the graph keeps the name, backward are sm90's or an error."""
-    poison_free_memory("cuda")
-    with flash_ext.use_backend("sm90"):
-        return flash_ext.attention(**arguments)
 
 
 def with_bias(inputs: Inputs, shape: tuple[int, ...], mean: float = 0.0) -> Inputs:

@@ -1,5 +1,5 @@
-"""Promise: the Hopper kernels drop what the map of csrc/core/dropout.h says in forward and backward, alone, with a
-mask, a bias and slopes, under every band, and obey the error rule with it."""
+"""Promise: the Hopper kernels drop what the map of csrc/core/dropout.h says in forward and backward, at every rate, and
+obey the error rule with it. With what is added to scores, under every band: test_sm90_scores.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 import torch
 from helpers import HALF, Inputs, check, keep_mask, leaf, make_inputs, name_of, rng_state
 from layouts import poison_free_memory
-from sm90_helpers import BANDS, KINDS, aligned, scores_of
+from problems import STATE
+from sm90_calls import BOTH, added_of, check_passes
 from torch import Tensor
 
 import flash_ext
@@ -19,68 +20,19 @@ from flash_ext import reference
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 
 OPS = torch.ops.flash_ext
-BOTH = (64, 96, 128)  # head dims that backward has
-FORWARD = (*BOTH, 192, 256)
-STATE = (2**63 + 12345, 2**40 + 7)
 
 
-def attention(state: Tensor, p: float, **arguments: Any) -> Any:
+def attention(state: Tensor, p: float, **arguments: Any) -> Tensor:
     """Forward and, as the graph keeps the name, backward are sm90's or an error."""
-    arguments = dict(arguments)
-    left, right = arguments.pop("window", (None, None))
-    arguments |= {"window_left": left, "window_right": right}
-    arguments["bottom_right"] = arguments.pop("align", "top_left") == "bottom_right"
     poison_free_memory("cuda")
     with flash_ext.use_backend("sm90"):
-        out, lse = OPS.attention_with_rng_state(rng_state=state, dropout_p=p, **arguments)
-    return (out, lse) if arguments.get("return_lse") else out
-
-
-def check_passes(
-    inputs: Inputs, p: float, added: Inputs | None = None, options: dict[str, Any] | None = None, *, backward: bool
-) -> None:
-    """Of query, key and value; what is `added` to the scores wants no gradient."""
-    state = rng_state(*STATE, "cuda")
-    (*batch, _, rows, _), heads, cols = inputs["query"].shape, inputs["query"].shape[1], inputs["key"].shape[2]
-    keep = keep_mask(state, p, (*batch, heads), rows, cols)
-
-    def call(**arguments: Any) -> Any:
-        return attention(state, p, gqa=True, **arguments, **(added or {}))
-
-    def truth(**arguments: Any) -> Any:
-        is_wide = arguments["query"].dtype == torch.float64
-        wide = {name: t.double() if is_wide and t.is_floating_point() else t for name, t in (added or {}).items()}
-        return reference.attention(**arguments, **wide, dropout_p=p, keep=keep)
-
-    got = check(call, inputs, (options or {}) | {"return_lse": True}, truth=truth, backward=backward)
-    for name, tensor in got.items():
-        assert not tensor.isnan().any(), name
-
-
-def read_by_sm90(added: Inputs) -> Inputs:
-    if "bias" in added:
-        added["bias"] = aligned(added["bias"])
-    return added
+        return OPS.attention_with_rng_state(rng_state=state, dropout_p=p, gqa=True, **arguments)[0]
 
 
 def gradients(inputs: Inputs, grad: Tensor, state: Tensor, **options: Any) -> tuple[Tensor, ...]:
     leaves = {name: leaf(inputs[name]) for name in ("query", "key", "value")}
-    out = attention(state, 0.2, **(inputs | leaves), gqa=True, **options)
+    out = attention(state, 0.2, **(inputs | leaves), **options)
     return (out.detach(), *torch.autograd.grad(out, list(leaves.values()), grad))
-
-
-@pytest.mark.parametrize("kind", ["alone", "slopes", *KINDS])
-@pytest.mark.parametrize("head_dim", FORWARD)
-def test_every_band_and_score(head_dim: int, kind: str, device: str) -> None:
-    for i, band in enumerate(BANDS.values()):
-        dtype, p = HALF[i % 2], (0.1, 0.5)[i // 2 % 2]
-        inputs = make_inputs((2, 4, 150, head_dim), (2, 2, 203, head_dim), dtype=dtype, device=device)
-        added: Inputs = {}
-        if kind == "slopes":
-            added["alibi_slopes"] = torch.rand(4, device=device)
-        elif kind != "alone":
-            added = read_by_sm90(scores_of(kind, (2, 4, 150, 203), dtype, device))
-        check_passes(inputs, p, added, band, backward=head_dim in BOTH)
 
 
 @pytest.mark.parametrize("p", [0.001, 0.5, 0.99])
@@ -97,14 +49,14 @@ def test_the_bits_of_many_tiles(head_dim: int, dtype: torch.dtype, p: float, dev
         value = torch.zeros_like(key)
         there = min(head_dim, keys - first)
         value[:, :, first : first + there, :there] = torch.eye(there, dtype=dtype, device=device)
-        out = attention(state, p, query=query, key=key, value=value, gqa=True)
+        out = attention(state, p, query=query, key=key, value=value)
         assert torch.equal(out[..., :there] > 0, keep[..., first : first + there])
     value = torch.zeros_like(key).requires_grad_()
     inputs = {"query": leaf(query), "key": leaf(key), "value": value}
     for first in range(0, rows, head_dim):
         there = min(head_dim, rows - first)
         for head in (0, 1):  # of those that share a key head
-            out = attention(state, p, **inputs, gqa=True)
+            out = attention(state, p, **inputs)
             grad = torch.zeros_like(out)
             eye = torch.eye(there, dtype=dtype, device=device)
             grad[:, head::2, first : first + there, :there] = eye
@@ -116,23 +68,15 @@ def test_the_bits_of_many_tiles(head_dim: int, dtype: torch.dtype, p: float, dev
 def test_small_and_large_rates(p: float, device: str) -> None:
     for head_dim, dtype in product(BOTH, HALF):
         inputs = make_inputs((1, 4, 300, head_dim), (1, 4, 400, head_dim), dtype=dtype, device=device)
-        check_passes(inputs, p, backward=True)
+        check_passes(inputs, {}, {}, p)
 
 
-@pytest.mark.parametrize("heads", [(4, 2), (8, 1), (6, 3)], ids=name_of)
-def test_grouped_heads(heads: tuple[int, int], device: str) -> None:
-    for head_dim, (i, band) in product((64, 128), enumerate(BANDS.values())):
-        shapes = (2, heads[0], 300, head_dim), (2, heads[1], 200, head_dim)
-        check_passes(make_inputs(*shapes, dtype=HALF[i % 2], device=device), 0.1, None, band, backward=True)
-
-
-@pytest.mark.parametrize("kind", ["alone", "bool", "both"])
+@pytest.mark.parametrize("kind", ["", "bool", "both"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_more_tiles_than_multiprocessors(head_dim: int, kind: str, device: str) -> None:
     for dtype, options in product(HALF, ({}, {"causal": True})):
         inputs = make_inputs((2, 20, 777, head_dim), (2, 20, 777, head_dim), dtype=dtype, device=device)
-        added = {} if kind == "alone" else read_by_sm90(scores_of(kind, (1, 20, 777, 777), dtype, device))
-        check_passes(inputs, 0.1, added, options, backward=True)
+        check_passes(inputs, added_of(kind, (1, 20, 777, 777), dtype, device), options, 0.1)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
