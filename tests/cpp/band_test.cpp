@@ -122,17 +122,10 @@ TEST(Band, EmptyRangesSeeNothing) {
 }
 
 TEST(Band, UnboundedOnlyWithoutAnyLimit) {
-  Problem problem;
-  problem.len_q = problem.len_k = 8;
-  EXPECT_TRUE(make_band(problem).unbounded());
-  problem.causal = true;
-  EXPECT_FALSE(make_band(problem).unbounded());
-  problem.causal = false;
-  problem.window_left = 100;
-  EXPECT_FALSE(make_band(problem).unbounded());
-  problem.window_left = kUnbounded;
-  problem.window_right = 100;
-  EXPECT_FALSE(make_band(problem).unbounded());
+  for (const Problem& problem : small_problems(3)) {
+    const bool limited = problem.causal || problem.window_left != kUnbounded || problem.window_right != kUnbounded;
+    EXPECT_EQ(make_band(problem).unbounded(), !limited);
+  }
 }
 
 TEST(Band, ExtremeWindowsAndLengthsDoNotOverflow) {

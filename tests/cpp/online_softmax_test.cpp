@@ -76,6 +76,13 @@ struct Partial {
 };
 
 template <class Real>
+Partial<Real> one_tile(const Row<Real>& row, const std::vector<size_t>& keys) {
+  Partial<Real> partial;
+  partial.tile(row, keys);
+  return partial;
+}
+
+template <class Real>
 Expected finish(const Partial<Real>& partial, const Row<Real>& row) {
   const auto result = row.sink ? partial.softmax.finish(*row.sink) : partial.softmax.finish();
   return {partial.o_acc * result.inverse_sum, result.lse};
@@ -111,9 +118,7 @@ void check(const Row<Real>& row, Real spread) {
     Partial<Real> running, merged;
     for (const std::vector<size_t>& tile : random_tiles(row.scores.size(), random)) {
       running.tile(row, tile);
-      Partial<Real> partial;
-      partial.tile(row, tile);
-      merged.merge(partial);
+      merged.merge(one_tile(row, tile));
     }
     expect_close(finish(running, row), expected, spread);
     expect_close(finish(merged, row), expected, spread);
@@ -157,9 +162,8 @@ TYPED_TEST(OnlineSoftmaxTest, RowFullOfTheLowestNumberIsTheMean) {
   Row<TypeParam> row = random_row<TypeParam>(30, TypeParam(1));
   std::fill(row.scores.begin(), row.scores.end(), kLowest<TypeParam>);
   check(row, TypeParam(1));
-  Partial<TypeParam> partial;
-  partial.tile(row, {0, 1, 2, 3});
-  EXPECT_NEAR(finish(partial, row).out, (row.values[0] + row.values[1] + row.values[2] + row.values[3]) / 4, 1e-6);
+  EXPECT_NEAR(finish(one_tile(row, {0, 1, 2, 3}), row).out,
+              (row.values[0] + row.values[1] + row.values[2] + row.values[3]) / 4, 1e-6);
 }
 
 TYPED_TEST(OnlineSoftmaxTest, HugeScores) {
@@ -181,9 +185,7 @@ TYPED_TEST(OnlineSoftmaxTest, SinkTakesItsShareAndHasNoValue) {
   check(row, TypeParam(4));
   // The mean of the values where the sink equals two equal scores: it takes a third.
   const Row<TypeParam> thirds{{2, 2}, {1, 1}, TypeParam(2)};
-  Partial<TypeParam> partial;
-  partial.tile(thirds, {0, 1});
-  EXPECT_NEAR(finish(partial, thirds).out, 2.0 / 3, 1e-6);
+  EXPECT_NEAR(finish(one_tile(thirds, {0, 1}), thirds).out, 2.0 / 3, 1e-6);
 }
 
 TYPED_TEST(OnlineSoftmaxTest, EmptyRows) {
@@ -214,9 +216,7 @@ TYPED_TEST(OnlineSoftmaxTest, NanAndInfinityAreNotHidden) {
       }
     }
   const Row<TypeParam> row = random_row<TypeParam>(3, TypeParam(1));
-  Partial<TypeParam> partial;
-  partial.tile(row, {0, 1, 2});
-  EXPECT_TRUE(std::isnan(partial.softmax.finish(nan).inverse_sum));
+  EXPECT_TRUE(std::isnan(one_tile(row, {0, 1, 2}).softmax.finish(nan).inverse_sum));
 }
 
 // Split-K: a finished result is one score of its lse with the value out, so the recurrence joins any number of them.
@@ -227,11 +227,8 @@ TYPED_TEST(OnlineSoftmaxTest, FinishedResultsMerge) {
     for (int trial = 0; trial < 20; ++trial) {
       Partial<TypeParam> combined;
       for (const std::vector<size_t>& tile : random_tiles(60, random)) {
-        Partial<TypeParam> part;
-        part.tile(row, tile);
-        const Expected result = finish(part, row);
+        const Expected result = finish(one_tile(row, tile), row);
         const TypeParam out = result.out, lse = result.lse;
-
         combined.tile({{lse}, {out}, {}}, {0});
       }
       expect_close(finish(combined, row), two_pass(row), spread);
@@ -267,9 +264,7 @@ TYPED_TEST(OnlineSoftmaxTest, LargeLseIsRenormalised) {
   for (TypeParam level : {kLowest<TypeParam>, TypeParam(1e30)}) {
     Row<TypeParam> row = random_row<TypeParam>(10, TypeParam(1));
     std::fill(row.scores.begin(), row.scores.end(), level);
-    Partial<TypeParam> partial;
-    partial.tile(row, {0, 1, 2, 3, 4, 5, 6, 7, 8, 9});
-    const TypeParam lse = finish(partial, row).lse;
+    const TypeParam lse = finish(one_tile(row, {0, 1, 2, 3, 4, 5, 6, 7, 8, 9}), row).lse;
     ASSERT_TRUE(needs_renormalisation(lse));
     EXPECT_EQ(probability(level, lse), 1);  // not 1 / 10: this is the trap
     TypeParam sum = 0;

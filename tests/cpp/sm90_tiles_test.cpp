@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <iterator>
 #include <set>
+#include <tuple>
 #include <vector>
 
 #include "kernels/sm90/backward/config.h"
@@ -13,6 +14,8 @@
 
 namespace flash_ext::sm90 {
 namespace {
+
+constexpr int kHeadDims[] = {64, 96, 128, 192, 256};
 
 uint64_t bits(uint64_t descriptor, int first, int last) {
   return descriptor >> first & ((uint64_t{1} << (last - first)) - 1);
@@ -93,7 +96,7 @@ TEST(Descriptor, StepsBeginAtTheirFirstElement) {
 
 // A step never carries into the other fields, wherever in the 227 KiB the tile lies.
 TEST(Descriptor, StepsStayInTheAddressField) {
-  for (const int head_dim : {64, 96, 128, 192, 256}) {
+  for (const int head_dim : kHeadDims) {
     const ForwardShape shape = forward_shape(head_dim, Tiles::kMany);
     const uint32_t last = kSharedMemoryLimit / kTileAlign * kTileAlign;
     const uint64_t k = k_major(last - tile_bytes(shape.block_n, head_dim));
@@ -102,7 +105,7 @@ TEST(Descriptor, StepsStayInTheAddressField) {
 }
 
 TEST(Shapes, FitTheMultiprocessor) {
-  for (const int head_dim : {64, 96, 128, 192, 256}) {
+  for (const int head_dim : kHeadDims) {
     for (const Tiles tiles : {Tiles::kMany, Tiles::kFew, Tiles::kSplit, Tiles::kScored}) {
       const ForwardShape shape = forward_shape(head_dim, tiles);
       const ForwardSmem smem = forward_smem(shape, head_dim);
@@ -126,7 +129,7 @@ TEST(Shapes, FitTheMultiprocessor) {
 
 // Eight rows of a tile of bias or mask, at the same column, lie in eight different chunks of 16 bytes of the banks.
 TEST(Scores, RowsLieInDifferentBanks) {
-  for (const int head_dim : {64, 96, 128, 192, 256}) {
+  for (const int head_dim : kHeadDims) {
     for (const int element : {1, 2, 4}) {
       const int block_n = forward_shape(head_dim, Tiles::kScored).block_n, pitch = score_pitch(block_n, element);
       EXPECT_GE(pitch, block_n * element);
@@ -184,12 +187,10 @@ Problem problem(int64_t length, bool causal) {
 }
 
 TEST(Shapes, FewKeysAreAMean) {
-  EXPECT_TRUE(has_few_keys(problem(1024, false), 128));
-  EXPECT_FALSE(has_few_keys(problem(2048, false), 128));
-  EXPECT_TRUE(has_few_keys(problem(2048, true), 128));
-  EXPECT_FALSE(has_few_keys(problem(4096, true), 128));
-  EXPECT_TRUE(has_few_keys(problem(512, false), 64));
-  EXPECT_FALSE(has_few_keys(problem(1024, false), 64));
+  for (const auto& [causal, head_dim, few] : {std::tuple{false, 128, 1024}, {true, 128, 2048}, {false, 64, 512}}) {
+    EXPECT_TRUE(has_few_keys(problem(few, causal), head_dim));
+    EXPECT_FALSE(has_few_keys(problem(2 * few, causal), head_dim));
+  }
   Problem window = problem(16384, true);
   window.window_left = 512;
   EXPECT_TRUE(has_few_keys(window, 128));
