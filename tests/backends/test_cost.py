@@ -1,8 +1,9 @@
-"""Promise: of the kernels that accept a call, the one that `explain` chooses is as fast as any by the recorded times.
+"""Promise: of the kernels that accept a call, the one that `explain` chooses is as fast as any by the recorded times,
+and so are the tiles of sm90's forward where two choices of them were timed.
 
 The CSVs of benchmarks/results/nvidia-h200 are of the calls as they were served, which was by sm90, those of its folder
 sm80 of the same calls by name; those of the suite choice are of both by name. A table of docs/lab has short calls,
-whose heads are many or few.
+whose heads are many or few, another one few queries of grouped heads in tiles of their own and in shared ones.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ pytestmark = [pytest.mark.kernels("sm90"), pytest.mark.no_gpu]
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "nvidia-h200"
 SHORT = ROOT / "docs" / "lab" / "2026-11-22-short-calls.md"
+FEW_QUERIES = ROOT / "docs" / "lab" / "2026-11-22-few-queries.md"
 SIZES = ("B", "H", "Hkv", "Sq", "Sk", "D", "Ev", "causal", "mask", "dropout", "dtype", "pass")
 
 
@@ -99,6 +101,38 @@ def test_the_choice_of_short_calls() -> None:
     assert len(both) >= 180
     slower = [(key, of) for key, of in both.items() if of[chosen(key)] > 1.05 * min(of.values())]
     assert len(slower) <= 0.05 * len(both), slower
+
+
+def shared_tiles() -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Query heads, key heads, head dim, batch, keys and queries; microseconds in tiles of a head, in shared ones."""
+    found, heads = [], ()
+    text = FEW_QUERIES.read_text()
+    rows = [line for line in text[text.index("| heads | batch x keys |") :].splitlines() if line.startswith("|")]
+    lengths = numbers(rows[0])
+    for label, sizes, *cells in (line.strip("|").split("|") for line in rows[2:]):
+        heads = numbers(label) or heads
+        found += [((*heads, *numbers(sizes), n), numbers(cell)) for n, cell in zip(lengths, cells, strict=True)]
+    return found
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", text)))
+
+
+def test_the_choice_of_shared_tiles() -> None:
+    """Within 5 % of the faster tiles in 95 % of the calls: few queries of grouped heads."""
+    calls = shared_tiles()
+    assert len(calls) == 36
+    slower = []
+    for call, (own, shared) in calls:
+        heads, heads_k, dim, batch, keys, queries = call
+        q = torch.empty(batch, heads, queries, dim, dtype=torch.bfloat16, device="meta")
+        k = torch.empty(batch, heads_k, keys, dim, dtype=torch.bfloat16, device="meta")
+        with flash_ext.use_backend("sm90"):
+            is_shared = "share tiles" in flash_ext.explain(q, k, k, device="cuda").forward.schedule
+        if (shared if is_shared else own) > 1.05 * min(own, shared):
+            slower.append((call, own, shared))
+    assert len(slower) <= 0.05 * len(calls), slower
 
 
 def test_memory_is_worth_time() -> None:
