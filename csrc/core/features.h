@@ -3,6 +3,7 @@
 // Called by kernels/table.cpp and by the rows of every backend. Invariant: required() is a function of Problem alone.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <initializer_list>
 
@@ -58,7 +59,7 @@ constexpr const char* kFeatureNames[] = {
     "a backward without the gradient of key",
     "a backward without the gradient of value",
 };
-static_assert(sizeof(kFeatureNames) / sizeof(*kFeatureNames) == static_cast<size_t>(Feature::kCount));
+static_assert(sizeof(kFeatureNames) / sizeof(*kFeatureNames) == static_cast<std::size_t>(Feature::kCount));
 
 struct Features {
   uint32_t bits = 0;

@@ -1,13 +1,24 @@
 // The CPU backend's host where no program has set one: one thread, no products of its own, see core/library.h.
 #include "core/library.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 namespace flash_ext {
 namespace {
 
+#if defined(__x86_64__)
+// NOTE: __builtin_cpu_supports("f16c") is an error in clang 14.
+bool has_f16c() {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
+}
+#endif
+
 const char* own_capability() {
 #if defined(__x86_64__)
-  const bool has_avx2 =
-      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
   const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   return has_avx512 ? "AVX512" : has_avx2 ? "AVX2" : "";
