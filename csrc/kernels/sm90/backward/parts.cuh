@@ -207,21 +207,11 @@ __device__ __forceinline__ void load_fragments(uint32_t* fragments, uint32_t til
   }
 }
 
-// c = A B^T of 64 rows of a tile of kRowsA rows and a tile of kRowsB, both K-major: S^T or dP^T, not waited for.
-template <class T, int kRowsA, int kRowsB, int kHeadDim>
-__device__ __forceinline__ void issue_scores(float (&c)[kRowsB / 2], uint64_t a, uint32_t b_tile) {
-  const uint64_t b = k_major(b_tile);
-#pragma unroll
-  for (int k = 0; k < kHeadDim / 16; ++k) {
-    Wgmma<T, kRowsB>::ss(c, a + k_major_step(kRowsA, k), b + k_major_step(kRowsB, k), k > 0);
-  }
-  wgmma_commit();
-}
-
-// The same, the first kSteps steps of 16 columns of A from registers.
-template <class T, int kRowsA, int kRowsB, int kHeadDim, int kSteps>
-__device__ __forceinline__ void issue_scores(float (&c)[kRowsB / 2], const uint32_t* fragments, uint64_t a,
-                                             uint32_t b_tile) {
+// c = A B^T of 64 rows of a tile of kRowsA rows and a tile of kRowsB, both K-major: S^T or dP^T, not waited for. The
+// first kSteps steps of 16 columns of A come from registers, `fragments`.
+template <class T, int kRowsA, int kRowsB, int kHeadDim, int kSteps = 0>
+__device__ __forceinline__ void issue_scores(float (&c)[kRowsB / 2], uint64_t a, uint32_t b_tile,
+                                             const uint32_t* fragments = nullptr) {
   const uint64_t b = k_major(b_tile);
 #pragma unroll
   for (int k = 0; k < kHeadDim / 16; ++k) {
@@ -234,13 +224,38 @@ __device__ __forceinline__ void issue_scores(float (&c)[kRowsB / 2], const uint3
   wgmma_commit();
 }
 
-// c += A B, A from registers, B a tile of kRows rows: dV or dK, not waited for.
-template <class T, int kRows, int kHeadDim>
-__device__ __forceinline__ void issue_keys(float (&c)[kHeadDim / 2], const uint32_t (&a)[kRows / 4], uint32_t b_tile) {
-  const uint64_t b = mn_major(b_tile, kRows);
+// c += A B, A from registers, B a stage of kRows rows: dV += P^T dO, dK += dS^T Q or dQ += dS K, not waited for.
+template <class T, int kRows, int kHeadDim, class Ring>
+__device__ __forceinline__ void issue_gradient(float (&c)[kHeadDim / 2], uint32_t (&a)[kRows / 4], const Ring& ring,
+                                               int stage) {
+  fence_registers(a);
+  fence_registers(c);
+  wgmma_fence();
+  const uint64_t b = mn_major(ring.tile(stage), kRows);
 #pragma unroll
   for (int k = 0; k < kRows / 16; ++k) Wgmma<T, kHeadDim>::rs(c, a + 4 * k, b + mn_major_step(k), 1);
   wgmma_commit();
+}
+
+// The tile of queries that a consumer is at, head after head.
+struct QueryPlace {
+  int m, head;
+  __device__ __forceinline__ void advance(int first_m, int last_m) {
+    if (++m == last_m) {
+      m = first_m;
+      ++head;
+    }
+  }
+};
+
+// A warp hands a stage of Q and one of dO back. Its products have been waited for.
+template <class Ring, class Place>
+__device__ __forceinline__ void release_queries(const Ring& q, const Ring& d_out, const Place& place) {
+  __syncwarp();  // all lanes have read their lse and delta
+  if (threadIdx.x % 32 == 0) {
+    barrier_arrive(q.empty(place.stage));
+    barrier_arrive(d_out.empty(place.stage));
+  }
 }
 
 // fn(two scores of a row, two numbers of their queries) over a fragment of S^T; `numbers` is where they lie.

@@ -135,17 +135,12 @@ __device__ __forceinline__ void consume_keys(const typename Traits::Params& para
       fence_registers(s_acc);
       issue_dp();
     }
-    fence_registers(dv_acc);
-    wgmma_fence();
-    issue_keys<T, kBlock, kHeadDim>(dv_acc, p, d_out_ring.tile(place.stage));
+    issue_gradient<T, kBlock, kHeadDim>(dv_acc, p, d_out_ring, place.stage);
     wgmma_wait<1>();
     fence_registers(dp);
     make_ds<Traits>(ds, dp, tiles.delta(place.stage), dropped, ds_scale);
     if (kScored && is_far_tile(tiles.far(place.stage))) clear_emptied(ds, tiles.lse(place.stage));
-    fence_registers(ds);
-    fence_registers(dk_acc);
-    wgmma_fence();
-    issue_keys<T, kBlock, kHeadDim>(dk_acc, ds, q_ring.tile(place.stage));
+    issue_gradient<T, kBlock, kHeadDim>(dk_acc, ds, q_ring, place.stage);
     typename Traits::Place next = place;
     next.advance();
     if constexpr (!kLast) issue_s(next);

@@ -118,10 +118,7 @@ __device__ __forceinline__ void consume_one_gradient(const typename Traits::Para
       if (lane == 0) barrier_arrive(p_ring.empty(place.stage));
     }
     if constexpr (kValues) barrier_wait(d_out_ring.full(place.stage), place.phase);
-    fence_registers(frag);
-    fence_registers(acc);
-    wgmma_fence();
-    issue_keys<T, kBlock, kHeadDim>(acc, frag, sum_ring.tile(place.stage));
+    issue_gradient<T, kBlock, kHeadDim>(acc, frag, sum_ring, place.stage);
     typename Traits::Place next = place;
     next.advance();
     if constexpr (!kLast) issue_score(next);

@@ -179,10 +179,7 @@ __device__ __forceinline__ void consume_queries(const typename Traits::Params& p
     if (params.band.is_boundary(first_query, kBlock, n * kBlock, kBlock)) {
       clear_hidden(ds_frag, KeptColumns::of_queries(params.band, row, n * kBlock));
     }
-    fence_registers(ds_frag);
-    fence_registers(dq_acc);
-    wgmma_fence();
-    issue_keys<T, kBlock, kHeadDim>(dq_acc, ds_frag, k_ring.tile(k.stage));
+    issue_gradient<T, kBlock, kHeadDim>(dq_acc, ds_frag, k_ring, k.stage);
     typename Traits::Place next = k;
     next.advance();
     if constexpr (kLast) {
