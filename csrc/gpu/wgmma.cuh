@@ -40,6 +40,13 @@ __device__ __forceinline__ void fence_registers(uint32_t (&registers)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(registers[i])::"memory");
 }
 
+template <class First, class Second, class... Others>
+__device__ __forceinline__ void fence_registers(First& first, Second& second, Others&... others) {
+  fence_registers(first);
+  fence_registers(second);
+  (fence_registers(others), ...);
+}
+
 template <class T, int kN>
 struct Wgmma;
 

@@ -63,10 +63,7 @@ __device__ __forceinline__ void take_queries(C& step, typename C::Scores& s, typ
   step.issue_dk(dk, ds);
   if (kHasDq) step.issue_dq(dq);
   wgmma_wait<kHasDq>();
-  fence_registers(dk);
-  fence_registers(dv);
-  fence_registers(p);
-  fence_registers(ds);
+  fence_registers(dk, dv, p, ds);
   release_queries(step.q_ring, step.d_out_ring, step.place);
   step.place.advance();
   if (!kLast) step.issue_s(s, k);

@@ -224,6 +224,15 @@ __device__ __forceinline__ void issue_scores(float (&c)[kRowsB / 2], uint64_t a,
   wgmma_commit();
 }
 
+// The same of B in a ring, when it is there.
+template <class T, int kRowsA, int kRowsB, int kHeadDim, class Ring, class Place>
+__device__ __forceinline__ void issue_next_scores(float (&c)[kRowsB / 2], uint64_t a, const Ring& ring,
+                                                  const Place& place) {
+  barrier_wait(ring.full(place.stage), place.phase);
+  wgmma_fence();
+  issue_scores<T, kRowsA, kRowsB, kHeadDim>(c, a, ring.tile(place.stage));
+}
+
 // c += A B, A from registers, B a stage of kRows rows: dV += P^T dO, dK += dS^T Q or dQ += dS K, not waited for.
 template <class T, int kRows, int kHeadDim, class Ring>
 __device__ __forceinline__ void issue_gradient(float (&c)[kHeadDim / 2], uint32_t (&a)[kRows / 4], const Ring& ring,
@@ -235,6 +244,13 @@ __device__ __forceinline__ void issue_gradient(float (&c)[kHeadDim / 2], uint32_
 #pragma unroll
   for (int k = 0; k < kRows / 16; ++k) Wgmma<T, kHeadDim>::rs(c, a + 4 * k, b + mn_major_step(k), 1);
   wgmma_commit();
+}
+
+// step(kLast) for each of `count` > 0 tiles.
+template <class Step>
+__device__ __forceinline__ void for_tiles(int count, const Step& step) {
+  for (; count > 1; --count) step(std::false_type());
+  step(std::true_type());
 }
 
 // The tile of queries that a consumer is at, head after head.
@@ -318,19 +334,23 @@ __device__ __forceinline__ void keep_nan(float (&dv)[kAcc], float (&s)[kCount], 
   for (int i = 0; i < kAcc; ++i) dv[i] *= std::numeric_limits<float>::quiet_NaN();
 }
 
-// P of S^T, packed; kCaps: and P (1 - tanh^2). lse: where the queries' numbers lie.
-template <class Traits, int kPairs>
-__device__ __forceinline__ void probabilities(uint32_t (&p)[Traits::kBlockM / 4], uint32_t (&sloped)[kPairs],
-                                              float (&s)[Traits::kBlockM / 2], const typename Traits::Params& params,
-                                              uint32_t lse) {
-  using T = typename Traits::T;
+// P (1 - tanh^2) of a pair of capped scores.
+template <class T>
+__device__ __forceinline__ uint32_t pack_sloped(float p_x, float p_y, float s_x, float s_y,
+                                                const SoftcapParams& softcap) {
+  return pack(p_x * slope_of(s_x, softcap), p_y * slope_of(s_y, softcap), T());
+}
+
+// P of S^T, packed; fn(two of P, their scores, number of the pair). lse: where the queries'
+// numbers lie.
+template <class Traits, int kCount, class Fn>
+__device__ __forceinline__ void probabilities(uint32_t (&p)[kCount / 2], float (&s)[kCount],
+                                              const typename Traits::Params& params, uint32_t lse, const Fn& fn) {
   with_queries(s, lse, [&](float s_x, float s_y, float2 minus_lse, int i) {
     const float x = exp2_fast(fmaf(s_x, params.to_log2, minus_lse.x));
     const float y = exp2_fast(fmaf(s_y, params.to_log2, minus_lse.y));
-    p[i / 2] = pack(x, y, T());
-    if constexpr (Traits::kCaps) {
-      sloped[i / 2] = pack(x * slope_of(s_x, params.softcap), y * slope_of(s_y, params.softcap), T());
-    }
+    p[i / 2] = pack(x, y, typename Traits::T());
+    fn(x, y, s_x, s_y, i / 2);
   });
 }
 

@@ -211,7 +211,10 @@ struct BackwardConsumer {
     if (!kWhole && Traits::kMayBeFar && is_boundary() && is_far()) {
       subtract_far(s, tiles.stats_far(place.stage), params.scale, params.inverse_scale);
     }
-    probabilities<Traits>(p, sloped, s, params, tiles.stats_lse(place.stage));
+    probabilities<Traits>(p, s, params, tiles.stats_lse(place.stage),
+                          [&](float x, float y, float s_x, float s_y, int pair) {
+                            if constexpr (Traits::kCaps) sloped[pair] = pack_sloped<T>(x, y, s_x, s_y, params.softcap);
+                          });
     if (!kWhole && has_mask(params)) mark_hidden(p, kept);
     if (!kWhole && is_boundary()) {
       mark_hidden(p, KeptColumns::of_keys(params.band, params.len_q, row(), at.m * kBlockM));

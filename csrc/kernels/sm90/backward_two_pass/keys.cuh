@@ -63,126 +63,89 @@ __device__ __forceinline__ void load_scores_of_keys(const ScoredTwoPassParams& p
                             });
 }
 
-// dK and dV of 64 keys.
+// dK and dV of 64 keys. What a tile of queries goes through, in both consumer warpgroups, each with its keys:
+//
+//   there at the start   S^T (the wait at the end of the tile before)
+//   wait for dO, issue   dP^T = V dO^T; kLateDp: behind P^T, in the registers of S^T
+//   under it             P^T = e^(S^T - lse), with scores from their slot, which each warp hands back
+//   issue                dV += P^T dO
+//   wait dP^T            dS^T = P^T o (dP^T - delta)
+//   issue                dK += dS^T Q
+//   wait for the next Q  issue its S^T
+//   wait dV and dK       each warp arrives at the empty barriers of Q and dO
+//   wait                 the next S^T
+//
+// Shared memory: K, V, Q and dO of each stage with lse, far shift and delta, slots of bias and mask (keys_smem); dV and
+// dK leave through V and K.
 template <class Traits>
 __device__ __forceinline__ void consume_keys(const typename Traits::Params& params, const typename Traits::Keys& tiles,
                                              int consumer) {
   using T = typename Traits::T;
+  using Rows = KeyRows<Traits>;
   constexpr int kBlock = Traits::kBlock, kKeys = Traits::kKeys, kHeadDim = Traits::kHeadDim;
-  constexpr bool kScored = Traits::kScored, kLateDp = Traits::kShape.late_dp;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - 4, warp_row = warp * 16;  // of 128 keys
-  const TwoPassWork work = TwoPassWork::of_keys<kKeys, kBlock>(params);
-  const int first_key = work.first_row + consumer * 64, row = work.first_row + warp_row + lane / 4;
-  const Ring<Traits::kTileBytes> q_ring = tiles.q(), d_out_ring = tiles.d_out();
+  constexpr bool kLateDp = Traits::kShape.late_dp;
+  Rows rows(params, tiles, threadIdx.x / 32 - 4);
+  const TwoPassWork& work = rows.work;
+  const int first_key = work.first_row + consumer * 64;
   const uint64_t k_desc = k_major(tiles.k() + consumer * 64 * kPanelBytes);
   const uint64_t v_desc = k_major(tiles.v() + consumer * 64 * kPanelBytes);
-  float dk_acc[kHeadDim / 2], dv_acc[kHeadDim / 2], s_acc[kBlock / 2];
-  [[maybe_unused]] float dp_acc[kBlock / 2];
-  auto& dp = chosen<kLateDp>(s_acc, dp_acc);
-#pragma unroll
-  for (int i = 0; i < kHeadDim / 2; ++i) dk_acc[i] = dv_acc[i] = 0.f;
-  typename Traits::Place place;
-  int m = work.first, head = work.head * params.group_size;
-  const bool drops = dropout_of(params).rng_state != nullptr;
-  const DropoutDraws draws(dropout_of(params));
-  [[maybe_unused]] ScorePlace slot = keys_slot(params);
-  if (kScored && drops) draws.store_keys(tiles.draw_keys(warp));
-  const float ds_scale = Traits::kScaled ? params.ds_scale(work.b, head, params.group_size) : 1.f;
+  typename Rows::Gradient dk = {}, dv = {};
+  typename Rows::Scores s;
+  [[maybe_unused]] typename Rows::Scores own_dp;
+  auto& dp = chosen<kLateDp>(s, own_dp);
+  if (Traits::kScored && rows.drops) rows.draws.store_keys(tiles.draw_keys(rows.warp));
+  const float ds_scale = rows.ds_scale();
 
   const auto issue_s = [&](const typename Traits::Place& at) {
-    barrier_wait(q_ring.full(at.stage), at.phase);
-    wgmma_fence();
-    issue_scores<T, kKeys, kBlock, kHeadDim>(s_acc, k_desc, q_ring.tile(at.stage));
+    issue_next_scores<T, kKeys, kBlock, kHeadDim>(s, k_desc, rows.q_ring, at);
   };
-  const auto issue_dp = [&] {
-    barrier_wait(d_out_ring.full(place.stage), place.phase);
-    wgmma_fence();
-    issue_scores<T, kKeys, kBlock, kHeadDim>(dp, v_desc, d_out_ring.tile(place.stage));
+  const auto issue_dp = [&] { issue_next_scores<T, kKeys, kBlock, kHeadDim>(dp, v_desc, rows.d_out_ring, rows.place); };
+  const auto wait_s = [&] {
+    wgmma_wait<0>();
+    fence_registers(s);
   };
   // kLast: no tile of queries follows, whose S^T would be computed.
   const auto step = [&]<bool kLast>(std::bool_constant<kLast>) {
-    uint32_t p[kBlock / 4], ds[kBlock / 4], dropped = 0;  // ds: at first what it is made of
+    typename Rows::Packed p, ds;  // ds: at first what it is made of
+    uint32_t dropped = 0;
     if constexpr (!kLateDp) issue_dp();
-    if constexpr (kScored) {
-      const ScoreParams& scores = params.keys_scores;
-      KeptBits<1> kept = {};
-      take_slot<T, kKeys, true>(
-          s_acc, kept, scores, tiles.scores(), slot, warp_row, scores.alibi.of(head, work.b0, work.b1),
-          row - (m * kBlock + lane % 4 * 2) - scores.alibi.offset, [&] { pack_slopes<T>(ds, s_acc, scores.softcap); });
-      if (is_far_tile(tiles.far(place.stage))) {
-        subtract_far(s_acc, tiles.far(place.stage), params.natural, params.inverse_scale);
-        if (drops) keep_nan(dv_acc, s_acc, tiles.far(place.stage));
-      }
-      make_p<Traits>(p, ds, s_acc, params, tiles.lse(place.stage), scores.softcap);
-      if (scores.mask.data != nullptr) hide(p, ds, kept);
-      if (drops) {
-        dropped = draws.transposed_bits(tiles.draw_keys(warp), work.b * params.heads_q + head, m * (kBlock / 16),
-                                        (work.first_row + warp_row) / 16);
-#pragma unroll
-        for (int i = 0; i < kBlock / 4; ++i) p[i] &= ~spread_high_bits(dropped << i);
-      }
-    } else {
-      if (is_far_tile(tiles.far(place.stage))) {
-        subtract_far(s_acc, tiles.far(place.stage), params.natural, params.inverse_scale);
-      }
-      make_p<Traits>(p, ds, s_acc, params, tiles.lse(place.stage), params.softcap);
-    }
-    if (params.is_boundary(m * kBlock, kBlock, first_key, 64)) {
-      hide(p, ds, KeptColumns::of_keys(params.band, params.len_q, row, m * kBlock));
-    }
+    rows.make_p(p, ds, dropped, s, dv, true);
+    if (rows.is_boundary(first_key)) hide(p, ds, rows.kept());
     fence_registers(p);
     if constexpr (kLateDp) {
-      fence_registers(s_acc);
+      fence_registers(s);
       issue_dp();
     }
-    issue_gradient<T, kBlock, kHeadDim>(dv_acc, p, d_out_ring, place.stage);
+    issue_gradient<T, kBlock, kHeadDim>(dv, p, rows.d_out_ring, rows.place.stage);
     wgmma_wait<1>();
     fence_registers(dp);
-    make_ds<Traits>(ds, dp, tiles.delta(place.stage), dropped, ds_scale);
-    if (kScored && is_far_tile(tiles.far(place.stage))) clear_emptied(ds, tiles.lse(place.stage));
-    issue_gradient<T, kBlock, kHeadDim>(dk_acc, ds, q_ring, place.stage);
-    typename Traits::Place next = place;
+    make_ds<Traits>(ds, dp, tiles.delta(rows.place.stage), dropped, ds_scale);
+    if (Traits::kScored && rows.is_far()) clear_emptied(ds, tiles.lse(rows.place.stage));
+    issue_gradient<T, kBlock, kHeadDim>(dk, ds, rows.q_ring, rows.place.stage);
+    typename Traits::Place next = rows.place;
     next.advance();
-    if constexpr (!kLast) issue_s(next);
+    if (!kLast) issue_s(next);
     wgmma_wait<!kLast>();
-    fence_registers(dk_acc);
-    fence_registers(dv_acc);
-    fence_registers(p);
-    fence_registers(ds);
-    __syncwarp();  // all lanes have read their lse and delta
-    if (lane == 0) {
-      barrier_arrive(q_ring.empty(place.stage));
-      barrier_arrive(d_out_ring.empty(place.stage));
-    }
-    place = next;
-    if (++m == work.last) {
-      m = work.first;
-      ++head;
-    }
-    if constexpr (!kLast) {
-      wgmma_wait<0>();
-      fence_registers(s_acc);
-    }
+    fence_registers(dk, dv, p, ds);
+    rows.advance(next);
+    if (!kLast) wait_s();
   };
 
-  const int total = (work.last - work.first) * params.group_size;
   barrier_wait(tiles.k_full(), 0);
-  if (total > 0) {
+  if (rows.total() > 0) {
     barrier_wait(tiles.v_full(), 0);
-    issue_s(place);
-    wgmma_wait<0>();
-    fence_registers(s_acc);
-    for (int left = total; left > 1; --left) step(std::false_type());
-    step(std::true_type());
+    issue_s(rows.place);
+    wait_s();
+    for_tiles(rows.total(), step);
   }
   named_barrier_sync(1 + consumer, 128);  // all four warps have finished with their rows of K and V
-  const int out_row = work.first_row + warp_row;
+  const int out_row = work.first_row + rows.warp_row;
   if (params.wants_dv) {
-    store_rows<Traits, kKeys>(dv_acc, value_scale<Traits>(params), tiles.v(), warp_row, params.dv,
+    store_rows<Traits, kKeys>(dv, value_scale<Traits>(params), tiles.v(), rows.warp_row, params.dv,
                               work.box(params.dv.steps, work.head, out_row));
   }
   if (params.wants_dk) {
-    store_rows<Traits, kKeys>(dk_acc, params.scale / ds_scale, tiles.k(), warp_row, params.dk,
+    store_rows<Traits, kKeys>(dk, params.scale / ds_scale, tiles.k(), rows.warp_row, params.dk,
                               work.box(params.dk.steps, work.head, out_row));
   }
 }

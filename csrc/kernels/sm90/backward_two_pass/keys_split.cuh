@@ -2,162 +2,134 @@
 // keys.cuh.
 #pragma once
 
-#include "kernels/sm90/backward_two_pass/scores.cuh"
+#include "kernels/sm90/backward_two_pass/key_rows.cuh"
 
 namespace flash_ext::sm90 {
 
+// A thread's 64 bytes of P^T, 16 at a time with the other lanes', and its word of what is dropped.
+template <class Traits>
+__device__ __forceinline__ uint32_t p_at(const Ring<Traits::kPBytes>& ring, int stage) {
+  return ring.tile(stage) + threadIdx.x % 128 * 16;
+}
+template <class Traits>
+__device__ __forceinline__ uint32_t drops_at(const Ring<Traits::kPBytes>& ring, int stage) {
+  return ring.tile(stage) + Traits::kBlock * Traits::kBlock * 2 + threadIdx.x % 128 * 4;
+}
+
+// What dS is made of, to the other warpgroup. Each warp arrives at the stage's full barrier.
+template <class Traits>
+__device__ __forceinline__ void pass_on(const Ring<Traits::kPBytes>& ring, const typename Traits::Place& place,
+                                        const uint32_t (&for_ds)[Traits::kBlock / 4],
+                                        [[maybe_unused]] uint32_t dropped) {
+  barrier_wait(ring.empty(place.stage), place.phase ^ 1);
+  store_pairs(p_at<Traits>(ring, place.stage), for_ds);
+  if constexpr (Traits::kScored) store_shared(drops_at<Traits>(ring, place.stage), dropped);
+  __syncwarp();
+  warp_arrive(ring.full(place.stage));
+}
+
+// The same from the first warpgroup; returns what is dropped. The caller hands the stage back.
+template <class Traits>
+__device__ __forceinline__ uint32_t receive(const Ring<Traits::kPBytes>& ring, const typename Traits::Place& place,
+                                            uint32_t (&for_ds)[Traits::kBlock / 4]) {
+  barrier_wait(ring.full(place.stage), place.phase);
+  load_pairs(for_ds, p_at<Traits>(ring, place.stage));
+  if constexpr (Traits::kScored) return load_shared(drops_at<Traits>(ring, place.stage));
+  return 0;
+}
+
 // One gradient of 64 keys: kValues: dV, and P^T for the other warpgroup; else dK. With scores P that a mask hides is -0
-// there, and what dropout drops stands behind P, a word a thread: see DropoutDraws::transposed_bits.
+// there, and what dropout drops stands behind P, a word a thread: see DropoutDraws::transposed_bits. What a tile of
+// queries goes through:
+//
+//                        the warpgroup of dV                       the warpgroup of dK
+//   there at the start   S^T                                       dP^T
+//   wait                 nobody reads the stage of P any more      Q and with it delta, P is there
+//                        P^T = e^(S^T - lse), to its stage:        dS^T = P^T o (dP^T - delta)
+//                        each warp arrives at its full barrier     each warp arrives at its empty barrier
+//   wait, issue          dO: dV += P^T dO                          dK += dS^T Q
+//   wait, issue          the next Q: its S^T                       the next dO: its dP^T
+//   wait dV or dK        each warp arrives at the empty barriers of Q and dO
+//   wait                 the next S^T                              the next dP^T
+//
+// Shared memory: K, V, Q and dO and P of each stage, lse, far shift and delta with Q, slots of bias and mask
+// (keys_smem).
 template <class Traits, bool kValues>
 __device__ __forceinline__ void consume_one_gradient(const typename Traits::Params& params,
                                                      const typename Traits::Keys& tiles) {
   using T = typename Traits::T;
+  using Rows = KeyRows<Traits>;
   constexpr int kBlock = Traits::kBlock, kHeadDim = Traits::kHeadDim;
-  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;
-  const TwoPassWork work = TwoPassWork::of_keys<kBlock, kBlock>(params);
-  const int row = work.first_row + warp_row + lane / 4;
-  const Ring<Traits::kTileBytes> q_ring = tiles.q(), d_out_ring = tiles.d_out();
-  const Ring<Traits::kPBytes> p_ring = tiles.p();
-  // This thread's 64 bytes of P^T, 16 at a time with the other lanes', and its word of what is dropped.
-  const auto p_at = [&](int stage) { return p_ring.tile(stage) + threadIdx.x % 128 * 16; };
-  const auto drops_at = [&](int stage) { return p_ring.tile(stage) + kBlock * kBlock * 2 + threadIdx.x % 128 * 4; };
-  const auto& score_ring = kValues ? q_ring : d_out_ring;  // B of S^T or dP^T
-  const auto& sum_ring = kValues ? d_out_ring : q_ring;    // B of dV or dK
+  static_assert(Traits::kKeys == kBlock);
+  Rows rows(params, tiles, threadIdx.x / 32 % 4);
+  const TwoPassWork& work = rows.work;
+  const auto& score_ring = kValues ? rows.q_ring : rows.d_out_ring;  // B of S^T or dP^T
+  const auto& sum_ring = kValues ? rows.d_out_ring : rows.q_ring;    // B of dV or dK
   const uint64_t a_desc = k_major(kValues ? tiles.k() : tiles.v());
-  float acc[kHeadDim / 2], s_acc[kBlock / 2];
-#pragma unroll
-  for (float& x : acc) x = 0.f;
-  typename Traits::Place place;
-  int m = work.first;
-  [[maybe_unused]] int head = work.head * params.group_size;
-  const bool drops = dropout_of(params).rng_state != nullptr;
-  const DropoutDraws draws(dropout_of(params));
-  [[maybe_unused]] ScorePlace slot = keys_slot(params);
-  if constexpr (Traits::kScored && kValues) {
-    if (drops) draws.store_keys(tiles.draw_keys(threadIdx.x / 32 % 4));
-  }
-  const float ds_scale =
-      Traits::kScaled && !kValues ? params.ds_scale(work.b, work.head * params.group_size, params.group_size) : 1.f;
-
+  typename Rows::Gradient sum = {};  // dV or dK
+  typename Rows::Scores s;           // S^T or dP^T
+  if (Traits::kScored && kValues && rows.drops) rows.draws.store_keys(tiles.draw_keys(rows.warp));
+  const float ds_scale = kValues ? 1.f : rows.ds_scale();
   [[maybe_unused]] bool far = false;  // of a tile of queries
   if constexpr (kValues && !Traits::kCaps && !Traits::kScored) {
-    far = any_far<kBlock>(params.stats + (int64_t{work.b} * params.heads_q + head) * params.padded * kQueryStats,
-                          params.group_size, params.padded / kBlock, work.first, work.last);
+    far =
+        any_far<kBlock>(params.stats + (int64_t{work.b} * params.heads_q + rows.at.head) * params.padded * kQueryStats,
+                        params.group_size, params.padded / kBlock, work.first, work.last);
   }
 
-  const auto issue_score = [&](const typename Traits::Place& at) {
-    barrier_wait(score_ring.full(at.stage), at.phase);
-    wgmma_fence();
-    issue_scores<T, kBlock, kBlock, kHeadDim>(s_acc, a_desc, score_ring.tile(at.stage));
+  const auto issue_s = [&](const typename Traits::Place& at) {
+    issue_next_scores<T, kBlock, kBlock, kHeadDim>(s, a_desc, score_ring, at);
+  };
+  const auto wait_s = [&] {
+    wgmma_wait<0>();
+    fence_registers(s);
   };
   // kLast: no tile follows, whose scores would be computed.
   const auto step = [&]<bool kLast>(std::bool_constant<kLast>) {
-    uint32_t frag[kBlock / 4];
-    const auto clear = [&](uint32_t(&packed)[kBlock / 4]) {
-      if (params.is_boundary(m * kBlock, kBlock, work.first_row, kBlock)) {
-        clear_hidden(packed, KeptColumns::of_keys(params.band, params.len_q, row, m * kBlock));
-      }
+    typename Rows::Packed frag;  // P^T or dS^T
+    const auto clear = [&] {
+      if (rows.is_boundary(work.first_row)) clear_hidden(frag, rows.kept());
     };
-    if constexpr (kValues && Traits::kScored) {
-      const ScoreParams& scores = params.keys_scores;
-      uint32_t for_ds[kBlock / 4];  // 1 - tanh^2 where there is a softcap, then times P
-      KeptBits<1> kept = {};
-      take_slot<T, kBlock, true>(s_acc, kept, scores, tiles.scores(), slot, warp_row,
-                                 scores.alibi.of(head, work.b0, work.b1),
-                                 row - (m * kBlock + lane % 4 * 2) - scores.alibi.offset,
-                                 [&] { pack_slopes<T>(for_ds, s_acc, scores.softcap); });
-      if (is_far_tile(tiles.far(place.stage))) {
-        subtract_far(s_acc, tiles.far(place.stage), params.natural, params.inverse_scale);
-        if (drops) keep_nan(acc, s_acc, tiles.far(place.stage));
-      }
-      make_p<Traits>(frag, for_ds, s_acc, params, tiles.lse(place.stage), scores.softcap);
-      if (scores.mask.data != nullptr) hide(frag, for_ds, kept);
+    if constexpr (kValues) {
+      typename Rows::Packed for_ds;
       uint32_t dropped = 0;
-      if (drops) {
-        const int bh = work.b * params.heads_q + head;
-        dropped = draws.transposed_bits(tiles.draw_keys(threadIdx.x / 32 % 4), bh, m * (kBlock / 16),
-                                        (work.first_row + warp_row) / 16);
-#pragma unroll
-        for (int i = 0; i < kBlock / 4; ++i) frag[i] &= ~spread_high_bits(dropped << i);
-      }
-      barrier_wait(p_ring.empty(place.stage), place.phase ^ 1);
-      store_pairs(p_at(place.stage), for_ds);
-      store_shared(drops_at(place.stage), dropped);
-      __syncwarp();
-      if (lane == 0) barrier_arrive(p_ring.full(place.stage));
-      clear(frag);
-    } else if constexpr (kValues) {
-      if constexpr (Traits::kCaps) cap_scores<T, true>(s_acc, params.softcap);
-      if (far && is_far_tile(tiles.far(place.stage))) {
-        subtract_far(s_acc, tiles.far(place.stage), params.natural, params.inverse_scale);
-      }
-      uint32_t for_ds[kBlock / 4];  // P of dS: with a softcap P (1 - tanh^2)
-      with_queries(s_acc, tiles.lse(place.stage), [&](float s_x, float s_y, float2 minus_lse, int i) {
-        const float x = exp2_fast(fmaf(s_x, params.to_log2, minus_lse.x));
-        const float y = exp2_fast(fmaf(s_y, params.to_log2, minus_lse.y));
-        for_ds[i / 2] = frag[i / 2] = pack(x, y, T());
-        if constexpr (Traits::kCaps) {
-          for_ds[i / 2] = pack(x * slope_of(s_x, params.softcap), y * slope_of(s_y, params.softcap), T());
-        }
-      });
-      barrier_wait(p_ring.empty(place.stage), place.phase ^ 1);
-      store_pairs(p_at(place.stage), for_ds);
-      __syncwarp();
-      if (lane == 0) barrier_arrive(p_ring.full(place.stage));
-      clear(frag);
+      rows.make_p(frag, for_ds, dropped, s, sum, far);
+      pass_on<Traits>(tiles.p(), rows.place, for_ds, dropped);
+      clear();
+      barrier_wait(rows.d_out_ring.full(rows.place.stage), rows.place.phase);
     } else {
-      barrier_wait(q_ring.full(place.stage), place.phase);  // and with Q its delta
-      barrier_wait(p_ring.full(place.stage), place.phase);
-      load_pairs(frag, p_at(place.stage));
-      [[maybe_unused]] uint32_t dropped = 0;
-      if constexpr (Traits::kScored) dropped = load_shared(drops_at(place.stage));
-      make_ds<Traits>(frag, s_acc, tiles.delta(place.stage), dropped, ds_scale);
-      clear(frag);
-      if (Traits::kScored && is_far_tile(tiles.far(place.stage))) clear_emptied(frag, tiles.lse(place.stage));
+      barrier_wait(rows.q_ring.full(rows.place.stage), rows.place.phase);  // and with Q its delta
+      const uint32_t dropped = receive<Traits>(tiles.p(), rows.place, frag);
+      make_ds<Traits>(frag, s, tiles.delta(rows.place.stage), dropped, ds_scale);
+      clear();
+      if (Traits::kScored && rows.is_far()) clear_emptied(frag, tiles.lse(rows.place.stage));
       __syncwarp();
-      if (lane == 0) barrier_arrive(p_ring.empty(place.stage));
+      warp_arrive(tiles.p().empty(rows.place.stage));
     }
-    if constexpr (kValues) barrier_wait(d_out_ring.full(place.stage), place.phase);
-    issue_gradient<T, kBlock, kHeadDim>(acc, frag, sum_ring, place.stage);
-    typename Traits::Place next = place;
+    issue_gradient<T, kBlock, kHeadDim>(sum, frag, sum_ring, rows.place.stage);
+    typename Traits::Place next = rows.place;
     next.advance();
-    if constexpr (!kLast) issue_score(next);
-    wgmma_wait<kLast ? 0 : 1>();
-    fence_registers(acc);
-    fence_registers(frag);
-    __syncwarp();
-    if (lane == 0) {
-      barrier_arrive(q_ring.empty(place.stage));
-      barrier_arrive(d_out_ring.empty(place.stage));
-    }
-    place = next;
-    if (++m == work.last) {
-      m = work.first;
-      ++head;
-    }
-    if constexpr (!kLast) {
-      wgmma_wait<0>();
-      fence_registers(s_acc);
-    }
+    if (!kLast) issue_s(next);
+    wgmma_wait<!kLast>();
+    fence_registers(sum, frag);
+    rows.advance(next);
+    if (!kLast) wait_s();
   };
 
-  const int total = (work.last - work.first) * params.group_size;
   barrier_wait(tiles.k_full(), 0);
-  if (total > 0) {
-    if constexpr (!kValues) barrier_wait(tiles.v_full(), 0);
-    issue_score(place);
-    wgmma_wait<0>();
-    fence_registers(s_acc);
-    for (int left = total; left > 1; --left) step(std::false_type());
-    step(std::true_type());
+  if (rows.total() > 0) {
+    if (!kValues) barrier_wait(tiles.v_full(), 0);
+    issue_s(rows.place);
+    wait_s();
+    for_tiles(rows.total(), step);
   }
   // K is read by the first warpgroup alone, V by the second: each tile becomes its owner's staging.
   named_barrier_sync(kValues ? 1 : 2, 128);
   const TensorMap& map = kValues ? params.dv : params.dk;
   const float factor = kValues ? value_scale<Traits>(params) : params.scale / ds_scale;
   if (!(kValues ? params.wants_dv : params.wants_dk)) return;
-  store_rows<Traits, kBlock>(acc, factor, kValues ? tiles.k() : tiles.v(), warp_row, map,
-                             work.box(map.steps, work.head, work.first_row + warp_row));
+  store_rows<Traits, kBlock>(sum, factor, kValues ? tiles.k() : tiles.v(), rows.warp_row, map,
+                             work.box(map.steps, work.head, work.first_row + rows.warp_row));
 }
 
 }  // namespace flash_ext::sm90

@@ -51,150 +51,203 @@ __device__ __forceinline__ void load_scores_of_queries(const ScoredTwoPassParams
   });
 }
 
+// A consumer warp's 16 queries, and how S and dP of a tile of keys become dS. S, dP and dQ are handed on.
 template <class Traits>
-__device__ __forceinline__ void consume_queries(const typename Traits::Params& params,
-                                                const typename Traits::Queries& tiles, int consumer) {
+struct QueryRows {
   using T = typename Traits::T;
-  constexpr int kBlock = Traits::kBlock, kHeadDim = Traits::kHeadDim;
-  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;
-  const TwoPassWork work = TwoPassWork::of_queries<2 * kBlock, kBlock>(params);
-  const int first_query = work.first_row + consumer * kBlock, row = first_query + warp_row + lane / 4;
-  const Ring<Traits::kTileBytes> k_ring = tiles.k(), v_ring = tiles.v();
-  const uint64_t q_desc = k_major(tiles.q(consumer)), d_out_desc = k_major(tiles.d_out(consumer));
-  constexpr bool kLateDp = Traits::kShape.late_dp;
-  float dq_acc[kHeadDim / 2], s_acc[kBlock / 2];
-  [[maybe_unused]] float dp_acc[kBlock / 2];
-#pragma unroll
-  for (float& x : dq_acc) x = 0.f;
-  // Queries are padded to whole tiles of 128 there.
-  const float* const stats =
-      params.stats + ((int64_t{work.b} * params.heads_q + work.head) * params.padded + first_query) * kQueryStats +
-      row % kBlock;
-  const auto stat = [&](QueryStat which, int half) { return stats[which * kBlock + half * 8]; };
-  const float minus_lse[2] = {stat(kLseStat, 0), stat(kLseStat, 1)};
-  const float delta[2] = {stat(kDeltaStat, 0), stat(kDeltaStat, 1)};
-  [[maybe_unused]] const bool is_far = stat(kFarStat, 0) != kNotFar;  // of all rows of its tile
-  // With 2^10 P, as -lse log2(e) has it.
-  const float ds_scale = Traits::kScaled ? params.ds_scale(work.b, work.head, 1) : 1.f;
-  typename Traits::Place k;
-  RingPlace<1> v;
-  const bool drops = dropout_of(params).rng_state != nullptr;
-  const DropoutDraws draws(dropout_of(params));
-  [[maybe_unused]] ScorePlace slot = queries_slot(params);
-  [[maybe_unused]] float slope = 0.f;
-  if constexpr (Traits::kScored) slope = params.queries_scores.alibi.of(work.head, work.b0, work.b1);
+  static constexpr int kBlock = Traits::kBlock, kHeadDim = Traits::kHeadDim;
+  using Scores = float[kBlock / 2];     // S, dP
+  using Packed = uint32_t[kBlock / 4];  // P, dS
 
-  auto& dp = chosen<kLateDp>(s_acc, dp_acc);
-  const auto issue_dp = [&] {
-    barrier_wait(v_ring.full(v.stage), v.phase);
-    wgmma_fence();
-    issue_scores<T, kBlock, kBlock, kHeadDim>(dp, d_out_desc, v_ring.tile(v.stage));
-  };
-  const auto issue = [&](const typename Traits::Place& at) {
-    barrier_wait(k_ring.full(at.stage), at.phase);
-    wgmma_fence();
-    issue_scores<T, kBlock, kBlock, kHeadDim>(s_acc, q_desc, k_ring.tile(at.stage));
-    if constexpr (!kLateDp) issue_dp();
-  };
-  const auto release_v = [&] {
-    if (lane == 0) barrier_arrive(v_ring.empty(v.stage));
-    v.advance();
-  };
-  const auto scores_are_there = [&] {
-    wgmma_wait<0>();
-    fence_registers(s_acc);
-    fence_registers(dp);
-    fence_registers(dq_acc);
-    if constexpr (!kLateDp) release_v();
-  };
-  int n = work.first;
-  const auto subtract_far_rows = [&] {
+  const typename Traits::Params& params;
+  const typename Traits::Queries& tiles;
+  const int consumer, lane, warp_row;
+  const TwoPassWork work;
+  const int first_query, row;  // of the warpgroup, this thread's
+  const float* const stats;    // of this thread's first query. Queries are padded to whole tiles of 128 there.
+  const float minus_lse[2], delta[2];
+  const bool is_far;     // all rows of its tile
+  const float ds_scale;  // with 2^10 P, as -lse log2(e) has it
+  const bool drops;
+  const DropoutDraws draws;
+  ScorePlace slot;
+  const float slope;
+
+  __device__ __forceinline__ QueryRows(const typename Traits::Params& params_, const typename Traits::Queries& tiles_,
+                                       int consumer_)
+      : params(params_),
+        tiles(tiles_),
+        consumer(consumer_),
+        lane(threadIdx.x % 32),
+        warp_row(threadIdx.x / 32 % 4 * 16),
+        work(TwoPassWork::of_queries<2 * kBlock, kBlock>(params_)),
+        first_query(work.first_row + consumer_ * kBlock),
+        row(first_query + warp_row + lane / 4),
+        stats(params_.stats +
+              ((int64_t{work.b} * params_.heads_q + work.head) * params_.padded + first_query) * kQueryStats +
+              row % kBlock),
+        minus_lse{stat(kLseStat, 0), stat(kLseStat, 1)},
+        delta{stat(kDeltaStat, 0), stat(kDeltaStat, 1)},
+        is_far(stat(kFarStat, 0) != kNotFar),
+        ds_scale(Traits::kScaled ? params_.ds_scale(work.b, work.head, 1) : 1.f),
+        drops(dropout_of(params_).rng_state != nullptr),
+        draws(dropout_of(params_)),
+        slot(queries_slot(params_)),
+        slope(slope_of_head(params_, work)) {}
+
+  static __device__ __forceinline__ float slope_of_head(const ScoredTwoPassParams& params, const TwoPassWork& work) {
+    return params.queries_scores.alibi.of(work.head, work.b0, work.b1);
+  }
+  static __device__ __forceinline__ float slope_of_head(const TwoPassParams&, const TwoPassWork&) { return 0.f; }
+  __device__ __forceinline__ float stat(QueryStat which, int half) const { return stats[which * kBlock + half * 8]; }
+
+  __device__ __forceinline__ void subtract_far_rows(Scores& s) const {
     if (!is_far) return;
     const float far[2] = {stat(kFarStat, 0), stat(kFarStat, 1)};
 #pragma unroll
     for (int i = 0; i < kBlock / 2; ++i) {
-      s_acc[i] = fminf(fmaf(s_acc[i], params.natural, far[i / 2 % 2]), 0.f) * params.inverse_scale;
+      s[i] = fminf(fmaf(s[i], params.natural, far[i / 2 % 2]), 0.f) * params.inverse_scale;
     }
-  };
-  const auto p_of = [&](int i) { return exp2_fast(fmaf(s_acc[i], params.to_log2, minus_lse[i / 2 % 2])); };
-  const auto scaled = [&](float x) { return Traits::kScaled ? x * (ds_scale * (1.f / 1024.f)) : x; };
-  const auto step = [&]<bool kLast>(std::bool_constant<kLast>) {
-    uint32_t ds_frag[kBlock / 4];
-    if constexpr (Traits::kScored) {
-      const ScoreParams& scores = params.queries_scores;
-      KeptBits<1> kept = {};
-      uint32_t p[kBlock / 4];  // 1 - tanh^2 where there is a softcap, then times P
-      if (consumer == 1) skip_scores(scores, tiles.scores(), slot);
-      take_slot<T, kBlock, false>(s_acc, kept, scores, tiles.scores(), slot, warp_row, slope,
-                                  row + scores.alibi.offset - (n * kBlock + lane % 4 * 2),
-                                  [&] { pack_slopes<T>(p, s_acc, scores.softcap); });
-      if (consumer == 0) skip_scores(scores, tiles.scores(), slot);
-      subtract_far_rows();
+  }
+  __device__ __forceinline__ float p_of(const Scores& s, int i) const {
+    return exp2_fast(fmaf(s[i], params.to_log2, minus_lse[i / 2 % 2]));
+  }
+  __device__ __forceinline__ float scaled(float x) const {
+    return Traits::kScaled ? x * (ds_scale * (1.f / 1024.f)) : x;
+  }
+
+  // With scores, of the keys of tile n: P of S, times 1 - tanh^2 where there is a softcap.
+  __device__ __forceinline__ void make_p(Packed& p, KeptBits<1>& kept, Scores& s, int n) {
+    const ScoreParams& scores = params.queries_scores;
+    if (consumer == 1) skip_scores(scores, tiles.scores(), slot);
+    take_slot<T, kBlock, false>(s, kept, scores, tiles.scores(), slot, warp_row, slope,
+                                row + scores.alibi.offset - (n * kBlock + lane % 4 * 2),
+                                [&] { pack_slopes<T>(p, s, scores.softcap); });
+    if (consumer == 0) skip_scores(scores, tiles.scores(), slot);
+    subtract_far_rows(s);
 #pragma unroll
-      for (int i = 0; i < kBlock / 2; i += 2) {
-        p[i / 2] = sloped<T>(p_of(i), p_of(i + 1), p[i / 2], scores.softcap);
+    for (int i = 0; i < kBlock / 2; i += 2) {
+      p[i / 2] = sloped<T>(p_of(s, i), p_of(s, i + 1), p[i / 2], scores.softcap);
+    }
+  }
+
+  // With scores: dS = P o (dP - delta) of that P.
+  __device__ __forceinline__ void make_ds(Packed& ds, const Packed& p, const KeptBits<1>& kept, const Scores& dp,
+                                          int n) const {
+    const auto of_pair = [&](int pair, uint32_t dropped) {
+      const int i = 2 * pair, half = pair % 2;
+      float x, y;
+      unpack(p[pair], x, y, T());
+      x *= scaled(without<0>(dp[i], dropped) - delta[half]);
+      y *= scaled(without<1>(dp[i + 1], dropped) - delta[half]);
+      ds[pair] = minus_lse[half] == kMinusInf ? 0 : pack(x, y, T());  // a row without keys, beside a NaN
+    };
+    if (drops) {
+      draws.template with_dropped<kBlock>(work.b * params.heads_q + work.head, (first_query + warp_row) / 16,
+                                          n * (kBlock / 16), of_pair);
+    } else {
+#pragma unroll
+      for (int pair = 0; pair < kBlock / 4; ++pair) of_pair(pair, 0);
+    }
+    if (params.queries_scores.mask.data != nullptr) clear_hidden(ds, kept);
+  }
+
+  // Without: dS = P o (dP - delta), P = e^(S - lse) in float, times 1 - tanh^2 with a softcap.
+  __device__ __forceinline__ void make_ds(Packed& ds, Scores& s, const Scores& dp) const {
+    if constexpr (Traits::kCaps) {
+      cap_scores<T, false>(s, params.softcap);
+    } else {
+      subtract_far_rows(s);
+    }
+#pragma unroll
+    for (int i = 0; i < kBlock / 2; i += 2) {
+      float of_pair[2];
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        float p = p_of(s, i + j);
+        if constexpr (Traits::kCaps) p *= slope_of(s[i + j], params.softcap);
+        of_pair[j] = p * scaled(dp[i + j] - delta[i / 2 % 2]);
       }
+      ds[i / 2] = pack(of_pair[0], of_pair[1], T());
+    }
+  }
+};
+
+// dQ of 64 queries. What a tile of keys goes through, in both consumer warpgroups, each with its queries:
+//
+//   there at the start           S, and dP but with kLateDp
+//                                P = e^(S - lse), with scores from their slot, which each warp hands back
+//   kLateDp: wait for V, issue   dP = dO V^T, in the registers of S; wait; each warp arrives at V's empty barrier
+//                                dS = P o (dP - delta)
+//   issue                        dQ += dS K
+//   wait for the next K, issue   its S and, when its V is there, dP (not kLateDp)
+//   wait dQ                      each warp arrives at K's empty barrier
+//   wait S and dP                each warp arrives at V's empty barrier (not kLateDp)
+//
+// Shared memory: Q and dO of both warpgroups, K of each stage, V, slots of bias and mask (queries_smem); dQ leaves
+// through Q.
+template <class Traits>
+__device__ __forceinline__ void consume_queries(const typename Traits::Params& params,
+                                                const typename Traits::Queries& tiles, int consumer) {
+  using T = typename Traits::T;
+  using Rows = QueryRows<Traits>;
+  constexpr int kBlock = Traits::kBlock, kHeadDim = Traits::kHeadDim;
+  constexpr bool kLateDp = Traits::kShape.late_dp;
+  Rows rows(params, tiles, consumer);
+  const TwoPassWork& work = rows.work;
+  const Ring<Traits::kTileBytes> k_ring = tiles.k(), v_ring = tiles.v();
+  const uint64_t q_desc = k_major(tiles.q(consumer)), d_out_desc = k_major(tiles.d_out(consumer));
+  float dq[kHeadDim / 2] = {};
+  typename Rows::Scores s;
+  [[maybe_unused]] typename Rows::Scores own_dp;
+  auto& dp = chosen<kLateDp>(s, own_dp);
+  typename Traits::Place k;
+  RingPlace<1> v;
+  int n = work.first;
+
+  const auto issue_dp = [&] { issue_next_scores<T, kBlock, kBlock, kHeadDim>(dp, d_out_desc, v_ring, v); };
+  const auto issue = [&](const typename Traits::Place& at) {
+    issue_next_scores<T, kBlock, kBlock, kHeadDim>(s, q_desc, k_ring, at);
+    if (!kLateDp) issue_dp();
+  };
+  const auto release_v = [&] {
+    warp_arrive(v_ring.empty(v.stage));
+    v.advance();
+  };
+  const auto wait_scores = [&] {
+    wgmma_wait<0>();
+    fence_registers(s, dp, dq);
+    if (!kLateDp) release_v();
+  };
+  // kLast: no tile of keys follows, whose S and dP would be computed.
+  const auto step = [&]<bool kLast>(std::bool_constant<kLast>) {
+    typename Rows::Packed ds;
+    if constexpr (Traits::kScored) {
+      typename Rows::Packed p;
+      KeptBits<1> kept = {};
+      rows.make_p(p, kept, s, n);
       if constexpr (kLateDp) {
-        fence_registers(p);
-        fence_registers(s_acc);
+        fence_registers(p, s);
         issue_dp();
         wgmma_wait<0>();
         fence_registers(dp);
         release_v();
       }
-      const auto make_ds = [&](int pair, uint32_t dropped) {
-        const int i = 2 * pair, half = pair % 2;
-        float x, y;
-        unpack(p[pair], x, y, T());
-        x *= scaled(without<0>(dp[i], dropped) - delta[half]);
-        y *= scaled(without<1>(dp[i + 1], dropped) - delta[half]);
-        ds_frag[pair] = minus_lse[half] == kMinusInf ? 0 : pack(x, y, T());  // a row without keys, beside a NaN
-      };
-      if (drops) {
-        draws.template with_dropped<kBlock>(work.b * params.heads_q + work.head, (first_query + warp_row) / 16,
-                                            n * (kBlock / 16), make_ds);
-      } else {
-#pragma unroll
-        for (int pair = 0; pair < kBlock / 4; ++pair) make_ds(pair, 0);
-      }
-      if (scores.mask.data != nullptr) clear_hidden(ds_frag, kept);
+      rows.make_ds(ds, p, kept, dp, n);
     } else {
-      if constexpr (Traits::kCaps) {
-        cap_scores<T, false>(s_acc, params.softcap);
-      } else {
-        subtract_far_rows();
-      }
-#pragma unroll
-      for (int i = 0; i < kBlock / 2; i += 2) {
-        float ds[2];
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          float p = p_of(i + j);
-          if constexpr (Traits::kCaps) p *= slope_of(s_acc[i + j], params.softcap);
-          ds[j] = p * scaled(dp[i + j] - delta[i / 2 % 2]);
-        }
-        ds_frag[i / 2] = pack(ds[0], ds[1], T());
-      }
+      rows.make_ds(ds, s, dp);
     }
-    if (params.band.is_boundary(first_query, kBlock, n * kBlock, kBlock)) {
-      clear_hidden(ds_frag, KeptColumns::of_queries(params.band, row, n * kBlock));
+    if (params.band.is_boundary(rows.first_query, kBlock, n * kBlock, kBlock)) {
+      clear_hidden(ds, KeptColumns::of_queries(params.band, rows.row, n * kBlock));
     }
-    issue_gradient<T, kBlock, kHeadDim>(dq_acc, ds_frag, k_ring, k.stage);
+    issue_gradient<T, kBlock, kHeadDim>(dq, ds, k_ring, k.stage);
     typename Traits::Place next = k;
     next.advance();
-    if constexpr (kLast) {
-      wgmma_wait<0>();
-      fence_registers(dq_acc);
-      fence_registers(ds_frag);
-      if (lane == 0) barrier_arrive(k_ring.empty(k.stage));
-    } else {
-      issue(next);
-      wgmma_wait<kLateDp ? 1 : 2>();
-      fence_registers(dq_acc);
-      fence_registers(ds_frag);
-      if (lane == 0) barrier_arrive(k_ring.empty(k.stage));
-      scores_are_there();
-    }
+    if (!kLast) issue(next);
+    wgmma_wait<kLast ? 0 : kLateDp ? 1 : 2>();
+    fence_registers(dq, ds);
+    warp_arrive(k_ring.empty(k.stage));
+    if (!kLast) wait_scores();
     k = next;
     ++n;
   };
@@ -202,13 +255,12 @@ __device__ __forceinline__ void consume_queries(const typename Traits::Params& p
   barrier_wait(tiles.d_out_full(), 0);
   if (work.last > work.first) {
     issue(k);
-    scores_are_there();
-    for (int left = work.last - work.first; left > 1; --left) step(std::false_type());
-    step(std::true_type());
+    wait_scores();
+    for_tiles(work.last - work.first, step);
   }
   named_barrier_sync(1 + consumer, 128);  // all four warps have finished with Q
-  store_rows<Traits, kBlock>(dq_acc, params.scale / ds_scale, tiles.q(consumer), warp_row, params.dq,
-                             work.box(params.dq.steps, work.head, first_query + warp_row));
+  store_rows<Traits, kBlock>(dq, params.scale / rows.ds_scale, tiles.q(consumer), rows.warp_row, params.dq,
+                             work.box(params.dq.steps, work.head, rows.first_query + rows.warp_row));
 }
 
 template <class Traits>

@@ -122,18 +122,21 @@ __device__ __forceinline__ float without(float dp, uint32_t dropped) {
   return dropped & (kNumber == 0 ? 0x8000U : 0x80000000U) ? dp * 0.f : dp;
 }
 
-// P of S^T, packed, and what dS is made of: P (1 - tanh^2). slopes: 1 - tanh^2 before, where there is a softcap. lse:
-// where the queries' numbers lie.
+// P of S^T, packed, and what dS is made of: P (1 - tanh^2). slopes: with scores 1 - tanh^2 before, where there is a
+// softcap. lse: where the queries' numbers lie.
 template <class Traits, int kCount>
 __device__ __forceinline__ void make_p(uint32_t (&p)[kCount / 2], uint32_t (&slopes)[kCount / 2], float (&s)[kCount],
                                        const typename Traits::Params& params, uint32_t lse,
                                        const SoftcapParams& softcap) {
   using T = typename Traits::T;
-  with_queries(s, lse, [&](float s_x, float s_y, float2 minus_lse, int i) {
-    const float x = exp2_fast(fmaf(s_x, params.to_log2, minus_lse.x));
-    const float y = exp2_fast(fmaf(s_y, params.to_log2, minus_lse.y));
-    p[i / 2] = pack(x, y, T());
-    slopes[i / 2] = Traits::kScored ? sloped<T>(x, y, slopes[i / 2], softcap) : p[i / 2];
+  probabilities<Traits>(p, s, params, lse, [&](float x, float y, float s_x, float s_y, int pair) {
+    if constexpr (Traits::kScored) {
+      slopes[pair] = sloped<T>(x, y, slopes[pair], softcap);
+    } else if constexpr (Traits::kCaps) {
+      slopes[pair] = pack_sloped<T>(x, y, s_x, s_y, softcap);
+    } else {
+      slopes[pair] = p[pair];
+    }
   });
 }
 

@@ -20,6 +20,8 @@ template <int kCount>
 void fence_registers(float (&)[kCount]) {}
 template <int kCount>
 void fence_registers(uint32_t (&)[kCount]) {}
+template <class First, class Second, class... Others>
+void fence_registers(First&, Second&, Others&...) {}
 
 // A tile of 16-bit numbers in shared memory as a descriptor says (descriptor.h); (mn, k) counts from where it starts.
 template <class T, bool kMnMajor>
