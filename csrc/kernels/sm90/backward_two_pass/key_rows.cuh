@@ -1,7 +1,8 @@
 // What both forms of the first pass (keys.cuh, keys_split.cuh) share: where a consumer warp's 16 keys lie, how S^T of a
 // tile of queries becomes P^T, and how a tile of queries ends.
 //
-// Invariant: fragments are [keys, queries]; sums of dK and dV and S^T are the caller's own and handed on.
+// Called by those two. Invariant: fragments are [keys, queries]; sums of dK and dV and S^T are the caller's own and
+// handed on.
 #pragma once
 
 #include "kernels/sm90/backward_two_pass/scores.cuh"
@@ -83,7 +84,7 @@ struct KeyRows {
     }
   }
 
-  // Keys from first_key on, `keys` of them: whether some pair with this tile of queries is hidden; and which are kept.
+  // Whether some pair of 64 keys and this tile of queries is hidden, and which are kept.
   __device__ __forceinline__ bool is_boundary(int first_key) const {
     return params.is_boundary(at.m * kBlock, kBlock, first_key, 64);
   }

@@ -63,8 +63,9 @@ __device__ __forceinline__ void consume_one_gradient(const typename Traits::Para
   static_assert(Traits::kKeys == kBlock);
   Rows rows(params, tiles, threadIdx.x / 32 % 4);
   const TwoPassWork& work = rows.work;
-  const auto& score_ring = kValues ? rows.q_ring : rows.d_out_ring;  // B of S^T or dP^T
-  const auto& sum_ring = kValues ? rows.d_out_ring : rows.q_ring;    // B of dV or dK
+  const Ring<Traits::kPBytes> p_ring = tiles.p();
+  const auto score_ring = kValues ? rows.q_ring : rows.d_out_ring;  // B of S^T or dP^T
+  const auto sum_ring = kValues ? rows.d_out_ring : rows.q_ring;    // B of dV or dK
   const uint64_t a_desc = k_major(kValues ? tiles.k() : tiles.v());
   typename Rows::Gradient sum = {};  // dV or dK
   typename Rows::Scores s;           // S^T or dP^T
@@ -94,17 +95,17 @@ __device__ __forceinline__ void consume_one_gradient(const typename Traits::Para
       typename Rows::Packed for_ds;
       uint32_t dropped = 0;
       rows.make_p(frag, for_ds, dropped, s, sum, far);
-      pass_on<Traits>(tiles.p(), rows.place, for_ds, dropped);
+      pass_on<Traits>(p_ring, rows.place, for_ds, dropped);
       clear();
       barrier_wait(rows.d_out_ring.full(rows.place.stage), rows.place.phase);
     } else {
       barrier_wait(rows.q_ring.full(rows.place.stage), rows.place.phase);  // and with Q its delta
-      const uint32_t dropped = receive<Traits>(tiles.p(), rows.place, frag);
+      const uint32_t dropped = receive<Traits>(p_ring, rows.place, frag);
       make_ds<Traits>(frag, s, tiles.delta(rows.place.stage), dropped, ds_scale);
       clear();
       if (Traits::kScored && rows.is_far()) clear_emptied(frag, tiles.lse(rows.place.stage));
       __syncwarp();
-      warp_arrive(tiles.p().empty(rows.place.stage));
+      warp_arrive(p_ring.empty(rows.place.stage));
     }
     issue_gradient<T, kBlock, kHeadDim>(sum, frag, sum_ring, rows.place.stage);
     typename Traits::Place next = rows.place;

@@ -130,9 +130,7 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
     place.advance();
   };
   const auto fence = [&] {
-    fence_registers(s_acc);
-    fence_registers(p_frag);
-    fence_registers(o_acc);
+    fence_registers(s_acc, p_frag, o_acc);
     wgmma_fence();
   };
   // NOTE: the loops below hang on numbers that ptxas sees to be the same in all lanes, loads from uniform addresses
@@ -162,13 +160,6 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
       mask_band(s_acc, params.band, first_row + warp_row + lane / 4, n * kBlockN, row_mask);
     }
   };
-  constexpr int kSplit = kShape.split;
-  const auto pack_p = [&](int first, int last) {
-#pragma unroll
-    for (int i = 0; i < kBlockN / 4; ++i) {
-      if (i >= first / 4 && i < last / 4) p_frag[i] = pack(s_acc[2 * i], s_acc[2 * i + 1], T());
-    }
-  };
   // P of the tile n is packed.
   const auto drop_p = [&](int n) {
     if (!drops) return;
@@ -179,57 +170,14 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
   // index: of its Q, whose stage out goes through. Its Work is the one before next_work()'s, in the other of two
   // places.
   const auto finish = [&](int index) {
-    fence_registers(o_acc);
-    fence_registers(p_frag);
+    fence_registers(o_acc, p_frag);
     release(rings.v, v);
     Work done;
     load_shared(done, rings.works.tile(w.stage));
     __syncwarp();
     if (lane == 0) barrier_arrive(rings.works.empty(w.stage));
     const int row = done.first_query + consumer * 64 + warp_row;
-    const auto place = [&](int half) { return done.template place<Traits>(params, row + lane / 4 + 8 * half); };
-    const bool is_part = kShape.shares_keys && params.parts.splits.count > 1;
-    float inverse[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float sum = softmax.total(half);
-      const auto at = place(half);
-      inverse[half] = sum == 0.f ? 0.f : dropout_of(params).scale / sum;
-      if ((is_part || params.lse != nullptr) && lane % 4 == 0 && at.exists) {
-        const float max = sum == 0.f ? kMinusInf : softmax.row_max[half] * params.scale;
-        if (is_part) {
-          params.parts.sums[done.part * params.parts.rows + done.row(params, at)] = {max, sum};
-        } else {
-          params.lse[done.row(params, at)] = max + logf(sum);
-        }
-      }
-    }
-    scale_rows<kHeadDim>(o_acc, inverse);
-    if constexpr (Traits::kStaged) {
-      // All four warps have finished with Q; its stage belongs to out now.
-      named_barrier_sync(kTurnBarrier + kConsumers + consumer, 128);
-      stage_out<T, kHeadDim>(o_acc, rings.q.tile(index), warp_row, params.out.map,
-                             done.box(params.out.steps, done.head, row));
-    } else if (is_part) {
-      const Parts& parts = params.parts;
-      float* rows[2];
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const auto at = place(half);
-        rows[half] = at.exists ? parts.out + (done.part * parts.rows + done.row(params, at)) * parts.cols : nullptr;
-      }
-      write_part<kHeadDim>(o_acc, rows, parts.cols);
-    } else {
-      const OutView& out = params.out_view;
-      char* const base = out.data + done.b0 * out.b0 + done.b1 * out.b1;
-      char* rows[2];
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const auto at = place(half);
-        rows[half] = at.exists ? base + at.head * out.head + at.query * out.row : nullptr;
-      }
-      write_out<T, kHeadDim>(o_acc, rows, out.cols);
-    }
+    store_rows<Traits>(o_acc, params, rings, index, done, warp_row, row, softmax, consumer);
   };
   // After the store of finish() has read Q's stage.
   const auto hand_back = [&](int index) {
@@ -261,6 +209,53 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
     fence_registers(s_acc);
   };
 
+  // S of this tile of keys and O += P V of the one before, together.
+  const auto issue_s_and_o = [&] {
+    barrier_wait(rings.k.full(k.stage), k.phase);
+    take_turn<Traits>(consumer);
+    fence();
+    issue_s<Traits>(s_acc, rings.q.tile(q_index()), rings.k.tile(k.stage));
+    barrier_wait(rings.v.full(v.stage), v.phase);
+    wgmma_fence();  // NOTE: after a loop ptxas injects one if there is none (C7519)
+    issue_o<Traits>(o_acc, p_frag, rings.v.tile(v.stage));
+    pass_turn<Traits>(consumer);
+  };
+  // The last O += P V of a tile of queries and the first S of the next, together.
+  const auto issue_o_and_next_s = [&] {
+    barrier_wait(rings.v.full(v.stage), v.phase);
+    take_turn<Traits>(consumer);
+    fence();
+    issue_o<Traits>(o_acc, p_frag, rings.v.tile(v.stage));
+    q.advance();
+    barrier_wait(rings.q.full(q_index()), q.phase);
+    barrier_wait(rings.k.full(k.stage), k.phase);
+    wgmma_fence();
+    issue_s<Traits>(s_acc, rings.q.tile(q_index()), rings.k.tile(k.stage));
+    pass_turn<Traits>(consumer);
+  };
+  // The last O += P V on its own.
+  const auto issue_last_o = [&] {
+    barrier_wait(rings.v.full(v.stage), v.phase);
+    if (work.any()) take_turn<Traits>(consumer);
+    fence();
+    issue_o<Traits>(o_acc, p_frag, rings.v.tile(v.stage));
+    if (work.any()) pass_turn<Traits>(consumer);
+  };
+
+  // What a tile of keys n goes through, from the last to the first. All consumer warpgroups do the same, each with its
+  // 64 queries:
+  //
+  //   wait for K[n]         (kPingPong) and for this warpgroup's turn
+  //   issue                 S = Q K[n]^T
+  //   wait for V[n + 1]
+  //   issue                 O += P V[n + 1]; (kPingPong) the next warpgroup's turn
+  //   wait S                each warp arrives at the empty barrier of K[n]; scores and band
+  //   under O               m' = max(m, S); l, P = e^(S - m')
+  //   wait O                each warp arrives at the empty barrier of V[n + 1]; O' = O e^(m - m') where m grew
+  //                         P packed, dropout
+  //
+  // Shared memory: Q of each warpgroup and stage, K and V of each stage, slots of bias and mask, works (forward_smem).
+  // The first S of a tile of queries is issued with the last O of the one before.
   if (consumer == kConsumers - 1) pass_turn<Traits>(consumer);
   next_work();
   top_n = work.top_of<Traits>(params, consumer);
@@ -269,46 +264,18 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
   int done_index = -1;
   while (true) {
     after_s(top_n - 1);
-    softmax.reset();
-    float tile_max[2], factor[2];
-    softmax.template tile_max<0, kBlockN>(tile_max, s_acc);
-    softmax.template raise<0, kBlockN>(tile_max, factor, s_acc);
-    softmax.template exponentiate<0, kBlockN>(s_acc);
-    pack_p(0, kBlockN);
+    make_first_p<Traits>(softmax, s_acc, p_frag);
     drop_p(top_n - 1);
 #pragma unroll
     for (float& x : o_acc) x = 0.f;
     if (done_index >= 0) hand_back(done_index);
     for (int n = top_n - 2; n >= work.first_n; --n) {
-      barrier_wait(rings.k.full(k.stage), k.phase);
-      take_turn<Traits>(consumer);
-      fence();
-      issue_s<Traits>(s_acc, rings.q.tile(q_index()), rings.k.tile(k.stage));
-      barrier_wait(rings.v.full(v.stage), v.phase);
-      wgmma_fence();  // NOTE: after a loop ptxas injects one if there is none (C7519)
-      issue_o<Traits>(o_acc, p_frag, rings.v.tile(v.stage));
-      pass_turn<Traits>(consumer);
+      issue_s_and_o();
       wgmma_wait<1>();
       fence_registers(s_acc);
       after_s(n);
-      softmax.template tile_max<0, kSplit>(tile_max, s_acc);
-      bool rescale = softmax.exceeds(tile_max);
-      factor[0] = factor[1] = 1.f;
-      if (rescale) softmax.template raise<0, kSplit>(tile_max, factor, s_acc);
-      softmax.template exponentiate<0, kSplit>(s_acc);
-      if constexpr (kSplit < kBlockN) {
-        softmax.template tile_max<kSplit, kBlockN>(tile_max, s_acc);
-        rescale = rescale || softmax.exceeds(tile_max);
-      }
-      if constexpr (kSplit < kBlockN) {
-        if (rescale) {
-          float more[2];
-          softmax.template raise<kSplit, kBlockN>(tile_max, more, s_acc);
-          scale_rows<kSplit>(s_acc, more);
-          factor[0] *= more[0];
-          factor[1] *= more[1];
-        }
-      }
+      float factor[2];
+      const bool rescale = begin_p<Traits>(softmax, s_acc, factor);
       fence_registers(s_acc);
       // NOTE: a loop that runs once, because ptxas moves a wait to before the exponentials, which have to run under O's
       // product; it does not move it out of a loop. Not in the branches of `rescale`: warps of a warpgroup differ in
@@ -320,11 +287,7 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
       if (rescale) scale_rows<kHeadDim>(o_acc, factor);
       fence_registers(p_frag);
       release(rings.v, v);
-      pack_p(0, kSplit);
-      if constexpr (kSplit < kBlockN) {
-        softmax.template exponentiate<kSplit, kBlockN>(s_acc);
-        pack_p(kSplit, kBlockN);
-      }
+      end_p<Traits>(softmax, s_acc, p_frag);
       drop_p(n);
     }
     // The last O of this tile and the first S of the next; out leaves under that S.
@@ -332,26 +295,13 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
     next_work();
     top_n = work.top_of<Traits>(params, consumer);
     if (work.any() && top_n == work.last_n) {
-      barrier_wait(rings.v.full(v.stage), v.phase);
-      take_turn<Traits>(consumer);
-      fence();
-      issue_o<Traits>(o_acc, p_frag, rings.v.tile(v.stage));
-      q.advance();
-      barrier_wait(rings.q.full(q_index()), q.phase);
-      barrier_wait(rings.k.full(k.stage), k.phase);
-      wgmma_fence();
-      issue_s<Traits>(s_acc, rings.q.tile(q_index()), rings.k.tile(k.stage));
-      pass_turn<Traits>(consumer);
+      issue_o_and_next_s();
       wgmma_wait<1>();
       finish(done_index);
       wgmma_wait<0>();
       fence_registers(s_acc);
     } else {
-      barrier_wait(rings.v.full(v.stage), v.phase);
-      if (work.any()) take_turn<Traits>(consumer);
-      fence();
-      issue_o<Traits>(o_acc, p_frag, rings.v.tile(v.stage));
-      if (work.any()) pass_turn<Traits>(consumer);
+      issue_last_o();
       wgmma_wait<0>();
       finish(done_index);
       if (!work.any()) break;

@@ -1,5 +1,5 @@
-// What the forward kernel is made of beside its two roles: its traits, the turns of the warpgroups, and the products.
-// Called by kernel.cuh only.
+// What the forward kernel is made of beside its two roles: its traits, the turns of the warpgroups, the products, P of
+// a tile, and how out leaves. Called by kernel.cuh only.
 #pragma once
 
 #include <type_traits>
@@ -83,6 +83,121 @@ __device__ __forceinline__ void issue_o(float (&o_acc)[Traits::kHeadDim / 2],
     Wgmma<typename Traits::T, Traits::kHeadDim>::rs(o_acc, p_frag + 4 * k, v_desc + mn_major_step(k), 1);
   }
   wgmma_commit();
+}
+
+// P, packed, in columns [kFirst, kLast).
+template <class Traits, int kFirst, int kLast>
+__device__ __forceinline__ void pack_p(uint32_t (&p_frag)[Traits::kBlockN / 4],
+                                       const float (&s_acc)[Traits::kBlockN / 2]) {
+#pragma unroll
+  for (int i = 0; i < Traits::kBlockN / 4; ++i) {
+    if (i >= kFirst / 4 && i < kLast / 4) {
+      p_frag[i] = pack(s_acc[2 * i], s_acc[2 * i + 1], typename Traits::T());
+    }
+  }
+}
+
+// P of the first tile of keys.
+template <class Traits, class Softmax>
+__device__ __forceinline__ void make_first_p(Softmax& softmax, float (&s_acc)[Traits::kBlockN / 2],
+                                             uint32_t (&p_frag)[Traits::kBlockN / 4]) {
+  constexpr int kBlockN = Traits::kBlockN;
+  float tile_max[2], factor[2];
+  softmax.reset();
+  softmax.template tile_max<0, kBlockN>(tile_max, s_acc);
+  softmax.template raise<0, kBlockN>(tile_max, factor, s_acc);
+  softmax.template exponentiate<0, kBlockN>(s_acc);
+  pack_p<Traits, 0, kBlockN>(p_frag, s_acc);
+}
+
+// What of a later tile's softmax runs under O += P V: its maxima, and P of its first kSplit columns. Returns whether O
+// is to be multiplied by `factor`.
+template <class Traits, class Softmax>
+__device__ __forceinline__ bool begin_p(Softmax& softmax, float (&s_acc)[Traits::kBlockN / 2], float (&factor)[2]) {
+  constexpr int kSplit = Traits::kShape.split, kBlockN = Traits::kBlockN;
+  float tile_max[2];
+  softmax.template tile_max<0, kSplit>(tile_max, s_acc);
+  bool rescale = softmax.exceeds(tile_max);
+  factor[0] = factor[1] = 1.f;
+  if (rescale) softmax.template raise<0, kSplit>(tile_max, factor, s_acc);
+  softmax.template exponentiate<0, kSplit>(s_acc);
+  if constexpr (kSplit < kBlockN) {
+    softmax.template tile_max<kSplit, kBlockN>(tile_max, s_acc);
+    rescale = rescale || softmax.exceeds(tile_max);
+    if (rescale) {
+      float more[2];
+      softmax.template raise<kSplit, kBlockN>(tile_max, more, s_acc);
+      scale_rows<kSplit>(s_acc, more);
+      factor[0] *= more[0];
+      factor[1] *= more[1];
+    }
+  }
+  return rescale;
+}
+
+// The rest of it, when P V no longer reads the packed P of the tile before.
+template <class Traits, class Softmax>
+__device__ __forceinline__ void end_p(Softmax& softmax, float (&s_acc)[Traits::kBlockN / 2],
+                                      uint32_t (&p_frag)[Traits::kBlockN / 4]) {
+  constexpr int kSplit = Traits::kShape.split, kBlockN = Traits::kBlockN;
+  pack_p<Traits, 0, kSplit>(p_frag, s_acc);
+  if constexpr (kSplit < kBlockN) {
+    softmax.template exponentiate<kSplit, kBlockN>(s_acc);
+    pack_p<Traits, kSplit, kBlockN>(p_frag, s_acc);
+  }
+}
+
+// O / l and lse of a warp's 16 rows from `row` on leave: through a stage of Q, which is the warpgroup's own, from
+// registers, or as a part. warp_row: the first of them in the warpgroup.
+template <class Traits, class Softmax>
+__device__ __forceinline__ void store_rows(float (&o_acc)[Traits::kHeadDim / 2], const typename Traits::Params& params,
+                                           const typename Traits::Rings& rings, int stage, const Work& done,
+                                           int warp_row, int row, const Softmax& softmax, int consumer) {
+  constexpr int kHeadDim = Traits::kHeadDim;
+  const int lane = threadIdx.x % 32;
+  const auto place = [&](int half) { return done.template place<Traits>(params, row + lane / 4 + 8 * half); };
+  const bool is_part = Traits::kShape.shares_keys && params.parts.splits.count > 1;
+  float inverse[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float sum = softmax.total(half);
+    const auto at = place(half);
+    inverse[half] = sum == 0.f ? 0.f : dropout_of(params).scale / sum;
+    if ((is_part || params.lse != nullptr) && lane % 4 == 0 && at.exists) {
+      const float max = sum == 0.f ? kMinusInf : softmax.row_max[half] * params.scale;
+      if (is_part) {
+        params.parts.sums[done.part * params.parts.rows + done.row(params, at)] = {max, sum};
+      } else {
+        params.lse[done.row(params, at)] = max + logf(sum);
+      }
+    }
+  }
+  scale_rows<kHeadDim>(o_acc, inverse);
+  if constexpr (Traits::kStaged) {
+    // All four warps have finished with Q; its stage belongs to out now.
+    named_barrier_sync(kTurnBarrier + Traits::kConsumers + consumer, 128);
+    stage_out<typename Traits::T, kHeadDim>(o_acc, rings.q.tile(stage), warp_row, params.out.map,
+                                            done.box(params.out.steps, done.head, row));
+  } else if (is_part) {
+    const Parts& parts = params.parts;
+    float* rows[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const auto at = place(half);
+      rows[half] = at.exists ? parts.out + (done.part * parts.rows + done.row(params, at)) * parts.cols : nullptr;
+    }
+    write_part<kHeadDim>(o_acc, rows, parts.cols);
+  } else {
+    const OutView& out = params.out_view;
+    char* const base = out.data + done.b0 * out.b0 + done.b1 * out.b1;
+    char* rows[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const auto at = place(half);
+      rows[half] = at.exists ? base + at.head * out.head + at.query * out.row : nullptr;
+    }
+    write_out<typename Traits::T, kHeadDim>(o_acc, rows, out.cols);
+  }
 }
 
 }  // namespace flash_ext::sm90
