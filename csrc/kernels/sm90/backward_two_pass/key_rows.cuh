@@ -54,8 +54,8 @@ struct KeyRows {
 
   // P^T of S^T, and what dS is made of. With scores, hidden pairs are 0 in P and marked in for_ds, `dropped` is what
   // dropout drops, which is 0 in P. may_be_far: false where it is known that no row is.
-  __device__ __forceinline__ void make_p(Packed& p, Packed& for_ds, uint32_t& dropped, Scores& s, Gradient& dv,
-                                         bool may_be_far) {
+  __device__ __forceinline__ void make_p(Packed& p, Packed& for_ds, [[maybe_unused]] uint32_t& dropped, Scores& s,
+                                         [[maybe_unused]] Gradient& dv, [[maybe_unused]] bool may_be_far) {
     if constexpr (Traits::kScored) {
       const ScoreParams& scores = params.keys_scores;
       KeptBits<1> kept = {};
