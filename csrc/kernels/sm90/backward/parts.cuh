@@ -97,8 +97,8 @@ struct BackwardTraits {
   // Tiles in which no pair is hidden have code of their own, but for kStored, which has few. NOTE: with scores or a
   // softcap at head dim 128, and with dropout in fp16 at 64, that spills 20 to 204 bytes.
   static constexpr bool kHasWholeStep = !kStored && (kMayBeFar || (kHeadDim <= 64 && !(kDrops && kScaled)));
-  // NOTE: this one finds its rows anew, because keeping them spilled 8 bytes; in others finding did.
-  static constexpr bool kFindsRow = kAdded == Added::kScores && kScaled && kHeadDim <= 64 && kWalk == Walk::kEvery;
+  // NOTE: these find their rows anew, because keeping them spilled 8 bytes, and 88 with kStored; in others finding did.
+  static constexpr bool kFindsRow = kAdded == Added::kScores && kScaled && kHeadDim <= 64;
   static constexpr float kPShift = kScaled ? 10.f : 0.f;
   static constexpr int kStagingBytes = 16 * kDqCols * 4;
   static_assert(kStagingBytes >= 16 * kPanels * kPanelBytes, "a warp's rows of dK fit where its dQ was");
