@@ -255,7 +255,7 @@ struct BackwardConsumer {
     if (Traits::kScored && is_far()) clear_emptied(ds, tiles.stats_lse(place.stage));
   }
 
-  // kDefers: as it says; else dS is written and read at the tile's own place.
+  // Where dS is written or read: kDefers: at `own`, else at the place of the tile of queries.
   __device__ __forceinline__ typename Traits::DsPlace ds_place_of(const typename Traits::DsPlace& own) const {
     if constexpr (kDefers) {
       return own;
