@@ -19,7 +19,7 @@ struct KeyRows {
 
   const typename Traits::Params& params;
   const typename Traits::Keys& tiles;
-  const int warp, warp_row;  // of the tile: this warp, and its first key
+  const int lane, warp, warp_row;  // this warp of the tile, and its first key
   const TwoPassWork work;
   const int row;  // this thread's first key
   const Ring<Traits::kTileBytes> q_ring, d_out_ring;
@@ -33,10 +33,11 @@ struct KeyRows {
                                      int warp_)
       : params(params_),
         tiles(tiles_),
+        lane(threadIdx.x % 32),
         warp(warp_),
         warp_row(warp_ * 16),
         work(TwoPassWork::of_keys<kKeys, kBlock>(params_)),
-        row(work.first_row + warp_row + threadIdx.x % 32 / 4),
+        row(work.first_row + warp_row + lane / 4),
         q_ring(tiles_.q()),
         d_out_ring(tiles_.d_out()),
         at{work.first, work.head * params_.group_size},
@@ -61,7 +62,7 @@ struct KeyRows {
       KeptBits<1> kept = {};
       take_slot<T, kKeys, true>(s, kept, scores, tiles.scores(), slot, warp_row,
                                 scores.alibi.of(at.head, work.b0, work.b1),
-                                row - (at.m * kBlock + threadIdx.x % 4 * 2) - scores.alibi.offset,
+                                row - (at.m * kBlock + lane % 4 * 2) - scores.alibi.offset,
                                 [&] { pack_slopes<T>(for_ds, s, scores.softcap); });
       if (is_far()) {
         subtract_far(s, tiles.far(place.stage), params.natural, params.inverse_scale);

@@ -131,12 +131,13 @@ __device__ __forceinline__ void consume_keys(const typename Traits::Params& para
     if (!kLast) wait_s();
   };
 
+  const int total = rows.total();
   barrier_wait(tiles.k_full(), 0);
-  if (rows.total() > 0) {
+  if (total > 0) {
     barrier_wait(tiles.v_full(), 0);
     issue_s(rows.place);
     wait_s();
-    for_tiles(rows.total(), step);
+    for_tiles(total, step);
   }
   named_barrier_sync(1 + consumer, 128);  // all four warps have finished with their rows of K and V
   const int out_row = work.first_row + rows.warp_row;

@@ -117,12 +117,13 @@ __device__ __forceinline__ void consume_one_gradient(const typename Traits::Para
     if (!kLast) wait_s();
   };
 
+  const int total = rows.total();
   barrier_wait(tiles.k_full(), 0);
-  if (rows.total() > 0) {
+  if (total > 0) {
     if (!kValues) barrier_wait(tiles.v_full(), 0);
     issue_s(rows.place);
     wait_s();
-    for_tiles(rows.total(), step);
+    for_tiles(total, step);
   }
   // K is read by the first warpgroup alone, V by the second: each tile becomes its owner's staging.
   named_barrier_sync(kValues ? 1 : 2, 128);
