@@ -42,6 +42,15 @@ concept ScoreModFor = requires(const Mod& mod, V value, const ScoreAt<V>& at, V&
 template <class Mod>
 concept ScoreMod = ScoreModFor<Mod, float> && ScoreModFor<Mod, double>;
 
+// What the kernels of sm80 and sm90 can be compiled with in the place of a softcap: value(score, distance) of a scaled
+// q k^T, and its derivative by the score, slope(score, distance), which must not be negative: its sign is where sm90
+// keeps what is hidden. distance: i + offset - j.
+template <class F>
+concept ScoreFunction = requires(float x) {
+  { F::value(x, x) } -> std::same_as<float>;
+  { F::slope(x, x) } -> std::same_as<float>;
+};
+
 template <class Real>
 struct Softcap {
   Real cap = 0;  // 0: off

@@ -1,5 +1,6 @@
 """Promise: each header of a kernel compiles alone, at run time, for 8.0 and 9.0: it needs no host code and no standard
-library but what csrc/gpu/nvrtc stands for. Needs NVRTC, which torch brings, and the toolkit's headers; no GPU."""
+library but what csrc/gpu/nvrtc stands for; and so do kernels with a user's function of a score in the place of the
+softcap (tests/cpp/emulated runs such). Needs NVRTC, which torch brings, and the toolkit's headers; no GPU."""
 
 from __future__ import annotations
 
@@ -51,13 +52,15 @@ def includes() -> list[Path]:
     raise FileNotFoundError("no CUDA toolkit with libcu++ is installed")
 
 
-def compile_at_run_time(source: str, arch: str) -> str:
-    """What the compiler says of an error, or ""."""
+def compile_at_run_time(source: str, arch: str, *kernels: str) -> str:
+    """What the compiler says of an error, or "". ``kernels``: instances that it compiles."""
     library, program = nvrtc(), ctypes.c_void_p()
     folders = [CSRC, CSRC / "gpu" / "nvrtc", *includes()]
     options = [f"-arch=sm_{arch}", "-std=c++20", "-default-device", *(f"-I{folder}" for folder in folders)]
     arguments = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
     library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"header.cu", 0, None, None)
+    for kernel in kernels:
+        library.nvrtcAddNameExpression(program, kernel.encode())
     try:
         if library.nvrtcCompileProgram(program, len(options), arguments) == 0:
             return ""
@@ -79,3 +82,39 @@ def test_a_header_compiles_alone(header: Path) -> None:
 
 def test_the_compiler_says_what_is_wrong() -> None:
     assert "no_such.cuh" in compile_at_run_time('#include "no_such.cuh"\n', "80")
+
+
+# A bias of relative places that no option of a call has, and its derivative by the score.
+FUNCTION = """
+struct Function {
+  static __device__ float value(float score, float distance) { return score + 0.5f * tanhf(distance); }
+  static __device__ float slope(float, float) { return 1.f; }
+};
+template <class Base>
+struct Sm80 : Base {
+  using Mods = typename Base::Mods::template With<Function>;
+};
+template <class Base>
+struct Sm90 : Base {
+  using Function = ::Function;
+};
+using namespace flash_ext;
+"""
+TWO_PASS = "Sm90<sm90::TwoPassTraits<__half, 128, sm90::Added::kScores>>"
+WITH_FUNCTION = {
+    "sm80/fwd.cuh": "sm80::forward_kernel<Sm80<sm80::ForwardTraits<sm80::Bf16, 64, false, false>>>",
+    "sm80/bwd.cuh": "sm80::backward_kernel<Sm80<sm80::BackwardTraits<sm80::Bf16, 64, false, sm80::Between::kAny>>>",
+    "sm90/forward/kernel.cuh": "sm90::forward_kernel<Sm90<"
+    "sm90::ForwardTraits<__half, 128, sm90::forward_shape(128, sm90::Tiles::kScored)>>>",
+    "sm90/backward_two_pass/keys.cuh": f"sm90::keys_kernel<{TWO_PASS}>",
+    "sm90/backward_two_pass/queries.cuh": f"sm90::queries_kernel<{TWO_PASS}>",
+}
+
+
+@pytest.mark.parametrize("header", WITH_FUNCTION)
+def test_a_function_of_scores_compiles_into_a_kernel(header: str) -> None:
+    source = f'#include "kernels/{header}"\n{FUNCTION}'
+    for arch in ("90a",) if header.startswith("sm90") else ("80", "90a"):
+        assert not compile_at_run_time(source, arch, WITH_FUNCTION[header])
+    broken = source.replace("slope(float, float)", "derivative(float, float)")
+    assert "slope" in compile_at_run_time(broken, "90a", WITH_FUNCTION[header])

@@ -65,8 +65,8 @@ void launch(void (*kernel)(Params...), dim3 grid, int threads, int64_t shared_by
 }
 
 // The same as a dependent of the kernel launched before it on this stream (compute capability 9.0): it may begin before
-// that one has ended and waits for its results itself, by cudaGridDependencySynchronize(). What was launched earlier
-// has ended, because that one was launched by launch() or has waited in its turn.
+// that one has ended and waits for its results itself, by grid_dependency_wait (gpu/ptx/grid.cuh). What was launched
+// earlier has ended, because that one was launched by launch() or has waited in its turn.
 template <class... Params, class... Args>
 void launch_dependent(void (*kernel)(Params...), dim3 grid, int threads, int64_t shared_bytes, void* stream,
                       const Args&... args) {

@@ -139,19 +139,6 @@ __device__ __forceinline__ void for_each_column(float (&c)[kM][kN][4], const flo
   }
 }
 
-// fn(x, y) over two fragments
-template <int kM, int kN, class Fn>
-__device__ __forceinline__ void for_each_pair(float (&x)[kM][kN][4], const float (&y)[kM][kN][4], const Fn& fn) {
-#pragma unroll
-  for (int m = 0; m < kM; ++m) {
-#pragma unroll
-    for (int n = 0; n < kN; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) fn(x[m][n][i], y[m][n][i]);
-    }
-  }
-}
-
 template <int kM, int kN, class Fn>
 __device__ __forceinline__ void for_each_column(float (&c)[kM][kN][4], const float* numbers, const Fn& fn) {
   for_each_column(
@@ -216,18 +203,6 @@ __device__ __forceinline__ void store_scores(Tile tile, const Operands<Frag, kM,
       c.row[m].store(tile, key + m * 16 + 8, n * 8, lane, n, 1);
     }
   }
-}
-
-// 1 - t^2, the derivative of a softcap, where `capped` is the cap times t.
-template <class Frag, int kM, int kN, class Tile>
-__device__ __forceinline__ void store_cap_slope(Tile tile, const float (&capped)[kM][kN][4], float inverse_cap,
-                                                int key) {
-  float slope[kM][kN][4];
-  for_each_pair(slope, capped, [&](float& x, float y) {
-    const float t = y * inverse_cap;
-    x = __saturatef(fmaf(-t, t, 1.f));  // 0 of a NaN, which P has, too
-  });
-  store_scores(tile, operands<Frag>(slope), key);
 }
 
 // c *= what the same lane of this or its partner warp stored at the fragment's place.

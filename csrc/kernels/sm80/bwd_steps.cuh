@@ -261,9 +261,9 @@ struct Backward {
       // NOTE: the diagonal is of parameters. Read out of `block`, it was loaded before S and spilled in fp16.
       mods.template apply<true>(
           options.features, s, warp_key(), 0, query + diagonal_of(problem()) - block.first_key, stage,
-          // 1 - t^2 waits for the partner where it will write dS: no registers are left for it,
-          // and P in T is too coarse to find t again.
-          [&](const Scores& capped) { store_cap_slope<Frag>(ds_tile(stage), capped, mods.inverse_cap, warp_key()); });
+          // It waits for the partner where that will write dS: no registers are left for it, and P in T is too coarse
+          // to find it again.
+          [&](const Scores& slope) { store_scores(ds_tile(stage), operands<Frag>(slope), warp_key()); });
     }
     if (has_hidden(block, query)) visit_band(block, query, sets_hidden(s, kMinusInf));
     if constexpr (!kGeneral && !kFolded) {

@@ -41,6 +41,19 @@ __device__ __forceinline__ void for_each_score(float (&c)[kM][kN][4], int row0, 
   }
 }
 
+// fn(x, y) over two fragments
+template <int kM, int kN, class Fn>
+__device__ __forceinline__ void for_each_pair(float (&x)[kM][kN][4], const float (&y)[kM][kN][4], const Fn& fn) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) fn(x[m][n][i], y[m][n][i]);
+    }
+  }
+}
+
 // A tile in shared memory, rows of kCols elements of T, swizzled. kPanelRows: 0 where a row is kPitch bytes in a row;
 // else how many rows the tile has, and it lies in panels of 128 bytes of each, as TMA writes them.
 template <class T, int kCols, int kPanelRows = 0>

@@ -191,78 +191,84 @@ Plan plan_backward(const Problem& problem, const DeviceInfo& device) {
   return with_backward_traits<Element, kHeadDim>(problem, small, make);
 }
 
-template <class Element, int kHeadDim>
-void run_backward(const BackwardArgs& given, const Plan& plan, void* workspace) {
+template <class Traits>
+void launch_backward(const BackwardArgs& given, const BackwardChoice& choice, void* workspace) {
+  using Element = typename Traits::Element;
+  constexpr int kHeadDim = Traits::kHeadDim;
   const Problem& problem = given.fwd.problem;
+  BackwardScratch scratch = backward_scratch<Traits>(problem, workspace);
+  BackwardArgs args = has_one_float_key(problem) ? without_values(given, scratch.zeros) : given;
+  if (scratch.zeroed_bytes > 0) {
+    void* const first = static_cast<char*>(workspace) + scratch.bytes - scratch.zeroed_bytes;
+    cuda::check(cudaMemsetAsync(first, 0, scratch.zeroed_bytes, static_cast<cudaStream_t>(args.fwd.stream)), "memset");
+  }
+  if (is_dlse_apart(problem)) scratch.d_lse = static_cast<const float*>(args.d_lse);
+  cuda::delta(args, scratch.delta, scratch.bounds, scratch.d_lse != nullptr,
+              finds_far_rows(problem) ? scratch.far : nullptr);
+  if (may_be_inexact(problem)) {
+    run_measure<Element, kHeadDim>(args, scratch);
+    if (!finds_far_rows(problem)) args.fwd.lse = scratch.shift;
+  }
+  const int by_boxes = problem.wants_dbias ? dbias_launches<Traits>(args, choice) : 0;
+  scratch.direct_dbias = problem.wants_dbias && !choice.narrow_dbias && is_whole(problem, args.dbias);
+  if (by_boxes > 0) {
+    scratch.dbias_map = cuda::make_tensor_map(problem, args.dbias, problem.heads_q, problem.len_q, problem.len_k,
+                                              Traits::kBlockM, cuda::Promotion::k128, 1, kDbiasCols);
+  } else if (problem.wants_dbias && !scratch.direct_dbias) {
+    run_bias_gradient<Element, kHeadDim>(args, scratch, choice.shared_limit, choice.narrow_dbias);
+  }
+  if (scratch.direct_dbias || (by_boxes > 0 && !make_band(problem).unbounded())) {  // some tiles are not visited
+    const int64_t bytes = bias_elements(problem, args.dbias) * (choice.narrow_dbias ? 2 : 4);
+    cuda::check(cudaMemsetAsync(args.dbias.data, 0, bytes, static_cast<cudaStream_t>(args.fwd.stream)), "memset");
+  }
+  if (scratch.direct_dq && !make_band(problem).unbounded()) {  // some tiles of queries see no key
+    const int64_t element = args.dq_in_accum || problem.dtype == DType::kFloat32 ? 4 : 2;
+    const int64_t bytes = problem.batch * problem.heads_q * problem.len_q * problem.head_dim * element;
+    cuda::check(cudaMemsetAsync(args.dq.data, 0, bytes, static_cast<cudaStream_t>(args.fwd.stream)), "memset");
+  }
+  const bool has_tiles = problem.wants_dq || problem.wants_dk || problem.wants_dv || problem.wants_dalibi;
+  if (!has_tiles && !scratch.direct_dbias) return;
+  const auto launch = [&](const BackwardArgs& part, const BackwardScratch& part_scratch, int64_t groups) {
+    const Problem& p = part.fwd.problem;
+    constexpr bool kMayBeRaw = sizeof(typename Traits::T) == 2;
+    ScoreOptions options = ScoreOptions::of(part.fwd, kMayBeRaw && (Traits::kPlain || !may_be_inexact(problem)));
+    options.features |= (may_be_inexact(problem) ? kMeasured : 0u) | (part_scratch.d_lse != nullptr ? kDlseApart : 0u) |
+                        (p.wants_dalibi ? kSlopeGradient : 0u) | (part_scratch.direct_dbias ? kBiasGradient : 0u) |
+                        (by_boxes > 0 ? kBiasBoxes : 0u) |
+                        (backward_needs(problem, kHeadDim, false).p_apart ? kPApart : 0u);
+    const int64_t batch = by_boxes > 1 ? 1 : problem.batch;
+    TileSchedule schedule = backward_schedule<Traits>(problem, batch, groups, choice.processors);
+    schedule.batch_inner = batch > 1 && batch_shares_scores(problem, part.fwd);
+    BackwardScratch now = part_scratch;
+    for (; now.first_batch < problem.batch; now.first_batch += static_cast<int>(batch)) {
+      now.adds_dbias = now.first_batch > 0;
+      cuda::launch(backward_kernel<Traits>, cuda::grid_of(schedule.size()), Traits::kThreads, choice.shared_bytes,
+                   args.fwd.stream, part, now, schedule, options);
+    }
+  };
+  if (problem.heads_k == problem.heads_v || !args.dv) {
+    launch(args, scratch, problem.heads_k);
+  } else {
+    BackwardArgs keys = args, values = args;
+    keys.dv = TensorView();
+    values.dk = TensorView();
+    Problem& of_values = values.fwd.problem;
+    of_values.wants_dq = of_values.wants_dk = of_values.wants_dbias = of_values.wants_dalibi = false;
+    BackwardScratch values_scratch = scratch;
+    values_scratch.turns = nullptr;
+    values_scratch.direct_dbias = values_scratch.direct_dq = false;
+    launch(keys, scratch, problem.heads_k);
+    launch(values, values_scratch, problem.heads_v);
+  }
+  if (problem.wants_dq && !scratch.direct_dq) cuda::convert_dq(args, scratch.dq_accum, problem.head_dim == kHeadDim);
+  if (problem.wants_dalibi) cuda::sum_slopes(args, scratch.slopes, block_count(problem.len_k, Traits::kBlockN));
+}
+
+template <class Element, int kHeadDim>
+void run_backward(const BackwardArgs& args, const Plan& plan, void* workspace) {
   const auto choice = plan.chosen<BackwardChoice>();
-  with_backward_traits<Element, kHeadDim>(problem, choice.small_tiles, [&]<class Traits>(Traits) {
-    BackwardScratch scratch = backward_scratch<Traits>(problem, workspace);
-    BackwardArgs args = has_one_float_key(problem) ? without_values(given, scratch.zeros) : given;
-    if (scratch.zeroed_bytes > 0) {
-      void* const first = static_cast<char*>(workspace) + scratch.bytes - scratch.zeroed_bytes;
-      cuda::check(cudaMemsetAsync(first, 0, scratch.zeroed_bytes, static_cast<cudaStream_t>(args.fwd.stream)),
-                  "memset");
-    }
-    if (is_dlse_apart(problem)) scratch.d_lse = static_cast<const float*>(args.d_lse);
-    cuda::delta(args, scratch.delta, scratch.bounds, scratch.d_lse != nullptr,
-                finds_far_rows(problem) ? scratch.far : nullptr);
-    if (may_be_inexact(problem)) {
-      run_measure<Element, kHeadDim>(args, scratch);
-      if (!finds_far_rows(problem)) args.fwd.lse = scratch.shift;
-    }
-    const int by_boxes = problem.wants_dbias ? dbias_launches<Traits>(args, choice) : 0;
-    scratch.direct_dbias = problem.wants_dbias && !choice.narrow_dbias && is_whole(problem, args.dbias);
-    if (by_boxes > 0) {
-      scratch.dbias_map = cuda::make_tensor_map(problem, args.dbias, problem.heads_q, problem.len_q, problem.len_k,
-                                                Traits::kBlockM, cuda::Promotion::k128, 1, kDbiasCols);
-    } else if (problem.wants_dbias && !scratch.direct_dbias) {
-      run_bias_gradient<Element, kHeadDim>(args, scratch, choice.shared_limit, choice.narrow_dbias);
-    }
-    if (scratch.direct_dbias || (by_boxes > 0 && !make_band(problem).unbounded())) {  // some tiles are not visited
-      const int64_t bytes = bias_elements(problem, args.dbias) * (choice.narrow_dbias ? 2 : 4);
-      cuda::check(cudaMemsetAsync(args.dbias.data, 0, bytes, static_cast<cudaStream_t>(args.fwd.stream)), "memset");
-    }
-    if (scratch.direct_dq && !make_band(problem).unbounded()) {  // some tiles of queries see no key
-      const int64_t element = args.dq_in_accum || problem.dtype == DType::kFloat32 ? 4 : 2;
-      const int64_t bytes = problem.batch * problem.heads_q * problem.len_q * problem.head_dim * element;
-      cuda::check(cudaMemsetAsync(args.dq.data, 0, bytes, static_cast<cudaStream_t>(args.fwd.stream)), "memset");
-    }
-    const bool has_tiles = problem.wants_dq || problem.wants_dk || problem.wants_dv || problem.wants_dalibi;
-    if (!has_tiles && !scratch.direct_dbias) return;
-    const auto launch = [&](const BackwardArgs& part, const BackwardScratch& part_scratch, int64_t groups) {
-      const Problem& p = part.fwd.problem;
-      constexpr bool kMayBeRaw = sizeof(typename Traits::T) == 2;
-      ScoreOptions options = ScoreOptions::of(part.fwd, kMayBeRaw && (Traits::kPlain || !may_be_inexact(problem)));
-      options.features |= (may_be_inexact(problem) ? kMeasured : 0u) |
-                          (part_scratch.d_lse != nullptr ? kDlseApart : 0u) | (p.wants_dalibi ? kSlopeGradient : 0u) |
-                          (part_scratch.direct_dbias ? kBiasGradient : 0u) | (by_boxes > 0 ? kBiasBoxes : 0u) |
-                          (backward_needs(problem, kHeadDim, false).p_apart ? kPApart : 0u);
-      const int64_t batch = by_boxes > 1 ? 1 : problem.batch;
-      TileSchedule schedule = backward_schedule<Traits>(problem, batch, groups, choice.processors);
-      schedule.batch_inner = batch > 1 && batch_shares_scores(problem, part.fwd);
-      BackwardScratch now = part_scratch;
-      for (; now.first_batch < problem.batch; now.first_batch += static_cast<int>(batch)) {
-        now.adds_dbias = now.first_batch > 0;
-        cuda::launch(backward_kernel<Traits>, cuda::grid_of(schedule.size()), Traits::kThreads, choice.shared_bytes,
-                     args.fwd.stream, part, now, schedule, options);
-      }
-    };
-    if (problem.heads_k == problem.heads_v || !args.dv) {
-      launch(args, scratch, problem.heads_k);
-    } else {
-      BackwardArgs keys = args, values = args;
-      keys.dv = TensorView();
-      values.dk = TensorView();
-      Problem& of_values = values.fwd.problem;
-      of_values.wants_dq = of_values.wants_dk = of_values.wants_dbias = of_values.wants_dalibi = false;
-      BackwardScratch values_scratch = scratch;
-      values_scratch.turns = nullptr;
-      values_scratch.direct_dbias = values_scratch.direct_dq = false;
-      launch(keys, scratch, problem.heads_k);
-      launch(values, values_scratch, problem.heads_v);
-    }
-    if (problem.wants_dq && !scratch.direct_dq) cuda::convert_dq(args, scratch.dq_accum, problem.head_dim == kHeadDim);
-    if (problem.wants_dalibi) cuda::sum_slopes(args, scratch.slopes, block_count(problem.len_k, Traits::kBlockN));
+  with_backward_traits<Element, kHeadDim>(args.fwd.problem, choice.small_tiles, [&]<class Traits>(Traits) {
+    launch_backward<Traits>(args, choice, workspace);
   });
 }
 

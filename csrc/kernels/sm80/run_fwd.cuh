@@ -95,20 +95,24 @@ Plan plan_forward(const Problem& problem, const DeviceInfo& device) {
   return with_forward_traits<Element, kHeadDim>(problem, small, make);
 }
 
+template <class Traits>
+void launch_forward(const ForwardArgs& args, const ForwardChoice& choice) {
+  const Problem& problem = args.problem;
+  TileSchedule schedule = forward_schedule(problem, Traits::kBlockM, sizeof(typename Traits::T), choice.processors);
+  schedule.batch_inner = batch_shares_scores(problem, args);
+  cuda::launch(forward_kernel<Traits>, cuda::grid_of(schedule.size()), Traits::kThreads,
+               forward_smem_of<Traits>(problem, choice.stages).total, args.stream, args, schedule,
+               ScoreOptions::of(args, Traits::kPlain || sizeof(typename Traits::T) == 2),
+               box_copies(problem, {args.k, problem.heads_k, problem.len_k, problem.head_dim},
+                          {args.v, problem.heads_v, problem.len_k, problem.head_dim_v}, Traits::kBlockN,
+                          choice.tensor_maps, choice.stages));
+}
+
 template <class Element, int kHeadDim>
 void run_forward(const ForwardArgs& args, const Plan& plan) {
-  const Problem& problem = args.problem;
   const auto choice = plan.chosen<ForwardChoice>();
-  with_forward_traits<Element, kHeadDim>(problem, choice.small_tiles, [&]<class Traits>(Traits) {
-    TileSchedule schedule = forward_schedule(problem, Traits::kBlockM, sizeof(typename Traits::T), choice.processors);
-    schedule.batch_inner = batch_shares_scores(problem, args);
-    cuda::launch(forward_kernel<Traits>, cuda::grid_of(schedule.size()), Traits::kThreads,
-                 forward_smem_of<Traits>(problem, choice.stages).total, args.stream, args, schedule,
-                 ScoreOptions::of(args, Traits::kPlain || sizeof(typename Traits::T) == 2),
-                 box_copies(problem, {args.k, problem.heads_k, problem.len_k, problem.head_dim},
-                            {args.v, problem.heads_v, problem.len_k, problem.head_dim_v}, Traits::kBlockN,
-                            choice.tensor_maps, choice.stages));
-  });
+  with_forward_traits<Element, kHeadDim>(args.problem, choice.small_tiles,
+                                         [&]<class Traits>(Traits) { launch_forward<Traits>(args, choice); });
 }
 
 template <class Element, int kHeadDim>

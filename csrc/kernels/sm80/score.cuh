@@ -9,6 +9,7 @@
 #pragma once
 
 #include "core/dropout.h"
+#include "core/score_mod.h"
 #include "kernels/sm80/config.h"
 #include "kernels/sm80/hidden.cuh"
 
@@ -16,11 +17,11 @@ namespace flash_ext::sm80 {
 
 constexpr float kLog2e = 1.4426950408889634f;
 
-// fn(value, |i + offset - j|); `distance` is i + offset - j of the tile's first query and key.
+// fn(value, i + offset - j); `distance` is that of the tile's first query and key.
 // NOTE: a place's distance from the tile's first one is a constant, and integers add exactly in float; a conversion
 // from integer a score takes as long as an ex2.
 template <bool kTransposed, int kM, int kN, class Fn>
-__device__ __forceinline__ void visit_distance(float (&c)[kM][kN][4], int row0, int col0, int distance, const Fn& fn) {
+__device__ __forceinline__ void visit_offset(float (&c)[kM][kN][4], int row0, int col0, int distance, const Fn& fn) {
   const int row = row0 + lane_row(), col = col0 + 2 * lane_column();
   const float first = static_cast<float>(distance + (kTransposed ? col - row : row - col));
 #pragma unroll
@@ -30,10 +31,16 @@ __device__ __forceinline__ void visit_distance(float (&c)[kM][kN][4], int row0, 
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int step = m * 16 + i / 2 * 8 - n * 8 - i % 2;  // along rows minus along columns
-        fn(c[m][n][i], fabsf(first + static_cast<float>(kTransposed ? -step : step)));
+        fn(c[m][n][i], first + static_cast<float>(kTransposed ? -step : step));
       }
     }
   }
+}
+
+// The same with |i + offset - j|.
+template <bool kTransposed, int kM, int kN, class Fn>
+__device__ __forceinline__ void visit_distance(float (&c)[kM][kN][4], int row0, int col0, int distance, const Fn& fn) {
+  visit_offset<kTransposed>(c, row0, col0, distance, [&](float& x, float at) { fn(x, fabsf(at)); });
 }
 
 // fn(score, number) with the number of a bias tile [query][key] at the score's place. `query_step`: 0 where the tile is
@@ -169,10 +176,13 @@ struct ScoreOptions {
   }
 };
 
-// The general path of one (batch, head): what it loads for a tile, and what it does to the tile's scores.
-template <class Element, int kBlockM, int kBlockN, int kThreads>
+// The general path of one (batch, head): what it loads for a tile, and what it does to the tile's scores. Function: a
+// ScoreFunction (core/score_mod.h) in the place of the softcap, void: none.
+template <class Element, int kBlockM, int kBlockN, int kThreads, class Function = void>
 struct ScoreMods {
   using T = StorageOf<Element>;
+  template <ScoreFunction F>
+  using With = ScoreMods<Element, kBlockM, kBlockN, kThreads, F>;
   static constexpr bool kApproximatesTanh = std::is_same_v<Element, Bf16>;
   static constexpr int kBiasPitch = aux_pitch(kBlockN, sizeof(T));
   static constexpr int kFloatPitch = aux_pitch(kBlockN, 4);
@@ -349,14 +359,26 @@ struct ScoreMods {
 
   // NOTE: what is rounded is written out, not left to contraction, so that every kernel sees the same score.
   // q k^T -> the score in natural units, but where it stays raw; `distance` is i + offset - j of the tile's first query
-  // and key. With a softcap `capped(s)` is told cap * tanh(...) on the way, for backward.
-  template <bool kTransposed, int kM, int kN, class Capped>
+  // and key. With a softcap or a function backward keeps its slope, what it makes of 1 more of a score.
+  template <bool kTransposed, int kM, int kN, class Keep>
   __device__ __forceinline__ void apply(unsigned features, float (&s)[kM][kN][4], int row0, int col0, int distance,
-                                        int stage, const Capped& capped) const {
+                                        int stage, const Keep& keep) const {
     features = no_hoist(features);
     if (features & kCap) {
-      for_each_score<kTransposed>(s, row0, col0, [&](float& x, int, int) { x = capped_score(x); });
-      capped(s);
+      float slope[kM][kN][4];
+      if constexpr (std::is_void_v<Function>) {
+        for_each_score<kTransposed>(s, row0, col0, [&](float& x, int, int) { x = capped_score(x); });
+        for_each_pair(slope, s, [&](float& x, float score) {
+          const float t = score * inverse_cap;
+          x = __saturatef(fmaf(-t, t, 1.f));  // 0 of a NaN, which P has, too
+        });
+      } else {
+        for_each_pair(slope, s, [&](float& x, float score) { x = __fmul_rn(score, scale); });
+        for_each_pair(s, slope, [](float& x, float score) { x = score; });
+        visit_offset<kTransposed>(s, row0, col0, distance, [](float& x, float at) { x = Function::value(x, at); });
+        visit_offset<kTransposed>(slope, row0, col0, distance, [](float& x, float at) { x = Function::slope(x, at); });
+      }
+      keep(slope);
     } else if (!(features & (kBias | kRaw))) {
       for_each_score<kTransposed>(s, row0, col0, [&](float& x, int, int) { x = __fmul_rn(x, scale); });
     }

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "gpu/ptx.cuh"
+#include "gpu/ptx/grid.cuh"
 #include "gpu/tensor_map.h"
 #include "kernels/sm90/descriptor.h"
 
@@ -73,12 +74,10 @@ __device__ __forceinline__ uint32_t tile_base() {
   return (shared_address(dynamic_shared()) + kTileAlign - 1) & ~(kTileAlign - 1);
 }
 
-// The next kernel may start, and what the one before wrote is there; barriers are initialised. NOTE: a template,
-// because NVRTC declares neither function, and looks them up where this is used.
-template <class Traits>
+// The next kernel may start, and what the one before wrote is there; barriers are initialised.
 __device__ __forceinline__ void follow_previous_kernel() {
-  cudaTriggerProgrammaticLaunchCompletion();
-  cudaGridDependencySynchronize();
+  grid_dependency_launch();
+  grid_dependency_wait();
   __syncthreads();
 }
 

@@ -58,10 +58,10 @@ inline ScoreParams make_scores(const ForwardArgs& args, int rows, int cols, int 
       const int dim = problem.batch_rank - 1 - from_last;
       return dim >= 0 && problem.batch_size[dim] > 1 ? args.alibi.batch_stride[dim] : 0;
     };
-    const int64_t offset = problem.bottom_right ? problem.len_k - problem.len_q : 0;
     scores.alibi = {static_cast<const float*>(args.alibi.data), problem.heads_q > 1 ? args.alibi.head_stride : 0,
-                    batch(0), batch(1), static_cast<int>(offset)};
+                    batch(0), batch(1), 0};
   }
+  scores.alibi.offset = static_cast<int>(problem.bottom_right ? problem.len_k - problem.len_q : 0);
   return scores;
 }
 

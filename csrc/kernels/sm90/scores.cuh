@@ -11,6 +11,7 @@
 // loading thread, one of its own stores and one of its copies, its empty barrier one of each consumer warp.
 #pragma once
 
+#include "core/score_mod.h"
 #include "kernels/sm90/dropout.cuh"
 #include "kernels/sm90/forward/work.cuh"
 #include "kernels/sm90/pipeline.cuh"
@@ -204,14 +205,15 @@ __device__ __forceinline__ void load_scores(const ScoredParams& params, const ty
 
 // ---- use ------------------------------------------------------------------------------------------------------------
 
+// Row minus column of number i of a fragment, less those of its first number.
+__device__ __forceinline__ constexpr float away(int i) { return static_cast<float>(i / 2 % 2 * 8 - i / 4 * 8 - i % 2); }
+
 // A fragment of S or S^T; distance: of its first number, row - column + offset or the negative of it.
 template <int kCount>
 __device__ __forceinline__ void add_alibi(float (&s)[kCount], float minus_slope, int distance) {
   const auto first = static_cast<float>(distance);
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    s[i] = fmaf(minus_slope, fabsf(first + static_cast<float>(i / 2 % 2 * 8 - i / 4 * 8 - i % 2)), s[i]);
-  }
+  for (int i = 0; i < kCount; ++i) s[i] = fmaf(minus_slope, fabsf(first + away(i)), s[i]);
 }
 
 // fn(score, its bias) over S, 16 rows a warp from row `warp_row` of the tile on. kTransposed: over 64 columns of S^T
@@ -269,14 +271,35 @@ __device__ __forceinline__ void with_bias(float (&s)[kCount], const ScoreParams&
   }
 }
 
+// A softcap, or in its place a ScoreFunction (core/score_mod.h) of a call whose softcap is 1. keep(slope): called with
+// slope(i), its derivative at number i.
+template <class T, class Function, bool kTransposed, bool kCapsNear, int kCount, class Keep>
+__device__ __forceinline__ void cap_or_call(float (&s)[kCount], const SoftcapParams& softcap, int distance,
+                                            const Keep& keep) {
+  if constexpr (std::is_void_v<Function>) {
+    cap_scores<T, kCapsNear>(s, softcap);
+    keep([&](int i) { return slope_of(s[i], softcap); });
+  } else {
+    static_assert(ScoreFunction<Function>);
+    float slope[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const float at = (static_cast<float>(distance) + away(i)) * (kTransposed ? -1.f : 1.f);
+      const float score = s[i] * softcap.to_tanh;
+      slope[i] = Function::slope(score, at);
+      s[i] = Function::value(score, at);
+    }
+    keep([&](int i) { return slope[i]; });
+  }
+}
+
 // A softcap, a bias and slopes. S or S^T, 16 rows a warp from row `warp_row` of the tile on. distance: of a thread's
-// first number, as above. capped(): called between.
-template <class T, int kKeys, bool kTransposed, bool kCapsNear, int kCount, class Capped>
+// first number, as above. Function, keep: of cap_or_call.
+template <class T, int kKeys, bool kTransposed, bool kCapsNear, class Function, int kCount, class Keep>
 __device__ __forceinline__ void add_scores(float (&s)[kCount], const ScoreParams& params, uint32_t slot, int warp_row,
-                                           float slope, int distance, const Capped& capped) {
+                                           float slope, int distance, const Keep& keep) {
   if (params.softcap.cap != 0.f) {
-    cap_scores<T, kCapsNear>(s, params.softcap);
-    capped();
+    cap_or_call<T, Function, kTransposed, kCapsNear>(s, params.softcap, distance, keep);
   }
   if (params.bias.data != nullptr) {
     with_bias<T, kKeys, kTransposed>(s, params, slot, warp_row,
@@ -292,11 +315,11 @@ __device__ __forceinline__ void add_scores(float (&s)[kCount], const ScoreParams
 }
 
 // S, 16 rows a warp from row `warp_row` of the tile on. distance: of a thread's first number, as above.
-template <class T, int kCols, bool kCapsNear>
+template <class T, int kCols, bool kCapsNear, class Function>
 __device__ __forceinline__ void apply_scores(float (&s)[kCols / 2], const ScoreParams& params, uint32_t stage,
                                              int warp_row, float slope, int distance) {
   const int lane = threadIdx.x % 32;
-  add_scores<T, kCols, false, kCapsNear>(s, params, stage, warp_row, slope, distance, [] {});
+  add_scores<T, kCols, false, kCapsNear, Function>(s, params, stage, warp_row, slope, distance, [](const auto&) {});
   if (params.mask.data != nullptr) {
     constexpr int kPitch = score_pitch(kCols, 1);
     const int step = params.mask.row != 0;
@@ -315,12 +338,12 @@ __device__ __forceinline__ void apply_scores(float (&s)[kCols / 2], const ScoreP
 }
 
 // The next stage: applied to S, or only handed back.
-template <class T, int kCols, bool kCapsNear, class Ring>
+template <class T, int kCols, bool kCapsNear, class Function, class Ring>
 __device__ __forceinline__ void take_scores(float (&s)[kCols / 2], const ScoreParams& params, const Ring& ring,
                                             ScorePlace& place, int warp_row, float slope, int distance) {
   if (params.stage_bytes > 0) barrier_wait(ring.full(place.stage), place.phase);
-  apply_scores<T, kCols, kCapsNear>(s, params, ring.tile(0) + place.stage * params.stage_bytes, warp_row, slope,
-                                    distance);
+  apply_scores<T, kCols, kCapsNear, Function>(s, params, ring.tile(0) + place.stage * params.stage_bytes, warp_row,
+                                              slope, distance);
   if (params.stage_bytes == 0) return;
   __syncwarp();
   if (threadIdx.x % 32 == 0) barrier_arrive(ring.empty(place.stage));

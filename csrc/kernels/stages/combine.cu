@@ -3,6 +3,7 @@
 #include <cuda_fp16.h>
 
 #include "gpu/host/launch.h"
+#include "gpu/ptx/grid.cuh"
 #include "kernels/stages/combine.h"
 
 namespace flash_ext::cuda {
@@ -29,7 +30,7 @@ __global__ void __launch_bounds__(32 * kWarps)
     combine_kernel(const __grid_constant__ ForwardArgs args, const float* parts_out, const float2* parts_sums,
                    int count) {
 #if __CUDA_ARCH__ >= 900
-  cudaGridDependencySynchronize();
+  grid_dependency_wait();
 #endif
   const Problem& problem = args.problem;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;

@@ -250,7 +250,11 @@ class Call {
           double x = 0;
           for (int64_t e = 0; e < d_; ++e) x += double(q_.at(bh, i, e)) * double(k_.at(hk, j, e));
           x *= problem_.scale;
-          if (c_.softcap > 0) {
+          if (c_.value != nullptr) {
+            const auto distance = static_cast<double>(i + diagonal - j);
+            slope[j] = c_.slope_of_value(x, distance);
+            x = c_.value(x, distance);
+          } else if (c_.softcap > 0) {
             const double t = std::tanh(x / c_.softcap);
             x = c_.softcap * t;
             slope[j] = 1 - t * t;

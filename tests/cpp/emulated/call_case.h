@@ -26,6 +26,9 @@ struct Case {
   bool float_bias = false, one_row = false;  // of bias and mask: [h, 1, k]
   bool one_head = false;                     // of bias and mask: [1, q, k]
   double softcap = 0, dropout = 0;
+  // In the place of the softcap, of a score and i + offset - j: score_functions.h.
+  double (*value)(double, double) = nullptr;
+  double (*slope_of_value)(double, double) = nullptr;
   bool deterministic = false, bias_gradient = false, slope_gradient = false, d_lse = false;
   bool forward_alone = false;
   bool no_dq = false, no_dk = false, no_dv = false;  // gradients that nobody wants

@@ -166,8 +166,6 @@ template <class T>
 T __ldg(const T* address) {
   return *address;
 }
-inline void cudaGridDependencySynchronize() {}
-inline void cudaTriggerProgrammaticLaunchCompletion() {}
 inline unsigned __reduce_or_sync(unsigned, unsigned x) {
   const auto lanes = flash_ext::emulated::exchange("redux", x);
   unsigned all = 0;

@@ -6,6 +6,7 @@
 #include "kernels/sm80/run_bwd.cuh"
 #include "kernels/sm80/run_fwd.cuh"
 #include "kernels/stages/rows.cu"
+#include "score_functions.h"
 #include "sm80_cases.h"
 #include "sm80_hidden_cases.h"
 
@@ -195,6 +196,37 @@ INSTANTIATE_TEST_SUITE_P(Special, Sm80Kernels, testing::ValuesIn(kSpecialCases),
                          [](const auto& info) { return info.param.name; });
 
 INSTANTIATE_TEST_SUITE_P(Hidden, Sm80Kernels, testing::ValuesIn(kHiddenCases),
+                         [](const auto& info) { return info.param.name; });
+
+// ---- a function in the place of the softcap
+// ---------------------------------------------------------------------------
+
+template <class Base, class F>
+struct WithFunction : Base {
+  using Mods = typename Base::Mods::template With<F>;
+};
+
+template <class Element, class F>
+void check_function(const Case& c) {
+  const auto forward = [](const ForwardArgs& args, const Plan& plan, void*) {
+    sm80::launch_forward<WithFunction<sm80::ForwardTraits<Element, 64, false, false>, F>>(
+        args, plan.chosen<sm80::ForwardChoice>());
+  };
+  const auto backward = [](const BackwardArgs& args, const Plan& plan, void* workspace) {
+    sm80::launch_backward<WithFunction<sm80::BackwardTraits<Element, 64, false, sm80::Between::kAny>, F>>(
+        args, plan.chosen<sm80::BackwardChoice>(), workspace);
+  };
+  const Kernel rows[] = {row_with(sm80::kernels(), "sm80.forward", &Kernel::forward, +forward),
+                         row_with(sm80::kernels(), "sm80.backward", &Kernel::backward, +backward)};
+  check<sm80::StorageOf<Element>>(Rows(rows), with_function<F>(c));
+}
+
+class Sm80Functions : public testing::TestWithParam<Case> {};
+
+TEST_P(Sm80Functions, OfPlace) { check_function<Bf16, PlaceScore>(GetParam()); }
+TEST_P(Sm80Functions, Bent) { check_function<Fp16, BentScore>(GetParam()); }
+
+INSTANTIATE_TEST_SUITE_P(All, Sm80Functions, testing::ValuesIn(kFunctionCases),
                          [](const auto& info) { return info.param.name; });
 
 }  // namespace

@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(Traits::kShape.threads, 1)
       prefetch_map(&map->map);
     }
   }
-  follow_previous_kernel<Traits>();  // prepare's numbers
+  follow_previous_kernel();  // prepare's numbers
   const int warpgroup = enter_warpgroup<kShape.producer_registers(), kShape.consumer_registers()>();
   if (warpgroup == 0) {
     if constexpr (Traits::kOrdered) {

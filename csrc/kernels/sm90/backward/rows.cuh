@@ -25,7 +25,7 @@ template <class Traits>
 __global__ void __launch_bounds__(kRowThreads, 2)
     prepare_kernel(const __grid_constant__ BackwardArgs args, float* stats, float* bounds, float* dq_accum,
                    int m_blocks) {
-  cudaTriggerProgrammaticLaunchCompletion();
+  grid_dependency_launch();
   using T = typename Traits::T;
   constexpr int kLanes = Traits::kHeadDim / 8, kRows = kRowThreads / kLanes, kSteps = Traits::kBlockM / kRows;
   const Problem& problem = args.fwd.problem;
@@ -119,7 +119,7 @@ template <class Traits>
 __global__ void __launch_bounds__(kRowThreads, kFinishBlocks)
     finish_kernel(const __grid_constant__ BackwardArgs args, const float* dq_accum, const uint32_t* turns,
                   TileRanges<Traits::kBlockM, Traits::kBlockN> tile_ranges, unsigned tiles) {
-  if (turns == nullptr) cudaGridDependencySynchronize();
+  if (turns == nullptr) grid_dependency_wait();
   using T = typename Traits::T;
   constexpr int kWarps = kRowThreads / 32, kChunk = 16 * kPanelCols;  // numbers
   static_assert(Traits::kDqCols == kPanelCols && Traits::kBlockM * Traits::kHeadDim == kWarps * kChunk);
@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(kRowThreads, kFinishBlocks)
           *reinterpret_cast<const uint4*>(buffer[warp] + tile_offset(16, lane / 8 + 4 * i, col));
     }
   }
-  if (turns != nullptr) cudaGridDependencySynchronize();  // who waits for this kernel waits for the main one
+  if (turns != nullptr) grid_dependency_wait();  // who waits for this kernel waits for the main one
 }
 
 }  // namespace flash_ext::sm90

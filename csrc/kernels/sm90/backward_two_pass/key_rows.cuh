@@ -60,10 +60,10 @@ struct KeyRows {
     if constexpr (Traits::kScored) {
       const ScoreParams& scores = params.keys_scores;
       KeptBits<1> kept = {};
-      take_slot<T, kKeys, true>(s, kept, scores, tiles.scores(), slot, warp_row,
-                                scores.alibi.of(at.head, work.b0, work.b1),
-                                row - (at.m * kBlock + lane % 4 * 2) - scores.alibi.offset,
-                                [&] { pack_slopes<T>(for_ds, s, scores.softcap); });
+      take_slot<Traits, kKeys, true>(s, kept, scores, tiles.scores(), slot, warp_row,
+                                     scores.alibi.of(at.head, work.b0, work.b1),
+                                     row - (at.m * kBlock + lane % 4 * 2) - scores.alibi.offset,
+                                     [&](const auto& slope_at) { pack_slopes<T>(for_ds, slope_at); });
       if (is_far()) {
         subtract_far(s, tiles.far(place.stage), params.natural, params.inverse_scale);
         if (drops) keep_nan(dv, s, tiles.far(place.stage));

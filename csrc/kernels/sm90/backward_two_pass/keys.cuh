@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
     fence_barrier_init();
   }
-  follow_previous_kernel<Traits>();  // prepare's numbers
+  follow_previous_kernel();  // prepare's numbers
   const int warpgroup = enter_warpgroup<kShape.producer_registers(), kShape.consumer_registers()>();
   if (warpgroup == 0) {
     if (threadIdx.x < 32 && elect_one()) produce_for_keys<Traits>(params, tiles);

@@ -68,6 +68,7 @@ struct TwoPassTraits {
   // P says what is hidden. Else the band alone hides, which both warpgroups know.
   static constexpr bool kMarks = kScored || !kShape.splits_gradients();
   using Params = std::conditional_t<kScored, ScoredTwoPassParams, TwoPassParams>;
+  using Function = void;  // in the place of the softcap, see cap_or_call
   static constexpr int kHeadDim = kHeadDim_, kPanels = panels(kHeadDim);
   static constexpr int kBlock = TwoPassShape::block, kStages = TwoPassShape::stages, kThreads = TwoPassShape::threads;
   static constexpr int kTileBytes = tile_bytes(kBlock, kHeadDim), kPBytes = kShape.p_bytes();

@@ -120,9 +120,9 @@ struct QueryRows {
   __device__ __forceinline__ void make_p(Packed& p, KeptBits<1>& kept, Scores& s, int n) {
     const ScoreParams& scores = params.queries_scores;
     if (consumer == 1) skip_scores(scores, tiles.scores(), slot);
-    take_slot<T, kBlock, false>(s, kept, scores, tiles.scores(), slot, warp_row, slope,
-                                row + scores.alibi.offset - (n * kBlock + lane % 4 * 2),
-                                [&] { pack_slopes<T>(p, s, scores.softcap); });
+    take_slot<Traits, kBlock, false>(s, kept, scores, tiles.scores(), slot, warp_row, slope,
+                                     row + scores.alibi.offset - (n * kBlock + lane % 4 * 2),
+                                     [&](const auto& slope_at) { pack_slopes<T>(p, slope_at); });
     if (consumer == 0) skip_scores(scores, tiles.scores(), slot);
     subtract_far_rows(s);
 #pragma unroll
@@ -276,7 +276,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     if constexpr (Traits::kScored) init_ring(tiles.scores(), kScoreStages, 8, 2 * kScoreLoaders);
     fence_barrier_init();
   }
-  follow_previous_kernel<Traits>();  // prepare's numbers
+  follow_previous_kernel();  // prepare's numbers
   const int warpgroup = enter_warpgroup<kShape.producer_registers(), kShape.consumer_registers()>();
   if (warpgroup == 0) {
     if (threadIdx.x < 32 && elect_one()) produce_for_queries<Traits>(params, tiles);

@@ -94,13 +94,12 @@ __device__ __forceinline__ KeptBits<1> kept_of_slot(const ScoreParams& scores, u
 template <class T>
 constexpr float kSlopeUnit = std::is_same_v<T, __half> ? 1024.f : 1.f;
 
-template <class T, int kCount>
-__device__ __forceinline__ void pack_slopes(uint32_t (&slopes)[kCount / 2], const float (&capped)[kCount],
-                                            const SoftcapParams& softcap) {
+// slope(i): that of number i.
+template <class T, int kPairs, class Slope>
+__device__ __forceinline__ void pack_slopes(uint32_t (&slopes)[kPairs], const Slope& slope) {
 #pragma unroll
-  for (int i = 0; i < kCount; i += 2) {
-    slopes[i / 2] =
-        pack(slope_of(capped[i], softcap) * kSlopeUnit<T>, slope_of(capped[i + 1], softcap) * kSlopeUnit<T>, T());
+  for (int i = 0; i < kPairs; ++i) {
+    slopes[i] = pack(slope(2 * i) * kSlopeUnit<T>, slope(2 * i + 1) * kSlopeUnit<T>, T());
   }
 }
 
@@ -178,14 +177,15 @@ __device__ __forceinline__ float value_scale(const typename Traits::Params& para
   return (Traits::kScaled ? 1.f / 1024.f : 1.f) * dropout_of(params).scale;
 }
 
-// The next slot, applied to S or S^T. capped(): called where there is a softcap, when s is what it is capped to.
-template <class T, int kKeys, bool kTransposed, int kCount, class Capped>
+// The next slot, applied to S or S^T. keep: as of cap_or_call, called where there is a softcap.
+template <class Traits, int kKeys, bool kTransposed, int kCount, class Keep>
 __device__ __forceinline__ void take_slot(float (&s)[kCount], KeptBits<1>& kept, const ScoreParams& scores,
                                           const Ring<0>& ring, ScorePlace& place, int warp_row, float slope,
-                                          int distance, const Capped& capped) {
+                                          int distance, const Keep& keep) {
   const uint32_t slot = ring.tile(0) + place.stage * scores.stage_bytes;
   if (scores.stage_bytes > 0) barrier_wait(ring.full(place.stage), place.phase);
-  add_scores<T, kKeys, kTransposed, false>(s, scores, slot, warp_row, slope, distance, capped);
+  add_scores<typename Traits::T, kKeys, kTransposed, false, typename Traits::Function>(s, scores, slot, warp_row, slope,
+                                                                                       distance, keep);
   if (scores.mask.data != nullptr) kept = kept_of_slot<kKeys, kTransposed>(scores, slot, warp_row);
   if (scores.stage_bytes == 0) return;
   __syncwarp();

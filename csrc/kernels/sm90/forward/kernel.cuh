@@ -78,7 +78,7 @@ __device__ __forceinline__ void produce(const ForwardParams& params, const typen
   Work work = tell(linear), next = {};
   load_k(work, work.last_n - 1);
   load_q(work);
-  if (params.counter != nullptr) cudaGridDependencySynchronize();  // it is zero from here on
+  if (params.counter != nullptr) grid_dependency_wait();  // it is zero from here on
   while (work.any()) {
     // Late, so that a counter finds who is free, and early enough for Q to be in L2 when its stage is empty.
     const int ask_n = min(work.first_n + 2, work.last_n - 1);
@@ -149,8 +149,8 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
     release(rings.k, k);
     if constexpr (Traits::kScored) {
       const int row = consumer * 64 + warp_row, first = work.first_query + row + lane / 4 - lane % 4 * 2;
-      take_scores<T, kBlockN, (kHeadDim <= 128)>(s_acc, params.scores, rings.scores, c, row, slope,
-                                                 first + params.scores.alibi.offset - n * kBlockN);
+      take_scores<T, kBlockN, (kHeadDim <= 128), typename Traits::Function>(
+          s_acc, params.scores, rings.scores, c, row, slope, first + params.scores.alibi.offset - n * kBlockN);
     }
     if (!Traits::kStaged && n == work.first_n && lane == 0) barrier_arrive(rings.q.empty(q_index()));
     const int first_row = work.first_query + consumer * 64;
@@ -318,7 +318,7 @@ __global__ void __launch_bounds__(Traits::kShape.threads(), 1)
     forward_kernel(const __grid_constant__ typename Traits::Params params) {
   constexpr ForwardShape kShape = Traits::kShape;
   if constexpr (kShape.shares_keys) {
-    cudaTriggerProgrammaticLaunchCompletion();  // combine may take its place; it waits for the end of this grid
+    grid_dependency_launch();  // combine may take its place; it waits for the end of this grid
     if (skip_part<Traits>(params)) return;
   }
   const typename Traits::Rings rings = Traits::rings(tile_base());

@@ -24,6 +24,7 @@ struct ForwardTraits {
   static constexpr bool kScored = kShape.scored;
   static constexpr bool kHasLimit = !kScored || kHeadDim <= 128;  // NOTE: else 4 to 8 bytes were spilled
   using Params = std::conditional_t<kScored, ScoredParams, ForwardParams>;
+  using Function = void;  // in the place of the softcap, see cap_or_call
   using QPlace = RingPlace<kShape.q_stages>;
   using KvPlace = RingPlace<kShape.stages>;
   using WorkPlace = RingPlace<kWorks>;

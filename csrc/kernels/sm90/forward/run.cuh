@@ -18,7 +18,7 @@ namespace flash_ext::sm90 {
 
 // NOTE: a memset is a kernel of its own, whose end the next one waits for; behind this one it begins at once.
 static __global__ void clear_kernel(uint32_t* counter) {
-  cudaTriggerProgrammaticLaunchCompletion();
+  grid_dependency_launch();
   *counter = 0;
 }
 
