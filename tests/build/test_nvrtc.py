@@ -1,6 +1,6 @@
 """Promise: each header of a kernel compiles alone, at run time, for 8.0 and 9.0: it needs no host code and no standard
 library but what csrc/gpu/nvrtc stands for; and so do kernels with a user's function of a score in the place of the
-softcap (tests/cpp/emulated runs such). Needs NVRTC, which torch brings, and the toolkit's headers; no GPU."""
+softcap (tests/cpp/emulated runs such). Needs what torch's wheels bring, NVRTC and cuda_fp16.h; no GPU."""
 
 from __future__ import annotations
 
@@ -40,22 +40,21 @@ def nvrtc() -> ctypes.CDLL:
 
 
 @cache
-def includes() -> list[Path]:
-    """Of the toolkit that has libcu++: the one of nvcc, else a package's."""
+def include() -> Path:
+    """Where cuda_fp16.h lies: in one of torch's own packages, else in the toolkit of nvcc."""
     places = [path for wheel in of_wheels() for path in wheel.glob("*/include")]
     if (nvcc := shutil.which("nvcc")) is not None:
-        places.insert(0, Path(nvcc).resolve().parent.parent / "include")
+        places.append(Path(nvcc).resolve().parent.parent / "include")
     for place in places:
-        for libcu in (place, place / "cccl"):
-            if (libcu / "cuda" / "std" / "cstdint").exists() and (place / "cuda_fp16.h").exists():
-                return [place, libcu]
-    raise FileNotFoundError("no CUDA toolkit with libcu++ is installed")
+        if (place / "cuda_fp16.h").exists():
+            return place
+    raise FileNotFoundError("no package of the CUDA toolkit is installed")
 
 
 def compile_at_run_time(source: str, arch: str, *kernels: str) -> str:
     """What the compiler says of an error, or "". ``kernels``: instances that it compiles."""
     library, program = nvrtc(), ctypes.c_void_p()
-    folders = [CSRC, CSRC / "gpu" / "nvrtc", *includes()]
+    folders = [CSRC, CSRC / "gpu" / "nvrtc", include()]
     options = [f"-arch=sm_{arch}", "-std=c++20", "-default-device", *(f"-I{folder}" for folder in folders)]
     arguments = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
     library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"header.cu", 0, None, None)

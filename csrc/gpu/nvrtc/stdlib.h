@@ -1,2 +1,1 @@
-#pragma once
-#include <cstdint>
+#pragma once  // which cuda.h asks for
