@@ -116,4 +116,4 @@ def test_a_function_of_scores_compiles_into_a_kernel(header: str) -> None:
     for arch in ("90a",) if header.startswith("sm90") else ("80", "90a"):
         assert not compile_at_run_time(source, arch, WITH_FUNCTION[header])
     broken = source.replace("slope(float, float)", "derivative(float, float)")
-    assert "slope" in compile_at_run_time(broken, "90a", WITH_FUNCTION[header])
+    assert "ScoreFunction" in compile_at_run_time(broken, "90a", WITH_FUNCTION[header])
