@@ -4,6 +4,8 @@
 //   log)
 //
 // torch/ builds these structures once per call (torch/problem.cpp); kernels read them and never change them.
+// Packed sequences have views of [row, head, col] with batch strides of 0; masks, biases and slopes are indexed by
+// sequence and by positions inside it, as are the bits of dropout.
 // Invariant: every shape is already checked, there is at least one query and one key, every broadcast is a stride of 0,
 // and every pointer a backend may write is distinct from every pointer it may read.
 #pragma once
@@ -56,6 +58,11 @@ struct Problem {
   bool deterministic = false;
   bool allow_tf32 = false;  // float32 on a GPU: products may round their factors to TF32
 
+  // Packed sequences (core/sequences.h): how many rows the tensors have. len_q and len_k are then of the longest
+  // sequence, at most, and batch is how many there are.
+  bool packed = false;
+  int64_t rows_q = 0, rows_k = 0;
+
   bool has_mask = false;
   bool has_bias = false;
   bool has_alibi = false;
@@ -66,8 +73,18 @@ struct Problem {
   bool whole_dbias = false;  // every score has an element of its own in dbias
 };
 
+// Where packed sequences lie: sequence b has rows cu[b] to cu[b + 1], of which the first used[b] are in use. On the
+// device of q; read by sequence_of (core/sequences.h) alone.
+struct Sequences {
+  const int32_t* cu_q = nullptr;    // [b + 1]
+  const int32_t* cu_k = nullptr;    // [b + 1]
+  const int32_t* used_q = nullptr;  // [b]; null: all rows
+  const int32_t* used_k = nullptr;
+};
+
 struct ForwardArgs {
   Problem problem;
+  Sequences sequences;  // of a packed problem
 
   TensorView q;      // [b..., h_q, s_q, d]
   TensorView k;      // [b..., h_k, s_k, d]
@@ -77,8 +94,11 @@ struct ForwardArgs {
   TensorView alibi;  // [b..., h_q, 1, 1] float32
 
   TensorView out;                      // [b..., h_q, s_q, d_v] problem.dtype
-  void* lse = nullptr;                 // [b, h_q, s_q] contiguous, float32 (float64 for float64); null: not wanted
+  void* lse = nullptr;                 // [b, h_q, s_q] contiguous, float32 (float64 for float64); null: not wanted.
+                                       // Packed: [h_q, rows_q]
   const int64_t* rng_state = nullptr;  // {seed, offset} on the device of q; null without dropout
+
+  int64_t first_batch = 0;  // of the batch elements, in the map of dropout; on the CPU, where sequences run one by one
 
   void* stream = nullptr;  // cudaStream_t on a GPU: every launch goes there
 };

@@ -23,6 +23,7 @@ enum class Feature : uint8_t {
   kAlibi,
   kSoftcap,
   kDropout,
+  kPacked,
   // Of backward.
   kDeterministic,
   kOneKeyBand,
@@ -49,6 +50,7 @@ constexpr const char* kFeatureNames[] = {
     "alibi_slopes",
     "a softcap",
     "dropout",
+    "packed sequences",
     "deterministic results",
     "a band of one key",
     "the gradient of a bias",
@@ -110,6 +112,7 @@ inline Features required(const Problem& problem, Pass pass) {
   features.add(Feature::kAlibi, problem.has_alibi);
   features.add(Feature::kSoftcap, problem.softcap != 0.0);
   features.add(Feature::kDropout, problem.dropout_p > 0.0);
+  features.add(Feature::kPacked, problem.packed);
   if (pass == Pass::kForward) return features;
   const Band band = make_band(problem);
   features.add(Feature::kDeterministic, problem.deterministic);

@@ -16,7 +16,8 @@ inline int64_t bytes_of(DType dtype) { return dtype == DType::kFloat64 ? 8 : dty
 
 inline void fold_heads(ForwardArgs& args) {
   Problem& problem = args.problem;
-  if (problem.len_q != 1 || problem.heads_q <= problem.heads_k || problem.heads_k != problem.heads_v) return;
+  if (problem.packed || problem.len_q != 1 || problem.heads_q <= problem.heads_k || problem.heads_k != problem.heads_v)
+    return;
   // What a query head has of its own and a query has not.
   if (problem.has_alibi || problem.dropout_p > 0.0) return;
   const Range keys = make_band(problem).keys({0, 1}, problem.len_k);

@@ -120,8 +120,10 @@ TEST(Shapes, FitTheMultiprocessor) {
       EXPECT_LE(smem.total, kSharedMemoryLimit);
       // What a launch gives every thread is what setmaxnreg can hand from one warpgroup to the others.
       const int launch = 65536 / shape.threads() / 8 * 8;
-      EXPECT_LE(shape.producer_registers() + shape.consumers * shape.consumer_registers(),
-                launch * (shape.consumers + 1));
+      for (const bool packed : {false, true}) {
+        EXPECT_LE(shape.producer_registers(packed) + shape.consumers * shape.consumer_registers(packed),
+                  launch * (shape.consumers + 1));
+      }
       EXPECT_LE(1 + 2 * shape.consumers, 16);  // named barriers, with __syncthreads
     }
   }

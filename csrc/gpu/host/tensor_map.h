@@ -12,6 +12,16 @@
 
 namespace flash_ext::cuda {
 
+// Of packed sequences, whose rows follow each other in a tensor, dimension 1 ends with every sequence, at E = 2^30
+// (kPackedEnd), so that rows beyond read as zeros and are not written, as those behind the last are. Dimension 3 is the
+// row where the sequence ends, and dimension 4 takes E rows away again, by a stride that wraps around: 2^34 bytes less
+// a row, of which E times 2^34 is 2^64, or nothing.
+//
+//   row r of a sequence of `len` rows from `first` on      1 E - len + r   3 first + len   4 E
+//
+// NOTE: with an address before the tensor's in place of dimension 4 a box that lies outside as a whole, of which
+// nothing is read, was an illegal access wherever nothing was mapped at that address.
+//
 // Null: accepts. Otherwise why the view cannot be addressed by TMA, as the end of a sentence that names the tensor.
 // What a dimension of size 1 has for a stride is nobody's business: frameworks write anything there.
 const char* tma_refuses(const Problem& problem, const TensorView& view, int64_t heads, int64_t rows);
@@ -24,5 +34,9 @@ enum class Promotion : uint8_t { k128, k256 };
 // by half as many columns, with a swizzle of 64 bytes.
 TensorMap make_tensor_map(const Problem& problem, const TensorView& view, int64_t heads, int64_t rows, int64_t cols,
                           int box_rows, Promotion promotion, int box_heads = 1, int box_cols = kBoxCols);
+
+// The same of a tensor of packed sequences, of which kernels make the coordinates as above. rows: of the tensor.
+TensorMap make_packed_map(const Problem& problem, const TensorView& view, int64_t heads, int64_t rows, int64_t cols,
+                          int box_rows, Promotion promotion);
 
 }  // namespace flash_ext::cuda

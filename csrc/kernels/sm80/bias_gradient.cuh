@@ -72,9 +72,9 @@ struct BiasGradient {
   // What is read once an item, and the first items.
   __device__ __forceinline__ void find() const {
     if (threadIdx.x == kThreads - 1) {
-      mods = Mods::make(args.fwd, 0, 0, base + layout.bias, base + layout.mask);
-      band = TileBand::make(problem());
-      diagonal = diagonal_of(problem());
+      mods = Mods::make(args.fwd, 0, 0, whole_sequence(problem()), base + layout.bias, base + layout.mask);
+      band = TileBand::make(problem(), whole_sequence(problem()));
+      diagonal = diagonal_of(problem(), whole_sequence(problem()));
       if (drops) dropout.get() = dropout_of(args.fwd);
       measured[0] = measured[1] = emptied[0] = emptied[1] = -1;
       Item& before = ring()[kBiasItems - 1];

@@ -10,8 +10,8 @@
 // register operands. P passes from one to the other, dS to all for dQ, through shared memory. dQ of a tile is computed
 // beside the next tile's softmax, and added up in float in global memory (dq_sum.cuh), in the order of the blocks of
 // keys when deterministic. Called by rows.cpp through kernels.h, made of the steps of bwd_steps.cuh. Invariant: rows
-// past len_q are zeros in shared memory, with an lse of +inf; they and keys past len_k are hidden (hidden.cuh): P = 0
-// and dS = 0.
+// past a sequence's last are zeros in shared memory, with an lse of +inf; they and keys past its last are hidden
+// (hidden.cuh): P = 0 and dS = 0.
 #pragma once
 
 #include "kernels/sm80/bwd_steps.cuh"
@@ -62,6 +62,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   __shared__ float warp_values[32];
   Step step{args, scratch, schedule, options, layout, mods, dropout, warp_values, row_smem, shared_address(smem)};
   step.find(block);
+  if (problem.packed) {
+    __syncthreads();
+    if (block.sequence.len_k == 0) return;  // behind the list's last tile
+  }
   typename Step::Gradient acc;  // dV or dK
   clear(acc);
   typename Step::Flags flags;

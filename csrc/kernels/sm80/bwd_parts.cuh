@@ -12,12 +12,15 @@
 #include "core/tile_schedule.h"
 #include "gpu/tensor_map.h"
 #include "kernels/sm80/far_rows.cuh"
+#include "kernels/sm80/long_sums.cuh"
 #include "kernels/sm80/score.cuh"
 #include "kernels/sm80/shared_memory.h"
 
 namespace flash_ext::sm80 {
 
-// Scratch in the workspace. What lies from `turns` to the end of sums must be zero before the kernel runs.
+// Scratch in the workspace. What lies from `turns` to the end of sums must be zero before the kernel runs. Packed, what
+// is [b, h_q, s_q] here is [h_q, rows_q], and what has blocks of a sequence in it is [h_q, most_packed_tiles], of which
+// a sequence's begin at first_tile.
 struct BackwardScratch {
   float* inverse = nullptr;  // [b, h_q, s_q], 1 / sum of P, where measure.cuh runs
   float* shift = nullptr;    // [b, h_q, s_q], there, too: lse, or a far row's largest score
@@ -30,24 +33,22 @@ struct BackwardScratch {
   int* turns = nullptr;       // [b, h_q, m_blocks, warps] and one more, the counter of tiles; when deterministic
   float* bounds = nullptr;    // [b, h_q, 2], fp16: cuda::delta
   float* dq_accum = nullptr;  // [b, h_q, s_q, d], with dq that is a sum
-  float* sums = nullptr;      // [tiles of keys, accumulators, threads], see kSumTiles
+  float* sums = nullptr;      // [tiles of keys, accumulators, threads], long_sums.cuh
   int64_t m_blocks = 0;
   int64_t zeroed_bytes = 0;
   int64_t bytes = 0;
-  float* bias_partial = nullptr;  // bias_partial_elements(), with dbias
-  float* zeros = nullptr;         // [d_v], float with one key
-  const float* d_lse = nullptr;   // [b, h_q, s_q], where delta is without it, see is_dlse_apart
-  bool direct_dbias = false;      // no dimension of the bias is broadcast: the main kernel writes its gradient
-  cuda::TensorMap dbias_map;      // of bias_boxes.cuh
-  bool adds_dbias = false;        // to what is there
-  bool direct_dq = false;         // one tile of keys: dQ is written, see dq_sum.cuh
-  int first_batch = 0;            // of this launch
+  float* bias_partial = nullptr;         // bias_partial_elements(), with dbias
+  float* zeros = nullptr;                // [d_v], float with one key
+  const float* d_lse = nullptr;          // [b, h_q, s_q], where delta is without it, see is_dlse_apart
+  bool direct_dbias = false;             // no dimension of the bias is broadcast: the main kernel writes its gradient
+  cuda::TensorMap dbias_map;             // of bias_boxes.cuh
+  bool adds_dbias = false;               // to what is there
+  bool direct_dq = false;                // one tile of keys: dQ is written, see dq_sum.cuh
+  int first_batch = 0;                   // of this launch
+  PackedTile* tiles = nullptr;           // packed: list of tiles of keys
+  PackedTile* measured_tiles = nullptr;  // ... and of queries, of measure.cuh
+  int64_t rows = 0;                      // of a head in delta and what is laid out like it
 };
-
-// Tensor cores truncate when they add to their accumulators, which over 10^5 additions is more than fp16 rounds. Where
-// very many queries see few keys, dK and dV are added to a float sum in scratch after so many tiles of queries.
-// NOTE: 4.3 million queries on 5 keys had 2.3 and 4.9 times the error that the rule allows.
-constexpr int kSumTiles = 512;
 
 // What may lie between q k^T and the softmax, beside the band. NOTE: code for what a call does not have is in its way:
 // a jump over it takes a warp about 70 clocks, because the instructions behind it are not there yet. Dropout alone, as

@@ -81,20 +81,26 @@ struct Backward {
     block.tile = blockIdx.x;
     if (scratch.turns != nullptr) {
       block.tile =
-          atomicAdd(scratch.turns + problem().batch * problem().heads_q * scratch.m_blocks * Traits::kWarps, 1);
+          atomicAdd(scratch.turns + elements_of(problem()) * problem().heads_q * scratch.m_blocks * Traits::kWarps, 1);
       block.tile -= scratch.first_batch * static_cast<unsigned>(schedule.size());  // of the launches before
     }
-    const auto [place, group, n_block] = schedule.at<uint32_t>(block.tile);
-    const int64_t b = place + scratch.first_batch;
+    ::flash_ext::Tile tile = schedule.at<uint32_t>(block.tile);
+    tile.b += scratch.first_batch;
+    const Place place = place_of(problem(), tile, scratch.tiles);
+    block.sequence = place.sequence;
+    if (place.is_empty()) return;
     const int group_size = static_cast<int>(problem().heads_q / schedule.heads_k);
-    block.find(args, scratch, schedule, b, group * group_size, n_block, group_size);
+    const int64_t first_head = place.head * group_size;
+    block.find(args, scratch, schedule, place, first_head, group_size);
+    if (kScaled && problem().packed) block.tile = packed_sums(place, schedule.heads_k, kBlockM, kBlockN);
     if constexpr (kGeneral) {
-      mods = Traits::Mods::make(args.fwd, b, group * group_size, base + layout.bias, base + layout.mask);
+      mods = Traits::Mods::make(args.fwd, place.b, first_head, place.sequence, base + layout.bias, base + layout.mask);
     }
     if (drops()) dropout.get() = dropout_of(args.fwd);
     block.find_regular(problem(), mods);
     block.dq_stage = base + layout.dq;
-    block.dq_rows = problem().head_dim != kHeadDim ? -1 : (scratch.turns != nullptr ? 0 : layout.dq_rows);
+    block.dq_rows =
+        problem().head_dim != kHeadDim || problem().packed ? -1 : (scratch.turns != nullptr ? 0 : layout.dq_rows);
   }
 
   // K, V and the last tile of queries of a head begin to arrive. In fp16 dS gets its scale.
@@ -167,10 +173,10 @@ struct Backward {
     }
     if (threadIdx.x < kBlockM) {
       const int query = first_query + static_cast<int>(threadIdx.x);
-      const bool inside = query < problem().len_q;
+      const bool inside = query < block.q.rows;
       const int row = inside ? query : 0;
       const uint32_t to = base + layout.rows + (to_stage * 3 * kBlockM + static_cast<int>(threadIdx.x)) * 4;
-      // Past len_q +inf; such a query is hidden, too.
+      // Past the last +inf; such a query is hidden, too.
       if (inside) {
         cp_async_4(to, block.lse + row, true);
       } else {
@@ -209,7 +215,7 @@ struct Backward {
       int* const turn = block.turn + query / kBlockM * Traits::kWarps + dq_warp;
       const int predecessors = block.n_block - max(query + block.band.lower, 0) / kBlockN;
       if (ordered && n == 0) wait_for_turn(turn, predecessors);
-      const int cols = static_cast<int>(problem().head_dim), rows = static_cast<int>(problem().len_q);
+      const int cols = static_cast<int>(problem().head_dim), rows = block.q.rows;
       const int staged_rows = block.dq_rows;
       const float unscale = block.unscale_of_ds();
       if (!kHasBulkAdditions || staged_rows < 0) {
@@ -225,12 +231,11 @@ struct Backward {
 
   __device__ __forceinline__ bool has_hidden(const Block& block, int query) const {  // which visit_band visits
     return block.band.is_boundary(query, kBlockM, block.first_key, kBlockN) ||
-           (Traits::kClearsHidden && query + kBlockM > problem().len_q);
+           (Traits::kClearsHidden && query + kBlockM > block.q.rows);
   }
   template <class Fn>
   __device__ __forceinline__ void visit_band(const Block& block, int query, const Fn& fn) const {
-    visit_hidden<kM, kBlockM / 8>(block.band, static_cast<int>(problem().len_q), query, block.first_key + warp_key(),
-                                  fn);
+    visit_hidden<kM, kBlockM / 8>(block.band, block.q.rows, query, block.first_key + warp_key(), fn);
   }
   // dS of hidden pairs becomes 0. `hides`: has_hidden, unless it is asked late.
   template <class Ds>
@@ -255,12 +260,18 @@ struct Backward {
     }
   }
 
+  // NOTE: of parameters unless it cannot. Read out of `block`, it was loaded before S and spilled in fp16; in float of
+  // head dimension 256 the question spilled.
+  __device__ __forceinline__ int diagonal(const Block& block) const {
+    const bool is_whole = (sizeof(typename Traits::T) == 2 || kHeadDim <= 192) && !problem().packed;
+    return diagonal_of(problem(), is_whole ? whole_sequence(problem()) : *no_hoist(&block.sequence));
+  }
+
   // What lies between Q K^T and the softmax.
   __device__ __forceinline__ void modify(const Block& block, Scores& s, int query, int stage) const {
     if constexpr (kGeneral) {
-      // NOTE: the diagonal is of parameters. Read out of `block`, it was loaded before S and spilled in fp16.
       mods.template apply<true>(
-          options.features, s, warp_key(), 0, query + diagonal_of(problem()) - block.first_key, stage,
+          options.features, s, warp_key(), 0, query + diagonal(block) - block.first_key, stage,
           // It waits for the partner where that will write dS: no registers are left for it, and P in T is too coarse
           // to find it again.
           [&](const Scores& slope) { store_scores(ds_tile(stage), operands<Frag>(slope), warp_key()); });
@@ -366,8 +377,8 @@ struct Backward {
     for_each_column(dp, delta, [](float& x, float number) { x -= number; });
     if constexpr (kGeneral) {
       if (has(kDlseApart)) {
-        const int64_t row = int64_t{block.bh} * no_hoist(problem().len_q) + query;
-        add_dlse(dp, row_smem + stage * 3 * kBlockM, scratch.d_lse + row, static_cast<int>(problem().len_q) - query);
+        const int64_t row = block.delta - no_hoist(scratch.delta) + query;
+        add_dlse(dp, row_smem + stage * 3 * kBlockM, scratch.d_lse + row, block.q.rows - query);
       }
     }
     with_p<Frag>(dp, p_buffer(stage), [&](float& x, float p) { x *= Traits::kPlain ? p : fabsf(p); });
@@ -375,12 +386,10 @@ struct Backward {
     if (kScaled) for_each_score<true>(dp, 0, 0, [](float& x, int, int) { x *= 1.f / 1024.f; });
     if constexpr (kGeneral) {
       if (has(kBiasGradient)) {
-        store_transposed(dp, block.dbias, args.dbias, query, static_cast<int>(problem().len_q),
-                         block.first_key + warp_key(), static_cast<int>(problem().len_k));
+        store_transposed(dp, block.dbias, args.dbias, query, block.q.rows, block.first_key + warp_key(), block.k.rows);
       }
       if (has(kSlopeGradient)) {
-        slope_sum -= weighted_by_distance(dp, block.first_key + warp_key(), query + diagonal_of(problem()),
-                                          static_cast<int>(problem().len_k));
+        slope_sum -= weighted_by_distance(dp, block.first_key + warp_key(), query + diagonal(block), block.k.rows);
       }
       if (has(kCap)) multiply_scores<Frag>(dp, ds_tile(stage), warp_key());
     }
@@ -402,28 +411,19 @@ struct Backward {
     }
   }
 
-  // fn(accumulator, its sum), see kSumTiles
-  template <class Fn>
-  __device__ __forceinline__ void visit_sums(const Block& block, Gradient& acc, const Fn& fn) const {
-    float* sum = scratch.sums + int64_t{block.tile} * (kThreads * Traits::kAccumulators) + threadIdx.x;
-    for_each_score<true>(acc, 0, 0, [&](float& x, int, int) {
-      fn(x, *sum);
-      sum += kThreads;
-    });
-  }
   __device__ __forceinline__ void add_to_sums(const Block& block, Gradient& acc, int query) const {
-    if (kScaled && scratch.sums != nullptr && query / kBlockM % kSumTiles == kSumTiles - 1) {
+    if (kScaled && block.has_sums(scratch) && query / kBlockM % kSumTiles == kSumTiles - 1) {
       const float factor = holds_dv() ? 1.f : block.unscale_of_ds();
-      visit_sums(block, acc, [&](float& x, float& sum) {
+      visit_sums<kThreads>(scratch.sums, block.tile, acc, [&](float& x, float& sum) {
         sum = fmaf(x, factor, sum);
         x = 0.f;
       });
     }
   }
   __device__ __forceinline__ void take_sums(const Block& block, Gradient& acc) const {
-    if (kScaled && scratch.sums != nullptr) {
+    if (kScaled && block.has_sums(scratch)) {
       const float factor = holds_dv() ? 1.f : block.scale_of_ds();
-      visit_sums(block, acc, [&](float& x, float& sum) {
+      visit_sums<kThreads>(scratch.sums, block.tile, acc, [&](float& x, float& sum) {
         x = fmaf(sum, factor, x);
         sum = 0.f;  // for the launch that computes dV, where there is one
       });

@@ -35,25 +35,24 @@ FarRows make_far_rows(const ForwardArgs& args, float2* rows) {
   return {rows, ScoreOptions::of(args, true), mods.cap, mods.to_cap};
 }
 
-// To far.rows[index], of query row `index` of [b, h_q, s_q]: its largest score, in what the main kernel has before ex2,
+// To far.rows, of query `query` of a sequence: its largest score, in what the main kernel has before ex2,
 // and -log2 of Z. By a whole warp, 16 keys a step; all columns of the products' second factor are the one query.
 // NOTE: in the 48 registers that the kernel takes without it, which is why divisions are the host's.
 template <class Element>
-__device__ __forceinline__ float2 find_far_row(const ForwardArgs& args, const FarRows& far, int64_t index) {
+__device__ __forceinline__ float2 find_far_row(const ForwardArgs& args, const FarRows& far, const Sequence& sequence,
+                                               int b, int head, int query) {
   const Problem& problem = args.problem;
   const ScoreOptions& options = far.options;
   const unsigned features = options.features;
-  const int query = static_cast<int>(index % problem.len_q), bh = static_cast<int>(index / problem.len_q);
-  const int b = bh / static_cast<int>(problem.heads_q), head = bh % static_cast<int>(problem.heads_q);
   const auto row_of = [&](const TensorView& view, int of_head, int row) {
     return batch_offset(problem, view, b) + of_head * view.head_stride + row * view.row_stride;
   };
-  const uint16_t* const q = static_cast<const uint16_t*>(args.q.data) + row_of(args.q, head, query);
+  const uint16_t* const q = static_cast<const uint16_t*>(args.q.data) + row_of(args.q, head, sequence.row_q + query);
   const int head_k = head / static_cast<int>(problem.heads_q / problem.heads_k);
-  const uint16_t* const k = static_cast<const uint16_t*>(args.k.data) + row_of(args.k, head_k, 0);
+  const uint16_t* const k = static_cast<const uint16_t*>(args.k.data) + row_of(args.k, head_k, sequence.row_k);
   const uint8_t* const mask = static_cast<const uint8_t*>(args.mask.data) + row_of(args.mask, head, query);
   const float slope = features & kAlibi ? static_cast<const float*>(args.alibi.data)[row_of(args.alibi, head, 0)] : 0.f;
-  const int own_key = query + diagonal_of(problem);
+  const int own_key = query + diagonal_of(problem, sequence);
   const auto score = [&](float x, int key) {  // as ScoreMods::apply
     if (features & kCap) {
       FarMods<Element> mods;
@@ -68,7 +67,7 @@ __device__ __forceinline__ float2 find_far_row(const ForwardArgs& args, const Fa
   };
 
   float top = kMinusInf, sum = 0.f;  // of keys g and g + 8 of each 16
-  const Range keys = make_band(problem).keys({query, query + 1}, problem.len_k);
+  const Range keys = make_band(problem, sequence).keys({query, query + 1}, sequence.len_k);
   const int last = static_cast<int>(keys.last), head_dim = static_cast<int>(problem.head_dim);
 #pragma unroll 1
   for (int first = static_cast<int>(keys.first) + lane_row(); first - lane_row() < last; first += 16) {

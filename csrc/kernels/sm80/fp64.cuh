@@ -18,6 +18,7 @@
 #include "core/online_softmax.h"
 #include "core/score_mod.h"
 #include "core/tile_schedule.h"
+#include "kernels/sm80/sequence.h"
 
 namespace flash_ext::sm80::fp64 {
 
@@ -157,15 +158,15 @@ struct HeadScores {
   }
 };
 
-FLASH_DEVICE HeadScores make_head_scores(const ForwardArgs& args, int64_t b, int64_t head) {
+FLASH_DEVICE HeadScores make_head_scores(const ForwardArgs& args, const Sequence& sequence, int64_t b, int64_t head) {
   const Problem& problem = args.problem;
   HeadScores scores;
   static_cast<Softcap<double>&>(scores.mods) = make_softcap<double>(problem.softcap);
-  scores.band = make_band(problem);
+  scores.band = make_band(problem, sequence);
   scores.scale = problem.scale;
-  scores.len_q = problem.len_q;
-  scores.len_k = problem.len_k;
-  scores.diagonal = problem.bottom_right ? problem.len_k - problem.len_q : 0;
+  scores.len_q = sequence.len_q;
+  scores.len_k = sequence.len_k;
+  scores.diagonal = problem.bottom_right ? sequence.len_k - sequence.len_q : 0;
   scores.bh = static_cast<uint32_t>(b * problem.heads_q + head);
   if (args.mask) {
     scores.mask = static_cast<const uint8_t*>(args.mask.data) + head_offset(problem, args.mask, b, head);

@@ -39,7 +39,7 @@ struct HeadInputs {
   int head_dim_v;
 
   __device__ HeadInputs(const BackwardArgs& args, const BackwardScratch& scratch, int64_t b, int64_t head)
-      : scores(make_head_scores(args.fwd, b, head)) {
+      : scores(make_head_scores(args.fwd, whole_sequence(args.fwd.problem), b, head)) {
     const Problem& problem = args.fwd.problem;
     q = rows_of(problem, args.fwd.q, b, head);
     k = rows_of(problem, args.fwd.k, b, head / (problem.heads_q / problem.heads_k));

@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ ForwardShared smem;
   const Problem& problem = args.problem;
   const auto [b, head, m_block] = schedule.at(blockIdx.x);
-  const HeadScores scores = make_head_scores(args, b, head);
+  const HeadScores scores = make_head_scores(args, whole_sequence(args.problem), b, head);
   const Rows q = rows_of(problem, args.q, b, head);
   const Rows k = rows_of(problem, args.k, b, head / (problem.heads_q / problem.heads_k));
   const Rows v = rows_of(problem, args.v, b, head / (problem.heads_q / problem.heads_v));

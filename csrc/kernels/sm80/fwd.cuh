@@ -6,8 +6,8 @@
 // stays in shared memory. NOTE: what limits it on 9.0 is that a scheduler has two warps, which issue an instruction in
 // 37 % of the clocks. Two halves of a block of 256 queries that take turns at the products (FlashAttention-3) were 13 %
 // slower: they spilled, and a warp alone waits for its ldmatrix; blocks that start half a tile apart were as fast.
-// Launched by run_fwd.cuh. Invariant: rows past len_q and keys past len_k are zeros in shared memory; keys past len_k
-// are masked, rows past len_q never written.
+// Launched by run_fwd.cuh. Invariant: rows and keys past the sequence's last ones are zeros in shared memory; such keys
+// are masked, such rows never written.
 #pragma once
 
 #include "kernels/sm80/fwd_block.cuh"
@@ -142,8 +142,7 @@ struct Forward {
   // What lies between Q K^T and the softmax.
   __device__ __forceinline__ void modify(const Block& block, Scores& s) const {
     if constexpr (!Traits::kPlain) {
-      const int diagonal = diagonal_of(args.problem);
-      mods.template apply<false>(options.features, s, warp_row(), 0, block.first_query + diagonal - key);
+      mods.template apply<false>(options.features, s, warp_row(), 0, block.first_query + block.diagonal - key);
     }
     if (block.band.is_boundary(block.first_query, kBlockM, key, kBlockN)) {
       mask_band<false>(s, warp_row(), 0, block.band, block.first_query, key);
@@ -197,7 +196,7 @@ struct Forward {
         }
         has_nan[half] |= is_nan(sum);
         const int query = block.first_query + warp_row() + m * 16 + half * 8 + threadIdx.x % 32 / 4;
-        if (block.lse != nullptr && threadIdx.x % 4 == 0 && query < args.problem.len_q) {
+        if (block.lse != nullptr && threadIdx.x % 4 == 0 && query < block.q.rows) {
           const float row_max = softmax.row_max[m][half];
           float lse = row_max * to_natural + logf(sum);
           if constexpr (sizeof(T) == 4) lse = log_sum_exp(row_max, to_natural, sum);
@@ -215,7 +214,7 @@ struct Forward {
     if constexpr (Frag::kSplit) {
       static_assert(kM == 1);
       const unsigned low = __ballot_sync(~0u, has_nan[0]), high = __ballot_sync(~0u, has_nan[1]);
-      if ((low | high) != 0) restore_rows(args, block.bh, block.first_query + warp_row(), low, high);
+      if ((low | high) != 0) restore_rows(args, block.sequence, block.bh, block.first_query + warp_row(), low, high);
     }
   }
 };
@@ -239,7 +238,7 @@ struct Forward {
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     forward_kernel(const __grid_constant__ ForwardArgs args, const __grid_constant__ TileSchedule schedule,
-                   ScoreOptions options, const __grid_constant__ BoxCopies copies) {
+                   const PackedTile* packed_tiles, ScoreOptions options, const __grid_constant__ BoxCopies copies) {
   using Step = Forward<Traits>;
   using Frag = typename Traits::Frag;
   constexpr int kBlockN = Traits::kBlockN;
@@ -254,8 +253,9 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   __shared__ uint64_t k_full[2], v_full[2];
   __shared__ typename Traits::Mods mods;
   __shared__ SharedValue<Dropout> dropout;
-  block.find(args, schedule, options.features, copies, base, layout, k_full, v_full, mods, dropout);
+  block.find(args, schedule, packed_tiles, options.features, copies, base, layout, k_full, v_full, mods, dropout);
   __syncthreads();
+  if (problem.packed && block.sequence.len_q == 0) return;  // behind the list's last tile
 
   Step step{args, options, copies, layout, k_full, v_full, mods, dropout, base, by_tma, ahead};
   // The last keys come first: with ALiBi they tend to have the largest scores, and O is not rescaled for each tile.

@@ -2,7 +2,7 @@
 // keys, it must not occupy registers during the products.
 //
 // Called by fwd.cuh: four threads find it together, and the others wait for them. Invariant: the keys of a block are
-// whole tiles from `first_key` on; without keys last_key is first_key.
+// whole tiles from `first_key` on; without keys last_key is first_key. q, k, v and out have the rows of one sequence.
 #pragma once
 
 #include "core/tile_schedule.h"
@@ -45,40 +45,47 @@ struct ForwardBlock {
   GlobalRows<T> q, k, v, out;
   TileBand band;
   int first_query, first_key, last_key;
-  float* lse;
+  float* lse;  // of the first query of the sequence
   uint32_t bh;
   BoxStart k_box, v_box;
+  // NOTE: last, because what the loop reads keeps its places so. Between the others these made 8.0 spill.
+  Sequence sequence;
+  int diagonal;
 
   // Queries and keys, K, V, and out with what changes scores, by one thread each.
   // NOTE: a warp each, because the block waits for it: 1,400 clocks, 2,100 when one thread found all. In float 8.0
   // spills at head dimension 256 where more than one does.
-  __device__ __forceinline__ void find(const ForwardArgs& args, const TileSchedule& schedule, unsigned features,
-                                       const BoxCopies& copies, uint32_t base, const ForwardSmem& layout,
-                                       uint64_t (&k_full)[2], uint64_t (&v_full)[2], typename Traits::Mods& mods,
-                                       SharedValue<Dropout>& dropout) {
+  __device__ __forceinline__ void find(const ForwardArgs& args, const TileSchedule& schedule, const PackedTile* tiles,
+                                       unsigned features, const BoxCopies& copies, uint32_t base,
+                                       const ForwardSmem& layout, uint64_t (&k_full)[2], uint64_t (&v_full)[2],
+                                       typename Traits::Mods& mods, SharedValue<Dropout>& dropout) {
     constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN;
     constexpr bool kByWarps = sizeof(T) == 2;
     if (threadIdx.x % (kByWarps ? 32 : Traits::kThreads) != 0) return;
     const auto is_mine = [](unsigned warp) { return !kByWarps || threadIdx.x / 32 == warp; };
     const Problem& problem = args.problem;
-    const auto [b, head, m_block] = schedule.at<uint32_t>(blockIdx.x);
+    const Place place = place_of(problem, schedule.at<uint32_t>(blockIdx.x), tiles);
+    const auto [b, head, m_block, at] = place;
+    if (is_mine(0)) sequence = at;
+    if (place.is_empty()) return;
     const int64_t first = m_block * kBlockM;
     const auto group_head = [&](int64_t heads) {
       return static_cast<int>(head) / (static_cast<int>(problem.heads_q) / static_cast<int>(heads));
     };
     if (is_mine(0)) {
-      q = head_rows<T>(problem, args.q, b, head, problem.len_q, problem.head_dim);
-      band = TileBand::make(problem);
-      const Range keys = make_band(problem).keys({first, min(first + kBlockM, problem.len_q)}, problem.len_k);
+      q = head_rows<T>(problem, args.q, b, head, at.row_q, at.len_q, problem.head_dim);
+      band = TileBand::make(problem, at);
+      diagonal = diagonal_of(problem, at);
+      const Range keys = make_band(problem, at).keys({first, min(first + kBlockM, int64_t{at.len_q})}, at.len_k);
       first_key = static_cast<int>(keys.first) / kBlockN * kBlockN;
       last_key = keys.empty() ? first_key : static_cast<int>(keys.last);
       first_query = static_cast<int>(first);
       bh = static_cast<uint32_t>(b * problem.heads_q + head);
-      lse = args.lse == nullptr ? nullptr : static_cast<float*>(args.lse) + bh * problem.len_q;
+      lse = args.lse == nullptr ? nullptr : static_cast<float*>(args.lse) + row_index(problem, at, b, head);
     }
     if (is_mine(1)) {
       const int head_k = group_head(problem.heads_k);
-      k = head_rows<T>(problem, args.k, b, head_k, problem.len_k, problem.head_dim);
+      k = head_rows<T>(problem, args.k, b, head_k, at.row_k, at.len_k, problem.head_dim);
       k.is_regular = k.is_regular && problem.head_dim == Traits::kHeadDim;
       if constexpr (Traits::kTma) {
         k_box = box_of(problem, copies.first.steps, b, head_k);
@@ -91,15 +98,15 @@ struct ForwardBlock {
     }
     if (is_mine(2)) {
       const int head_v = group_head(problem.heads_v);
-      v = head_rows<T>(problem, args.v, b, head_v, problem.len_k, problem.head_dim_v);
+      v = head_rows<T>(problem, args.v, b, head_v, at.row_k, at.len_k, problem.head_dim_v);
       v.is_regular = v.is_regular && problem.head_dim_v == Traits::kHeadDim;
       if constexpr (Traits::kTma) v_box = box_of(problem, copies.second.steps, b, head_v);
     }
     if (is_mine(3)) {
-      out = head_rows<T>(problem, args.out, b, head, problem.len_q, problem.head_dim_v);
+      out = head_rows<T>(problem, args.out, b, head, at.row_q, at.len_q, problem.head_dim_v);
       if constexpr (!Traits::kPlain) {
-        mods = Traits::Mods::make(args, b, head, base + layout.bias, base + layout.mask);
-        mods.is_regular = mods.is_regular && first + kBlockM <= problem.len_q;
+        mods = Traits::Mods::make(args, b, head, at, base + layout.bias, base + layout.mask);
+        mods.is_regular = mods.is_regular && first + kBlockM <= at.len_q;
         if (features & kDropout) dropout.get() = dropout_of(args);
       }
     }

@@ -9,6 +9,7 @@
 #include <limits>
 
 #include "core/band.h"
+#include "kernels/sm80/sequence.h"
 #include "kernels/sm80/tile.cuh"
 
 namespace flash_ext::sm80 {
@@ -20,11 +21,11 @@ constexpr float kMinusInf = -std::numeric_limits<float>::infinity();
 struct TileBand {
   int lower, upper, len_k;
 
-  static __device__ __forceinline__ TileBand make(const Problem& problem) {
+  static __device__ __forceinline__ TileBand make(const Problem& problem, const Sequence& sequence) {
     constexpr int64_t kFar = 1 << 30;  // refused lengths begin here
-    const Band band = make_band(problem);
+    const Band band = make_band(problem, sequence);
     const auto clamp = [](int64_t x) { return static_cast<int>(x < -kFar ? -kFar : (x > kFar ? kFar : x)); };
-    return {clamp(band.lower), clamp(band.upper), static_cast<int>(problem.len_k)};
+    return {clamp(band.lower), clamp(band.upper), sequence.len_k};
   }
   // True when a tile has a pair that is not kept.
   __device__ __forceinline__ bool is_boundary(int first_query, int queries, int first_key, int keys) const {
@@ -34,8 +35,8 @@ struct TileBand {
 };
 
 // i + diagonal is the key beside query i, from which distances are counted.
-__device__ __forceinline__ int diagonal_of(const Problem& problem) {
-  return problem.bottom_right ? static_cast<int>(problem.len_k - problem.len_q) : 0;
+__device__ __forceinline__ int diagonal_of(const Problem& problem, const Sequence& sequence) {
+  return problem.bottom_right ? sequence.len_k - sequence.len_q : 0;
 }
 
 template <bool kTransposed, int kM, int kN>

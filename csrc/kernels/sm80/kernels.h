@@ -21,7 +21,7 @@ struct Tf32 {};  // floats rounded to TF32, one product: where the problem allow
 template <class Element, int kHeadDim>
 Plan plan_forward(const Problem& problem, const DeviceInfo& device);
 template <class Element, int kHeadDim>
-void run_forward(const ForwardArgs& args, const Plan& plan);
+void run_forward(const ForwardArgs& args, const Plan& plan, void* workspace);
 template <class Element, int kHeadDim>
 void inspect_forward(const Problem& problem, Plan& plan);
 

@@ -58,15 +58,21 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   char* const smem = dynamic_shared_128();
 
   const Problem& problem = args.fwd.problem;
-  const int64_t bh = blockIdx.x / m_blocks, b = bh / problem.heads_q, head = bh % problem.heads_q;
-  const int first_query = static_cast<int>(blockIdx.x % m_blocks) * kBlockM;
-  const Band band = make_band(problem);
-  const int64_t row = bh * problem.len_q + first_query;
+  const int64_t of_grid = blockIdx.x / m_blocks;  // (b, head) or, packed, head
+  const Place place =
+      place_of(problem, {of_grid / problem.heads_q, of_grid % problem.heads_q, int64_t{blockIdx.x} % m_blocks},
+               scratch.measured_tiles);
+  if (place.is_empty()) return;
+  const int64_t b = place.b, head = place.head;
+  const Sequence sequence = place.sequence;
+  const int len_q = sequence.len_q, len_k = sequence.len_k, first_query = static_cast<int>(place.block) * kBlockM;
+  const Band band = make_band(problem, sequence);
+  const int64_t row = row_index(problem, sequence, b, head) + first_query;
   bool inexact = false, far = false;
-  if (threadIdx.x < kBlockM && first_query + static_cast<int>(threadIdx.x) < problem.len_q) {
+  if (threadIdx.x < kBlockM && first_query + static_cast<int>(threadIdx.x) < len_q) {
     const int64_t query = first_query + static_cast<int>(threadIdx.x);
     const float lse = static_cast<const float*>(args.fwd.lse)[row + threadIdx.x];
-    inexact = is_inexact<Traits>(problem, lse, band.keys({query, query + 1}, problem.len_k).size());
+    inexact = is_inexact<Traits>(problem, lse, band.keys({query, query + 1}, len_k).size());
     far = is_far(lse);
     scratch.inverse[row + threadIdx.x] = 1.f;
     scratch.shift[row + threadIdx.x] = lse;
@@ -80,30 +86,31 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   const uint32_t bias_smem = base + 2 * (kBlockM + kBlockN) * kRow;
   __shared__ typename Traits::Mods mods;
   if (threadIdx.x == 0) {
-    mods = Traits::Mods::make(args.fwd, b, head, bias_smem, bias_smem + kBlockM * aux_pitch(kBlockN, 4));
+    mods = Traits::Mods::make(args.fwd, b, head, sequence, bias_smem, bias_smem + kBlockM * aux_pitch(kBlockN, 4));
   }
   __syncthreads();
-  const auto k =
-      head_rows<T>(problem, args.fwd.k, b, head / (problem.heads_q / problem.heads_k), problem.len_k, problem.head_dim);
-  const auto v = head_rows<T>(problem, args.fwd.v, b, head / (problem.heads_q / problem.heads_v),
-                              args.d_out ? problem.len_k : 0, problem.head_dim_v);
-  load_tile<kBlockM, kThreads>(q_smem, head_rows<T>(problem, args.fwd.q, b, head, problem.len_q, problem.head_dim),
-                               first_query);
+  const auto k = head_rows<T>(problem, args.fwd.k, b, head / (problem.heads_q / problem.heads_k), sequence.row_k, len_k,
+                              problem.head_dim);
+  const auto v = head_rows<T>(problem, args.fwd.v, b, head / (problem.heads_q / problem.heads_v), sequence.row_k,
+                              args.d_out ? len_k : 0, problem.head_dim_v);
   load_tile<kBlockM, kThreads>(
-      d_out_smem, head_rows<T>(problem, args.d_out, b, head, args.d_out ? problem.len_q : 0, problem.head_dim_v),
+      q_smem, head_rows<T>(problem, args.fwd.q, b, head, sequence.row_q, len_q, problem.head_dim), first_query);
+  load_tile<kBlockM, kThreads>(
+      d_out_smem,
+      head_rows<T>(problem, args.d_out, b, head, sequence.row_q, args.d_out ? len_q : 0, problem.head_dim_v),
       first_query);
 
   const bool drops = problem.dropout_p > 0.0;
   Dropout dropout;
   if (drops) dropout = dropout_of(args.fwd);
   const float dropout_scale = static_cast<float>(dropout.scale);
-  const int diagonal = diagonal_of(problem);
-  const TileBand tile_band = TileBand::make(problem);
+  const int diagonal = diagonal_of(problem, sequence);
+  const TileBand tile_band = TileBand::make(problem, sequence);
   const int warp = threadIdx.x / 32, warp_key = warp * 16;
   constexpr int kN = kBlockM / 8;  // blocks of 8 queries
   __shared__ float lse_smem[kBlockM], sums[kWarps][3][kBlockM];
   if (threadIdx.x < kBlockM) {
-    const bool inside = first_query + static_cast<int>(threadIdx.x) < problem.len_q;
+    const bool inside = first_query + static_cast<int>(threadIdx.x) < len_q;
     const float lse = inside ? static_cast<const float*>(args.fwd.lse)[row + threadIdx.x] : kMinusInf;
     lse_smem[threadIdx.x] = lse == kMinusInf ? -kMinusInf : lse;
   }
@@ -133,7 +140,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   clear(product);
   clear(rest);
 
-  const Range keys = band.keys({first_query, min(int64_t{first_query} + kBlockM, problem.len_q)}, problem.len_k);
+  const Range keys = band.keys({first_query, min(first_query + kBlockM, len_q)}, len_k);
   const int first_key = static_cast<int>(keys.first) / kBlockN * kBlockN;
   // Where a row is far its largest score is found first; `sum` has the maxima then.
   bool searches = __syncthreads_or(far) != 0;
@@ -170,7 +177,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
     gemm_nt<Frag, kHeadDim>(dp_acc, v_smem, warp_key, d_out_smem, 0);
     if (drops) {
-      visit_dropout<true>(dp_acc, dropout, static_cast<uint32_t>(bh), first_query / 16, (key + warp_key) / 16,
+      visit_dropout<true>(dp_acc, dropout, static_cast<uint32_t>(b * problem.heads_q + head), first_query / 16,
+                          (key + warp_key) / 16,
                           // What is no number stays none, which the main kernel then has of delta.
                           [&](float& x, bool kept) { x *= kept ? dropout_scale : 0.f; });
     }
@@ -208,7 +216,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   }
   __syncthreads();
   const int i = threadIdx.x;
-  if (i >= kBlockM || first_query + i >= problem.len_q || lse_smem[i] == -kMinusInf) return;
+  if (i >= kBlockM || first_query + i >= len_q || lse_smem[i] == -kMinusInf) return;
   float x = 0.f, y = 0.f, z = 0.f;
 #pragma unroll
   for (int w = 0; w < kWarps; ++w) {

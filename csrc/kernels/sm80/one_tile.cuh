@@ -92,7 +92,7 @@ __device__ __forceinline__ void find_item(const BackwardArgs& args, const BiasGr
     if (in_accum) rows.data = reinterpret_cast<T*>(static_cast<float*>(view.data) + offset);
     item.rows[which] = rows;
   } else if (which == 32) {
-    item.mods = Traits::Mods::make(args.fwd, at.b, at.head, bias_smem, mask_smem);
+    item.mods = Traits::Mods::make(args.fwd, at.b, at.head, whole_sequence(problem), bias_smem, mask_smem);
   } else if (which == 64) {
     item.last = at.last;
     item.to = at.part * plan.part_elements + (plan.own_head ? at.head * args.dbias.head_stride : 0);
@@ -356,8 +356,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
             largest,
             smem,
             shared_address(smem),
-            TileBand::make(problem),
-            diagonal_of(problem),
+            TileBand::make(problem, whole_sequence(problem)),
+            diagonal_of(problem, whole_sequence(problem)),
             static_cast<int>(problem.len_q),
             static_cast<int>(problem.len_k),
             warp,

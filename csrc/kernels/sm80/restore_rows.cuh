@@ -9,37 +9,39 @@
 
 #include "gpu/ptx.cuh"
 #include "kernels/sm80/fp64.cuh"
+#include "kernels/sm80/sequence.h"
 
 namespace flash_ext::sm80 {
 
 // low, high: the lanes that saw a NaN in rows g and g + 8.
-__device__ __noinline__ inline void restore_rows(const ForwardArgs& args, uint32_t bh, int first_row, unsigned low,
-                                                 unsigned high) {
+__device__ __noinline__ inline void restore_rows(const ForwardArgs& args, const Sequence& shared_sequence, uint32_t bh,
+                                                 int first_row, unsigned low, unsigned high) {
   __syncwarp();  // the warp's rows are in memory
   const int lane = threadIdx.x % 32;
   // NOTE: everything is found anew where it is used. Strides and pointers in registers were up to 50 more than the
   // kernel has.
   const auto problem = [&]() -> const Problem& { return no_hoist(&args)->problem; };
-  const auto data = [&](const TensorView& view, int64_t heads) {
+  const auto sequence = [&]() -> const Sequence& { return *no_hoist(&shared_sequence); };
+  const auto data = [&](const TensorView& view, int64_t heads, int64_t row) {
     const Problem& p = problem();
     return static_cast<float*>(view.data) +
-           fp64::head_offset(p, view, bh / p.heads_q, bh % p.heads_q / (p.heads_q / heads));
+           fp64::head_offset(p, view, bh / p.heads_q, bh % p.heads_q / (p.heads_q / heads)) + row * view.row_stride;
   };
   const auto scores = [&] {
     const Problem& p = problem();
-    return fp64::make_head_scores(*no_hoist(&args), bh / p.heads_q, bh % p.heads_q);
+    return fp64::make_head_scores(*no_hoist(&args), sequence(), bh / p.heads_q, bh % p.heads_q);
   };
 #pragma unroll 1
   for (int i = 0; i < 16; ++i) {
     const int64_t query = first_row + i;
-    if (query >= problem().len_q) return;
+    if (query >= sequence().len_q) return;
     if (((i < 8 ? low : high) >> i % 8 * 4 & 15) == 0) continue;
-    const Range keys = make_band(problem()).keys({query, query + 1}, problem().len_k);
+    const Range keys = make_band(problem(), sequence()).keys({query, query + 1}, sequence().len_k);
     const auto score_of = [&](int64_t key) {
       double dot = 0.0;
       const ForwardArgs& a = *no_hoist(&args);
-      const float* q = data(a.q, a.problem.heads_q) + query * a.q.row_stride;
-      const float* k = data(a.k, a.problem.heads_k) + key * a.k.row_stride;
+      const float* q = data(a.q, a.problem.heads_q, sequence().row_q + query);
+      const float* k = data(a.k, a.problem.heads_k, sequence().row_k + key);
 #pragma unroll 1
       for (int64_t e = 0; e < a.problem.head_dim && key < keys.last; ++e) {
         dot = fma(static_cast<double>(*q), static_cast<double>(*k), dot);
@@ -67,7 +69,8 @@ __device__ __noinline__ inline void restore_rows(const ForwardArgs& args, uint32
     }
     const OnlineSoftmax<double>::Result result = softmax.finish();
     if (args.lse != nullptr && lane == 0) {
-      float& lse = static_cast<float*>(args.lse)[bh * problem().len_q + query];
+      float& lse = static_cast<float*>(
+          args.lse)[row_index(problem(), sequence(), bh / problem().heads_q, bh % problem().heads_q) + query];
       if (lse != lse) lse = static_cast<float>(result.lse);
     }
 
@@ -76,14 +79,14 @@ __device__ __noinline__ inline void restore_rows(const ForwardArgs& args, uint32
     for (int64_t col = lane; __any_sync(~0u, col < problem().head_dim_v); col += 32) {
       const auto out = [&]() -> float& {
         const ForwardArgs& a = *no_hoist(&args);
-        return data(a.out, a.problem.heads_q)[query * a.out.row_stride + col * a.out.col_stride];
+        return data(a.out, a.problem.heads_q, sequence().row_q + query)[col * a.out.col_stride];
       };
       bool is_open = col < problem().head_dim_v && out() != out();  // and the sum is no NaN
       double sum = 0.0;
       for (int64_t key = keys.first; key < keys.last && __any_sync(~0u, is_open); key += 32) {
         const double p = std::exp(score_of(key + lane) - softmax.shift()) * scores().keep_factor(query, key + lane);
         const ForwardArgs& a = *no_hoist(&args);
-        const float* v = data(a.v, a.problem.heads_v) + key * a.v.row_stride + col * a.v.col_stride;
+        const float* v = data(a.v, a.problem.heads_v, sequence().row_k + key) + col * a.v.col_stride;
 #pragma unroll 1
         for (int j = 0; j < 32 && key + j < keys.last; ++j) {
           const double p_of_key = __shfl_sync(~0u, p, j);

@@ -67,8 +67,9 @@ Plan plan(const Problem& problem, const DeviceInfo& device) {
   });
 }
 
-void forward(const ForwardArgs& args, const Plan& plan, void*) {
-  with_instance(args.problem, [&]<class Element, int kHeadDim>() { run_forward<Element, kHeadDim>(args, plan); });
+void forward(const ForwardArgs& args, const Plan& plan, void* workspace) {
+  with_instance(args.problem,
+                [&]<class Element, int kHeadDim>() { run_forward<Element, kHeadDim>(args, plan, workspace); });
 }
 
 void backward(const BackwardArgs& args, const Plan& plan, void* workspace) {
@@ -82,6 +83,13 @@ void inspect(const Problem& problem, Plan& plan) {
     kPass == Pass::kForward ? inspect_forward<Element, kHeadDim>(problem, plan)
                             : inspect_backward<Element, kHeadDim>(problem, plan);
   });
+}
+
+// The pass of its own that sums over broadcast dimensions of a bias knows no packed sequences.
+std::string refuses_shared_bias(const ForwardArgs& args, const BackwardArgs* backward) {
+  const Problem& problem = args.problem;
+  if (!problem.packed || !problem.wants_dbias || is_whole(problem, backward->dbias)) return "";
+  return "the bias of packed sequences is broadcast and its gradient is wanted";
 }
 
 template <Pass kPass>
@@ -178,14 +186,15 @@ constexpr Kernel main_row(const char* name, Pass pass, bool is_float) {
     kernel.backward = backward;
     kernel.shared_bytes = least_shared_bytes<Pass::kBackward>;
     kernel.inspect = inspect<Pass::kBackward>;
+    kernel.refuses_views = refuses_shared_bias;
     if (!is_float) kernel.cost = pass == Pass::kBackward ? backward_cost : bias_gradient_cost;
   }
   return kernel;
 }
 
 constexpr Kernel one_tile_row() {
-  const Features left_out = {Feature::kGroupedHeads, Feature::kValueHeads, Feature::kSoftcap, Feature::kDropout,
-                             Feature::kAlibiGradient};
+  const Features left_out = {Feature::kGroupedHeads, Feature::kValueHeads, Feature::kSoftcap,
+                             Feature::kDropout,      Feature::kPacked,     Feature::kAlibiGradient};
   const Features features = kAllFeatures.without(kAnyDType).with(dtypes(Elements{}, false)).without(left_out);
   Kernel kernel = row("sm80.backward.one_tile", Pass::kBackward, features, kOneTileLimits);
   kernel.plan = plan_one_tile_row;
@@ -197,7 +206,8 @@ constexpr Kernel one_tile_row() {
 }
 
 constexpr Kernel double_row(const char* name, Pass pass) {
-  Kernel kernel = row(name, pass, kAllFeatures.without(kAnyDType).with({Feature::kFloat64}), kLimits);
+  Kernel kernel =
+      row(name, pass, kAllFeatures.without(kAnyDType).without({Feature::kPacked}).with({Feature::kFloat64}), kLimits);
   if (pass == Pass::kForward) {
     kernel.plan = plan_double<Pass::kForward>;
     kernel.forward = [](const ForwardArgs& args, const Plan&, void*) { forward_fp64(args); };
@@ -213,7 +223,7 @@ constexpr Kernel double_row(const char* name, Pass pass) {
 // What a main kernel leaves: a bias that several scores share. One that they do not is the main kernel's own.
 constexpr Kernel bias_gradient_row() {
   Kernel kernel = main_row("sm80.bias_gradient", Pass::kBiasGradient, false);
-  kernel.supports = kernel.supports.without({Feature::kWholeBiasGradient});
+  kernel.supports = kernel.supports.without({Feature::kWholeBiasGradient, Feature::kPacked});
   return kernel;
 }
 

@@ -16,6 +16,7 @@
 #include "kernels/sm80/run_one_tile.cuh"
 #include "kernels/sm80/shared_memory.h"
 #include "kernels/stages/rows.h"
+#include "kernels/stages/sequences.h"
 
 namespace flash_ext::sm80 {
 
@@ -45,14 +46,15 @@ BackwardSmem backward_smem_of(const Problem& problem, const DeviceInfo& device) 
 template <class Traits>
 TileSchedule backward_schedule(const Problem& problem, int64_t batch, int64_t groups, int64_t processors) {
   constexpr int64_t kL2Budget = 24 << 20;
+  const int64_t bytes = rows_of_head(problem) * (problem.head_dim * (sizeof(typename Traits::T) + 4) +
+                                                 problem.head_dim_v * sizeof(typename Traits::T));
+  const int64_t l2_heads = heads_per_section(bytes * problem.heads_q / groups, kL2Budget);
+  if (problem.packed) return packed_schedule(problem, problem.rows_k, Traits::kBlockN, groups, l2_heads);
   TileSchedule schedule;
   schedule.blocks = block_count(problem.len_k, Traits::kBlockN);
   schedule.heads_k = groups;
   schedule.kv_heads = batch * schedule.heads_k;
   schedule.batch = batch;
-  const int64_t bytes = problem.len_q * (problem.head_dim * (sizeof(typename Traits::T) + 4) +
-                                         problem.head_dim_v * sizeof(typename Traits::T));
-  const int64_t l2_heads = heads_per_section(bytes * problem.heads_q / groups, kL2Budget);
   const Band band = make_band(problem);
   set_sections(schedule, l2_heads, processors, [&](int64_t block) {
     const int64_t first = block * Traits::kBlockN;
@@ -73,19 +75,20 @@ inline BackwardArgs without_values(BackwardArgs args, float* zeros) {
 // Whether the gradient is wanted in bf16: where this may serve, and if it does not, bias_gradient.cuh writes it so.
 template <class Traits>
 bool has_narrow_dbias(const Problem& problem, const DeviceInfo& device) {
-  return Traits::kSendsDbias && has_tensor_maps(device, sizeof(typename Traits::T), Traits::kHeadDim) &&
-         problem.wants_dbias && problem.bias_dtype == DType::kBFloat16 && !problem.wants_dalibi &&
-         problem.dropout_p == 0.0 && problem.len_k % 8 == 0;
+  return !problem.packed && Traits::kSendsDbias &&
+         has_tensor_maps(device, sizeof(typename Traits::T), Traits::kHeadDim) && problem.wants_dbias &&
+         problem.bias_dtype == DType::kBFloat16 && !problem.wants_dalibi && problem.dropout_p == 0.0 &&
+         problem.len_k % 8 == 0;
 }
 
 template <class Element, int kHeadDim>
 void run_measure(const BackwardArgs& args, const BackwardScratch& scratch) {
   using Traits = MeasureTraits<Element, kHeadDim>;
   const Problem& problem = args.fwd.problem;
-  const int64_t m_blocks = block_count(problem.len_q, Traits::kBlockM);
+  const int64_t m_blocks = query_tiles(problem, Traits::kBlockM), heads = elements_of(problem) * problem.heads_q;
   constexpr int64_t kShared = measure_shared_bytes(kHeadDim, sizeof(typename Traits::T));
-  cuda::launch(measure_kernel<Traits>, cuda::grid_of(problem.batch * problem.heads_q * m_blocks), Traits::kThreads,
-               kShared, args.fwd.stream, args, scratch, m_blocks, features_of(args.fwd));
+  cuda::launch(measure_kernel<Traits>, cuda::grid_of(heads * m_blocks), Traits::kThreads, kShared, args.fwd.stream,
+               args, scratch, m_blocks, features_of(args.fwd));
 }
 
 // How many launches the main kernel takes for the gradient of the bias, or 0 where it does not make it.
@@ -115,35 +118,45 @@ int dbias_launches(const BackwardArgs& args, const BackwardChoice& choice) {
 template <class Traits>
 BackwardScratch backward_scratch(const Problem& problem, void* workspace) {
   BackwardScratch scratch;
-  const int64_t heads = problem.batch * problem.heads_q;
+  const bool packed = problem.packed;
+  const int64_t heads = elements_of(problem) * problem.heads_q, n_blocks = key_tiles(problem, Traits::kBlockN);
   const auto take = [&](auto*& pointer, int64_t count) {
     using T = std::remove_reference_t<decltype(*pointer)>;
     pointer = reinterpret_cast<T*>(static_cast<char*>(workspace) + scratch.bytes);
     scratch.bytes += (count * static_cast<int64_t>(sizeof(T)) + 127) / 128 * 128;
   };
-  scratch.m_blocks = block_count(problem.len_q, Traits::kBlockM);
+  scratch.rows = rows_of_head(problem);
+  scratch.m_blocks = query_tiles(problem, Traits::kBlockM);
   scratch.direct_dq = Traits::kDirectDq && problem.wants_dq && problem.len_k <= Traits::kBlockN;
   const bool sums_dq = problem.wants_dq && !scratch.direct_dq;
-  take(scratch.delta, heads * problem.len_q);
+  take(scratch.delta, heads * scratch.rows);
   if (may_be_inexact(problem)) {
-    take(scratch.inverse, heads * problem.len_q);
-    take(scratch.shift, heads * problem.len_q);
+    take(scratch.inverse, heads * scratch.rows);
+    take(scratch.shift, heads * scratch.rows);
   }
-  if (finds_far_rows(problem)) take(scratch.far, heads * problem.len_q);
+  if (finds_far_rows(problem)) take(scratch.far, heads * scratch.rows);
   scratch.beside_lse = scratch.far != nullptr ? reinterpret_cast<const float*>(scratch.far) : scratch.inverse;
   scratch.beside_lse_size = scratch.far != nullptr ? 2 : 1;
-  if (problem.wants_dalibi) take(scratch.slopes, heads * block_count(problem.len_k, Traits::kBlockN));
+  if (problem.wants_dalibi) take(scratch.slopes, heads * n_blocks);
+  if (packed) {
+    const auto take_list = [&](PackedTile*& list, cuda::TilesOf of, int64_t block) {
+      take(list, cuda::packed_tiles_bytes(problem, of, block) / static_cast<int64_t>(sizeof(PackedTile)));
+    };
+    take_list(scratch.tiles, cuda::TilesOf::kKeys, Traits::kBlockN);
+    take_list(scratch.measured_tiles, cuda::TilesOf::kQueries,
+              measure_tile(sizeof(typename Traits::T), Traits::kHeadDim).block_m);
+  }
   if (problem.wants_dbias) take(scratch.bias_partial, bias_partial_elements(problem));
   const int64_t before = scratch.bytes;
   if (problem.deterministic && sums_dq) take(scratch.turns, heads * scratch.m_blocks * Traits::kWarps + 1);
-  if (problem.dtype == DType::kFloat16) take(scratch.bounds, heads * 2);
-  if (sums_dq) take(scratch.dq_accum, heads * problem.len_q * problem.head_dim);
+  if (problem.dtype == DType::kFloat16) take(scratch.bounds, problem.batch * problem.heads_q * 2);
+  if (sums_dq) take(scratch.dq_accum, heads * scratch.rows * problem.head_dim);
   if (has_one_float_key(problem)) take(scratch.zeros, problem.head_dim_v);
-  // Few keys: it takes a hundredth or so of what dQ does.
-  if (problem.dtype == DType::kFloat16 && problem.len_q > 2 * kSumTiles * Traits::kBlockM &&
-      problem.len_q >= 256 * problem.len_k) {
-    const int64_t tiles = block_count(problem.len_k, Traits::kBlockN) * std::max(problem.heads_k, problem.heads_v);
-    take(scratch.sums, problem.batch * tiles * Traits::kThreads * Traits::kAccumulators);
+  const int64_t least_keys = packed ? 0 : problem.len_k;  // of a sequence
+  if (problem.dtype == DType::kFloat16 && has_sums(problem.len_q, least_keys, Traits::kBlockM)) {
+    const int64_t tiles =
+        packed ? first_sum(problem.rows_q, Traits::kBlockM, Traits::kBlockN) + 1 : problem.batch * n_blocks;
+    take(scratch.sums, tiles * std::max(problem.heads_k, problem.heads_v) * Traits::kThreads * Traits::kAccumulators);
   }
   scratch.zeroed_bytes = scratch.bytes - before;
   return scratch;
@@ -179,7 +192,7 @@ Plan plan_backward(const Problem& problem, const DeviceInfo& device) {
     plan.on_chip_limit = device.shared_memory_per_block;
     plan.scratch_bytes = backward_scratch<Traits>(problem, nullptr).bytes;
     plan.narrow_dbias = has_narrow_dbias<Traits>(problem, device);
-    plan.grid = block_count(problem.len_k, Traits::kBlockN) * problem.batch * problem.heads_k;
+    plan.grid = key_tiles(problem, Traits::kBlockN) * elements_of(problem) * problem.heads_k;
     if (device.multiprocessors > 0) plan.waves = static_cast<double>(plan.grid) / device.multiprocessors;
     plan.choose(BackwardChoice{.small_tiles = small,
                                .narrow_dbias = plan.narrow_dbias,
@@ -189,6 +202,23 @@ Plan plan_backward(const Problem& problem, const DeviceInfo& device) {
     return plan;
   };
   return with_backward_traits<Element, kHeadDim>(problem, small, make);
+}
+
+// The lists of tiles, and zeros in the rows of dK and dV that no tile has.
+template <class Traits>
+void prepare_packed(const BackwardArgs& args, const BackwardScratch& scratch) {
+  const Problem& problem = args.fwd.problem;
+  const Sequences& sequences = args.fwd.sequences;
+  constexpr int kMeasured = measure_tile(sizeof(typename Traits::T), Traits::kHeadDim).block_m;
+  void* const stream = args.fwd.stream;
+  cuda::list_packed_tiles(problem, sequences, cuda::TilesOf::kKeys, Traits::kBlockN, scratch.tiles, stream);
+  cuda::list_packed_tiles(problem, sequences, cuda::TilesOf::kQueries, kMeasured, scratch.measured_tiles, stream);
+  const auto clear = [&](const TensorView& view, int64_t heads, int64_t cols, bool in_accum) {
+    const int64_t bytes = in_accum ? 4 : sizeof(typename Traits::T);
+    if (view) cuda::clear_unused_rows(problem, sequences, cuda::TilesOf::kKeys, view, heads, cols, bytes, stream);
+  };
+  clear(args.dk, problem.heads_k, problem.head_dim, args.dk_in_accum);
+  clear(args.dv, problem.heads_v, problem.head_dim_v, args.dv_in_accum);
 }
 
 template <class Traits>
@@ -202,6 +232,7 @@ void launch_backward(const BackwardArgs& given, const BackwardChoice& choice, vo
     void* const first = static_cast<char*>(workspace) + scratch.bytes - scratch.zeroed_bytes;
     cuda::check(cudaMemsetAsync(first, 0, scratch.zeroed_bytes, static_cast<cudaStream_t>(args.fwd.stream)), "memset");
   }
+  if (problem.packed) prepare_packed<Traits>(args, scratch);
   if (is_dlse_apart(problem)) scratch.d_lse = static_cast<const float*>(args.d_lse);
   cuda::delta(args, scratch.delta, scratch.bounds, scratch.d_lse != nullptr,
               finds_far_rows(problem) ? scratch.far : nullptr);
@@ -217,13 +248,15 @@ void launch_backward(const BackwardArgs& given, const BackwardChoice& choice, vo
   } else if (problem.wants_dbias && !scratch.direct_dbias) {
     run_bias_gradient<Element, kHeadDim>(args, scratch, choice.shared_limit, choice.narrow_dbias);
   }
-  if (scratch.direct_dbias || (by_boxes > 0 && !make_band(problem).unbounded())) {  // some tiles are not visited
+  if (scratch.direct_dbias ||
+      (by_boxes > 0 && (problem.packed || !make_band(problem).unbounded()))) {  // some tiles are not visited
     const int64_t bytes = bias_elements(problem, args.dbias) * (choice.narrow_dbias ? 2 : 4);
     cuda::check(cudaMemsetAsync(args.dbias.data, 0, bytes, static_cast<cudaStream_t>(args.fwd.stream)), "memset");
   }
-  if (scratch.direct_dq && !make_band(problem).unbounded()) {  // some tiles of queries see no key
+  const bool skips = problem.packed || !make_band(problem).unbounded();  // some tiles of queries see no key
+  if (scratch.direct_dq && skips) {
     const int64_t element = args.dq_in_accum || problem.dtype == DType::kFloat32 ? 4 : 2;
-    const int64_t bytes = problem.batch * problem.heads_q * problem.len_q * problem.head_dim * element;
+    const int64_t bytes = elements_of(problem) * problem.heads_q * scratch.rows * problem.head_dim * element;
     cuda::check(cudaMemsetAsync(args.dq.data, 0, bytes, static_cast<cudaStream_t>(args.fwd.stream)), "memset");
   }
   const bool has_tiles = problem.wants_dq || problem.wants_dk || problem.wants_dv || problem.wants_dalibi;
@@ -231,16 +264,16 @@ void launch_backward(const BackwardArgs& given, const BackwardChoice& choice, vo
   const auto launch = [&](const BackwardArgs& part, const BackwardScratch& part_scratch, int64_t groups) {
     const Problem& p = part.fwd.problem;
     constexpr bool kMayBeRaw = sizeof(typename Traits::T) == 2;
-    ScoreOptions options = ScoreOptions::of(part.fwd, kMayBeRaw && (Traits::kPlain || !may_be_inexact(problem)));
+    ScoreOptions options = ScoreOptions::of(part.fwd, kMayBeRaw && (!Traits::kGeneral || !may_be_inexact(problem)));
     options.features |= (may_be_inexact(problem) ? kMeasured : 0u) | (part_scratch.d_lse != nullptr ? kDlseApart : 0u) |
                         (p.wants_dalibi ? kSlopeGradient : 0u) | (part_scratch.direct_dbias ? kBiasGradient : 0u) |
                         (by_boxes > 0 ? kBiasBoxes : 0u) |
                         (backward_needs(problem, kHeadDim, false).p_apart ? kPApart : 0u);
-    const int64_t batch = by_boxes > 1 ? 1 : problem.batch;
+    const int64_t elements = elements_of(problem), batch = by_boxes > 1 ? 1 : elements;
     TileSchedule schedule = backward_schedule<Traits>(problem, batch, groups, choice.processors);
     schedule.batch_inner = batch > 1 && batch_shares_scores(problem, part.fwd);
     BackwardScratch now = part_scratch;
-    for (; now.first_batch < problem.batch; now.first_batch += static_cast<int>(batch)) {
+    for (; now.first_batch < elements; now.first_batch += static_cast<int>(batch)) {
       now.adds_dbias = now.first_batch > 0;
       cuda::launch(backward_kernel<Traits>, cuda::grid_of(schedule.size()), Traits::kThreads, choice.shared_bytes,
                    args.fwd.stream, part, now, schedule, options);
@@ -261,7 +294,9 @@ void launch_backward(const BackwardArgs& given, const BackwardChoice& choice, vo
     launch(values, values_scratch, problem.heads_v);
   }
   if (problem.wants_dq && !scratch.direct_dq) cuda::convert_dq(args, scratch.dq_accum, problem.head_dim == kHeadDim);
-  if (problem.wants_dalibi) cuda::sum_slopes(args, scratch.slopes, block_count(problem.len_k, Traits::kBlockN));
+  if (problem.wants_dalibi) {
+    cuda::sum_slopes(args, scratch.slopes, key_tiles(problem, Traits::kBlockN), Traits::kBlockN);
+  }
 }
 
 template <class Element, int kHeadDim>

@@ -6,6 +6,7 @@
 #include "gpu/host/launch.h"
 #include "gpu/host/tensor_map.h"
 #include "kernels/sm80/fwd.cuh"
+#include "kernels/stages/sequences.h"
 
 namespace flash_ext::sm80 {
 
@@ -59,7 +60,14 @@ ForwardSmem forward_smem_of(const Problem& problem, int stages) {
 
 inline TileSchedule forward_schedule(const Problem& problem, int block_m, int element_bytes, int64_t processors) {
   constexpr int64_t kL2Budget = 24 << 20;  // of the 40 to 60 MB of A100 and H200
-  const int64_t kv_head_bytes = problem.len_k * (problem.head_dim + problem.head_dim_v) * element_bytes;
+  const int64_t rows = problem.packed ? problem.rows_k : problem.len_k;
+  const int64_t kv_head_bytes = rows * (problem.head_dim + problem.head_dim_v) * element_bytes;
+  if (problem.packed) {
+    TileSchedule schedule =
+        packed_schedule(problem, problem.rows_q, block_m, problem.heads_k, heads_per_section(kv_head_bytes, kL2Budget));
+    schedule.group = problem.heads_q / problem.heads_k;
+    return schedule;
+  }
   return make_tile_schedule(problem, block_m, kv_head_bytes, kL2Budget, processors);
 }
 
@@ -86,22 +94,37 @@ Plan plan_forward(const Problem& problem, const DeviceInfo& device) {
     plan.use("bias", smem.mask - smem.bias);
     plan.use("mask", smem.total - smem.mask);
     plan.on_chip_limit = device.shared_memory_per_block;
-    plan.grid = block_count(problem.len_q, Traits::kBlockM) * problem.batch * problem.heads_q;
+    plan.grid = query_tiles(problem, Traits::kBlockM) * elements_of(problem) * problem.heads_q;
+    if (problem.packed) {
+      plan.scratch_bytes = cuda::packed_tiles_bytes(problem, cuda::TilesOf::kQueries, Traits::kBlockM);
+    }
     const int64_t processors = int64_t{device.multiprocessors} * Traits::kMinBlocks;
     if (processors > 0) plan.waves = static_cast<double>(plan.grid) / static_cast<double>(processors);
-    plan.choose(ForwardChoice{small, has_tensor_maps(device, kBytes, kHeadDim), plan.stages, processors});
+    // A box would have rows of the next sequence.
+    const bool has_boxes = !problem.packed && has_tensor_maps(device, kBytes, kHeadDim);
+    plan.choose(ForwardChoice{small, has_boxes, plan.stages, processors});
     return plan;
   };
   return with_forward_traits<Element, kHeadDim>(problem, small, make);
 }
 
 template <class Traits>
-void launch_forward(const ForwardArgs& args, const ForwardChoice& choice) {
+void launch_forward(const ForwardArgs& args, const ForwardChoice& choice, void* workspace) {
   const Problem& problem = args.problem;
+  const PackedTile* tiles = nullptr;
+  if (problem.packed) {
+    cuda::clear_unused_rows(problem, args.sequences, cuda::TilesOf::kQueries, args.out, problem.heads_q,
+                            problem.head_dim_v, sizeof(typename Traits::T), args.stream);
+    if (args.lse != nullptr) {
+      cuda::clear_unused_lse(problem, args.sequences, static_cast<float*>(args.lse), args.stream);
+    }
+    tiles = cuda::list_packed_tiles(problem, args.sequences, cuda::TilesOf::kQueries, Traits::kBlockM, workspace,
+                                    args.stream);
+  }
   TileSchedule schedule = forward_schedule(problem, Traits::kBlockM, sizeof(typename Traits::T), choice.processors);
   schedule.batch_inner = batch_shares_scores(problem, args);
   cuda::launch(forward_kernel<Traits>, cuda::grid_of(schedule.size()), Traits::kThreads,
-               forward_smem_of<Traits>(problem, choice.stages).total, args.stream, args, schedule,
+               forward_smem_of<Traits>(problem, choice.stages).total, args.stream, args, schedule, tiles,
                ScoreOptions::of(args, Traits::kPlain || sizeof(typename Traits::T) == 2),
                box_copies(problem, {args.k, problem.heads_k, problem.len_k, problem.head_dim},
                           {args.v, problem.heads_v, problem.len_k, problem.head_dim_v}, Traits::kBlockN,
@@ -109,10 +132,10 @@ void launch_forward(const ForwardArgs& args, const ForwardChoice& choice) {
 }
 
 template <class Element, int kHeadDim>
-void run_forward(const ForwardArgs& args, const Plan& plan) {
+void run_forward(const ForwardArgs& args, const Plan& plan, void* workspace) {
   const auto choice = plan.chosen<ForwardChoice>();
-  with_forward_traits<Element, kHeadDim>(args.problem, choice.small_tiles,
-                                         [&]<class Traits>(Traits) { launch_forward<Traits>(args, choice); });
+  with_forward_traits<Element, kHeadDim>(
+      args.problem, choice.small_tiles, [&]<class Traits>(Traits) { launch_forward<Traits>(args, choice, workspace); });
 }
 
 template <class Element, int kHeadDim>

@@ -208,8 +208,8 @@ struct ScoreMods {
     to_cap = static_cast<float>(factor < -3e38 ? -3e38 : (factor > 3e38 ? 3e38 : factor));  // times 0 it is 0
   }
 
-  static __device__ __forceinline__ ScoreMods make(const ForwardArgs& args, int64_t b, int64_t head, uint32_t bias_base,
-                                                   uint32_t mask_base) {
+  static __device__ __forceinline__ ScoreMods make(const ForwardArgs& args, int64_t b, int64_t head,
+                                                   const Sequence& sequence, uint32_t bias_base, uint32_t mask_base) {
     const Problem& problem = args.problem;
     ScoreMods mods;
     mods.set_cap(problem);
@@ -224,9 +224,9 @@ struct ScoreMods {
     }
     if (problem.has_bias) {
       const int64_t at = batch_offset(problem, args.bias, b) + head * args.bias.head_stride;
-      mods.bias = rows_of<T>(args.bias, at, problem.len_q, problem.len_k);
+      mods.bias = rows_of<T>(args.bias, at, sequence.len_q, sequence.len_k);
       if (sizeof(T) == 4 || problem.bias_dtype == DType::kFloat32) {
-        const GlobalRows<float> wide = rows_of<float>(args.bias, at, problem.len_q, problem.len_k);
+        const GlobalRows<float> wide = rows_of<float>(args.bias, at, sequence.len_q, sequence.len_k);
         mods.bias.data = reinterpret_cast<T*>(wide.data);
         mods.bias.row_bytes = wide.row_bytes;
         mods.bias.vectors = wide.vectors;
@@ -236,7 +236,7 @@ struct ScoreMods {
     }
     if (problem.has_mask) {
       const int64_t at = batch_offset(problem, args.mask, b) + head * args.mask.head_stride;
-      mods.mask = rows_of<uint8_t>(args.mask, at, problem.len_q, problem.len_k);
+      mods.mask = rows_of<uint8_t>(args.mask, at, sequence.len_q, sequence.len_k);
       mods.is_regular = mods.is_regular && mods.mask.is_regular;
     }
     return mods;

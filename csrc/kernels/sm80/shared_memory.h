@@ -11,6 +11,7 @@
 #include "core/device.h"
 #include "core/tile_schedule.h"
 #include "kernels/sm80/config.h"
+#include "kernels/sm80/sequence.h"
 
 namespace flash_ext::sm80 {
 
@@ -34,6 +35,25 @@ struct OneTileChoice {
   int shared_bytes;
 };
 
+// Tiles of a head of one batch element or, at most, of all packed sequences.
+inline int64_t query_tiles(const Problem& problem, int64_t block_m) {
+  return problem.packed ? most_packed_tiles(problem, problem.rows_q, block_m) : block_count(problem.len_q, block_m);
+}
+inline int64_t key_tiles(const Problem& problem, int64_t block_n) {
+  return problem.packed ? most_packed_tiles(problem, problem.rows_k, block_n) : block_count(problem.len_k, block_n);
+}
+
+// The order of the tiles of packed sequences, as their list has them, of `groups` heads, `section` of which share the
+// L2 cache.
+inline TileSchedule packed_schedule(const Problem& problem, int64_t rows, int64_t block, int64_t groups,
+                                    int64_t section) {
+  TileSchedule schedule;
+  schedule.blocks = most_packed_tiles(problem, rows, block);
+  schedule.heads_k = schedule.kv_heads = groups;
+  schedule.section = section;
+  return schedule;
+}
+
 // What a kernel declares statically, from above: only the compiler knows; measure.cuh has as much.
 constexpr int64_t kStaticSharedBytes = 1024;
 
@@ -56,15 +76,18 @@ constexpr int64_t measure_shared_bytes(int head_dim, int element_bytes) {
 // attention has dS = 0 exactly; a few more cost nothing.
 constexpr int64_t few_keys(bool is_float) { return is_float ? 64 : 16; }
 
-// Whether measure.cuh runs. In 16-bit types only a bias or an unusual scale leads to an lse beyond 2^12, and a few rows
-// with few keys among many others do not matter: all rows must be of that kind.
-inline bool may_be_inexact(const Problem& problem) {
+// Whether all rows are to be measured. In 16-bit types only a bias or an unusual scale leads to an lse beyond 2^12, and
+// a few rows with few keys among many others do not matter: all rows must be of that kind.
+inline bool is_inexact(const Problem& problem) {
   const Band band = make_band(problem);
   const bool one_key = band.upper <= band.lower;
   // NOTE: a causal call of one query, say, whose only row sees one key: dQ of 0.95 where eager has 0, at a mean of 8.
   return problem.dtype == DType::kFloat32 || problem.has_bias || problem.wants_dalibi || one_key ||
          band.keys({0, problem.len_q}, problem.len_k).size() < few_keys(false);
 }
+
+// Whether measure.cuh runs. Of packed sequences the shortest may have few keys, which the host does not know.
+inline bool may_be_inexact(const Problem& problem) { return problem.packed || is_inexact(problem); }
 
 // Whether dS is P o ((dP - delta) + dlse), with delta from measure.cuh, and not P o (dP - (delta - dlse)). With one key
 // dP - delta is 0 and dS is dlse, bit for bit; the gradients of a bias and of slopes add that up. The others are
@@ -79,12 +102,13 @@ inline bool is_plain_backward(const Problem& problem) {
 inline bool has_dropout_alone(const Problem& problem) {
   Problem rest = problem;
   rest.dropout_p = 0.0;
-  return problem.dropout_p > 0.0 && is_plain_backward(rest) && !may_be_inexact(problem);
+  return problem.dropout_p > 0.0 && is_plain_backward(rest) && !is_inexact(problem);
 }
 
 // Whether the main kernel has no other way to rows whose lse is far from 0 than what far_rows.cuh finds.
 inline bool finds_far_rows(const Problem& problem) {
-  return problem.dtype != DType::kFloat32 && (is_plain_backward(problem) || !may_be_inexact(problem));
+  return problem.dtype != DType::kFloat32 &&
+         (is_plain_backward(problem) || has_dropout_alone(problem) || !may_be_inexact(problem));
 }
 
 // What kHasBulkAdditions is in the kernels' machine code for the device, and may be where they are compiled from PTX.
@@ -146,7 +170,7 @@ inline bool takes_small_tiles(const Problem& problem, Pass pass, int head_dim, c
   if (pass == Pass::kForward) {
     const int element_bytes = problem.dtype == DType::kFloat32 ? 4 : 2;
     const TileShape large = forward_tile(element_bytes, head_dim, false, is_plain(problem));
-    const int64_t tiles = block_count(problem.len_q, large.block_m) * problem.batch * problem.heads_q;
+    const int64_t tiles = query_tiles(problem, large.block_m) * elements_of(problem) * problem.heads_q;
     if (problem.len_q <= 64 || 2 * tiles <= device.multiprocessors) return true;
     const bool may_pair = large.warps == 8 && element_bytes == 2 && is_plain(problem);
     if (may_pair && device.compute_capability >= 90 &&

@@ -57,11 +57,12 @@ __device__ __forceinline__ GlobalRows<T> rows_of(const TensorView& view, int64_t
   return result;
 }
 
-// Of a head of a batch element.
+// Of a head of a batch element, from row `first` on.
 template <class T>
 __device__ __forceinline__ GlobalRows<T> head_rows(const Problem& problem, const TensorView& view, int64_t b,
-                                                   int64_t head, int64_t rows, int64_t cols) {
-  return rows_of<T>(view, batch_offset(problem, view, b) + head * view.head_stride, rows, cols);
+                                                   int64_t head, int64_t first, int64_t rows, int64_t cols) {
+  return rows_of<T>(view, batch_offset(problem, view, b) + head * view.head_stride + first * view.row_stride, rows,
+                    cols);
 }
 
 enum class LoadForm {

@@ -5,11 +5,13 @@
 // (descriptor.h); registers of all warpgroups together fit the 65,536 of a multiprocessor.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <initializer_list>
 
 #include "core/band.h"
 #include "core/portable.h"
+#include "core/sequences.h"
 #include "core/tile_schedule.h"
 #include "kernels/sm90/descriptor.h"
 
@@ -35,10 +37,13 @@ struct ForwardShape {
   constexpr int threads() const { return (consumers + 1) * 128; }
   // What setmaxnreg gives. A launch gives every thread the same number, a multiple of 8: 168, 128 and 96 of 65,536, and
   // 128 * (24 + 2 * 240), 128 * (32 + 3 * 160) and 128 * (32 + 4 * 112) are what that makes; with loaders of scores
-  // 128 * (72 + 2 * 216) and 128 * (56 + 3 * 152).
-  constexpr int producer_registers() const { return scored ? (consumers == 2 ? 72 : 56) : (consumers == 2 ? 24 : 32); }
-  constexpr int consumer_registers() const {
-    if (scored) return consumers == 2 ? 216 : 152;
+  // 128 * (72 + 2 * 216) and 128 * (56 + 3 * 152). Packed sequences' bands are in registers: 128 * (56 + 2 * 224).
+  constexpr int producer_registers(bool packed = false) const {
+    if (scored) return consumers == 2 && !packed ? 72 : 56;
+    return consumers == 2 ? 24 : 32;
+  }
+  constexpr int consumer_registers(bool packed = false) const {
+    if (scored) return consumers == 2 ? (packed ? 224 : 216) : 152;
     return consumers == 2 ? 240 : consumers == 3 ? 160 : 112;
   }
 
@@ -116,9 +121,30 @@ struct ForwardOrder {
 
 constexpr int kCounterBytes = 64;  // scratch of a counted order
 
+constexpr int64_t kL2Budget = 16 << 20;  // of the 50 to 60 MB of H100 and H200
+
+// Of packed sequences: a head has the tiles of their list (core/sequences.h), what takes longest first, or fewer: only
+// the device knows how many. Its K and V are those of all sequences. How long tiles take is not known either; here they
+// fall evenly from the longest sequence's keys on, with the right mean.
+inline ForwardOrder packed_order(const Problem& problem, int block_m, int multiprocessors) {
+  TileSchedule schedule;
+  schedule.blocks = most_packed_tiles(problem, problem.rows_q, block_m);
+  schedule.heads_k = schedule.kv_heads = problem.heads_k;
+  schedule.group = problem.heads_q / problem.heads_k;
+  const int64_t longest = problem.len_k, keys = problem.rows_k / problem.batch;
+  const int64_t mean = make_band(problem).unbounded() ? keys : keys / 2;
+  const int64_t shortest = std::min(std::max<int64_t>(2 * mean - longest, 1), longest), last = schedule.blocks - 1;
+  set_sections(schedule, heads_per_section(problem.rows_k * (problem.head_dim + problem.head_dim_v) * 2, kL2Budget),
+               multiprocessors,
+               [&](int64_t block) { return last > 0 ? longest - (longest - shortest) * block / last : longest; });
+  const int64_t tiles = schedule.size();
+  const int64_t grid = multiprocessors > 0 && multiprocessors < tiles ? multiprocessors : tiles;
+  return {schedule, grid < tiles, grid};
+}
+
 // multiprocessors: 0 where unknown.
 inline ForwardOrder forward_order(const Problem& problem, int block_m, int multiprocessors) {
-  constexpr int64_t kL2Budget = 16 << 20;  // of the 50 to 60 MB of H100 and H200
+  if (problem.packed) return packed_order(problem, block_m, multiprocessors);
   const bool alike = (problem.len_q % block_m == 0 || problem.len_q < block_m) &&
                      keys_of(problem, 0) == keys_of(problem, problem.len_q - 1);
   const int64_t kv_head_bytes = problem.len_k * (problem.head_dim + problem.head_dim_v) * 2;
@@ -139,18 +165,19 @@ struct ForwardSmem {
 constexpr int kSharedMemoryLimit = 227 * 1024;  // of one block on 9.0
 constexpr int kWorks = 2;                       // of the tiles that the producer has told the consumers of
 constexpr int kWorkBytes = 32;                  // of each, see forward/work.cuh
+constexpr int kPackedWorkBytes = 48;            // of packed sequences, forward/packed.cuh
 constexpr int kScoreStages = 4;                 // of bias and mask, at most; how many fit depends on what there is
 
-constexpr ForwardSmem forward_smem(ForwardShape shape, int head_dim) {
+constexpr ForwardSmem forward_smem(ForwardShape shape, int head_dim, int work_bytes = kWorkBytes) {
   const int rings = kWorks + shape.q_stages * shape.consumers + 2 * shape.stages + (shape.scored ? kScoreStages : 0);
-  const int small = kWorks * kWorkBytes + 16 * rings;
+  const int small = kWorks * work_bytes + 16 * rings;
   ForwardSmem smem;
   smem.k = shape.q_stages * tile_bytes(shape.block_m(), head_dim);
   smem.v = smem.k + shape.stages * tile_bytes(shape.block_n, head_dim);
   smem.scores = smem.v + shape.stages * tile_bytes(shape.block_n, head_dim);
   const int left = kSharedMemoryLimit - kTileAlign - smem.scores - small;
   smem.works = smem.scores + (shape.scored ? left / 16 * 16 : 0);
-  smem.barriers = smem.works + kWorks * kWorkBytes;
+  smem.barriers = smem.works + kWorks * work_bytes;
   smem.total = smem.works + small + kTileAlign;
   return smem;
 }
@@ -160,10 +187,12 @@ constexpr int score_pitch(int block_n, int element_bytes) { return (block_n * el
 
 constexpr bool fits(int head_dim) {
   const ForwardShape scored = forward_shape(head_dim, Tiles::kScored);
-  const ForwardSmem smem = forward_smem(scored, head_dim);
+  const ForwardSmem smem = forward_smem(scored, head_dim, kPackedWorkBytes);
   const int largest = scored.block_m() * (score_pitch(scored.block_n, 4) + score_pitch(scored.block_n, 1));
   for (const Tiles tiles : {Tiles::kMany, Tiles::kFew, Tiles::kSplit}) {
-    if (forward_smem(forward_shape(head_dim, tiles), head_dim).total > kSharedMemoryLimit) return false;
+    if (forward_smem(forward_shape(head_dim, tiles), head_dim, kPackedWorkBytes).total > kSharedMemoryLimit) {
+      return false;
+    }
   }
   return smem.works - smem.scores >= largest;
 }

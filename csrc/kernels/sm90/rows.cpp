@@ -16,6 +16,7 @@
 #include "kernels/sm90/config.h"
 #include "kernels/sm90/cost.h"
 #include "kernels/sm90/forward/choose_tiles.h"
+#include "kernels/stages/sequences.h"
 #include "sm90_instances.h"
 
 namespace flash_ext::sm90 {
@@ -64,9 +65,11 @@ std::string refuses_views(const ForwardArgs& args, const BackwardArgs* backward)
     const char* const refused = reason.empty() ? cuda::tma_refuses(problem, view, heads, rows) : nullptr;
     if (refused != nullptr) reason = std::string(name) + " " + refused;
   };
-  ask("query", args.q, problem.heads_q, problem.len_q);
-  ask("key", args.k, problem.heads_k, problem.len_k);
-  ask("value", args.v, problem.heads_v, problem.len_k);
+  const int64_t rows_q = problem.packed ? problem.rows_q : problem.len_q;
+  const int64_t rows_k = problem.packed ? problem.rows_k : problem.len_k;
+  ask("query", args.q, problem.heads_q, rows_q);
+  ask("key", args.k, problem.heads_k, rows_k);
+  ask("value", args.v, problem.heads_v, rows_k);
   if (reason.empty()) reason = refuses_bias(args);
   if (backward == nullptr || !reason.empty()) return reason;
   for (const auto& [name, in_accum] :
@@ -118,12 +121,13 @@ Plan plan_forward(const Problem& problem, const DeviceInfo& device) {
   const auto [tiles, splits] = choose_tiles(problem, head_dim, device.multiprocessors);
   const bool scored = tiles == Tiles::kScored;
   const ForwardShape shape = forward_shape(head_dim, tiles);
-  const ForwardSmem smem = forward_smem(shape, head_dim);
+  const ForwardSmem smem = forward_smem(shape, head_dim, problem.packed ? kPackedWorkBytes : kWorkBytes);
   const ForwardOrder order = tiles == Tiles::kSplit
                                  ? split_order(problem, shape.block_m(), splits, device.multiprocessors)
                                  : forward_order(problem, shape.block_m(), device.multiprocessors);
   const char* const kernel = scored ? "sm90.forward.scored" : splits.count > 1 ? "sm90.forward.split" : "sm90.forward";
-  Plan plan = plan_of(kernel, shape.threads(), shape.consumer_registers(), shape.producer_registers(), device);
+  Plan plan = plan_of(kernel, shape.threads(), shape.consumer_registers(problem.packed),
+                      shape.producer_registers(problem.packed), device);
   plan.schedule = schedule_name(shape.schedule, order.counted, splits.head_rows > 0);
   if (splits.count > 1) {
     plan.splits = splits.count;
@@ -138,6 +142,9 @@ Plan plan_forward(const Problem& problem, const DeviceInfo& device) {
   plan.use("bias and mask", smem.works - smem.scores);
   plan.use("barriers and alignment", smem.total - smem.works);
   plan.scratch_bytes = order.counted ? kCounterBytes : split_scratch_bytes(problem, splits);
+  if (problem.packed) {
+    plan.scratch_bytes = kCounterBytes + cuda::packed_tiles_bytes(problem, cuda::TilesOf::kQueries, shape.block_m());
+  }
   set_grid(plan, order.schedule, order.schedule.size() * std::max(splits.count, 1), false, device);
   plan.grid = order.grid;
   plan.choose(ForwardLaunch{tiles, splits, static_cast<int>(std::min<int64_t>(plan.grid, INT32_MAX))});
@@ -275,7 +282,7 @@ constexpr Limits limits(Pass pass, int64_t least_length, int64_t least_head_dim,
 }
 
 constexpr Kernel forward_row(const char* name, Features features, int64_t least_length) {
-  const Features always = dtypes(Pass::kForward).with({Feature::kGroupedHeads, Feature::kValueHeads});
+  const Features always = dtypes(Pass::kForward).with({Feature::kGroupedHeads, Feature::kValueHeads, Feature::kPacked});
   return {.name = name,
           .backend = "sm90",
           .device = DeviceType::kCuda,

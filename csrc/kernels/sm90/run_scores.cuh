@@ -10,7 +10,7 @@
 
 namespace flash_ext::sm90 {
 
-using cuda::make_tensor_map, cuda::Promotion;
+using cuda::make_packed_map, cuda::make_tensor_map, cuda::Promotion;
 
 // element: bytes; zero strides where a dimension has one index, whatever stood there.
 inline ScoreView make_score_view(const Problem& problem, const TensorView& view, int element) {

@@ -29,7 +29,10 @@ struct ScoreView {
   __device__ __forceinline__ const char* of(int of_head, int of_b0, int of_b1) const {
     return data + of_head * head + of_b0 * b0 + of_b1 * b1;
   }
-  __device__ __forceinline__ const char* of(const Work& work) const { return of(work.head, work.b0, work.b1); }
+  template <class Work>
+  __device__ __forceinline__ const char* of(const Work& work) const {
+    return of(work.head, work.b0, work.b1);
+  }
 };
 
 // ALiBi (arXiv:2108.12409): slopes of heads, null: absent. Strides of elements.
@@ -164,14 +167,15 @@ __device__ __forceinline__ void copy_scores(uint32_t tile, const ScoreView& view
 
 // What the three warps do: the producer's tiles in the producer's order.
 template <class Traits>
-__device__ __forceinline__ void load_scores(const ScoredParams& params, const typename Traits::Rings& rings) {
+__device__ __forceinline__ void load_scores(const typename Traits::Params& params,
+                                            const typename Traits::Rings& rings) {
   constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN;
   const ScoreParams& scores = params.scores;
   typename Traits::WorkPlace w;
   ScorePlace place(params);
-  const int len_q = params.len_q, len_k = params.band.len_k;
+  int len_q = params.len_q, len_k = params.band.len_k;
   while (true) {
-    Work work;
+    typename Traits::Work work;
     barrier_wait(rings.works.full(w.stage), w.phase);
     load_shared(work, rings.works.tile(w.stage));
     __syncwarp();
@@ -179,6 +183,10 @@ __device__ __forceinline__ void load_scores(const ScoredParams& params, const ty
     w.advance();
     if (!work.any()) break;
     if (scores.stage_bytes == 0) continue;
+    if constexpr (Traits::kPacked) {
+      len_q = work.len_q;
+      len_k = work.band.len_k;
+    }
     for (int n = work.last_n - 1; n >= work.first_n; --n) {
       barrier_wait(rings.scores.empty(place.stage), place.phase ^ 1);
       const uint32_t tile = rings.scores.tile(0) + place.stage * scores.stage_bytes;

@@ -6,6 +6,7 @@
 #include "gpu/arch.h"
 #include "gpu/host/launch.h"
 #include "kernels/sm80/far_rows.cuh"
+#include "kernels/stages/find_sequence.cuh"
 #include "kernels/stages/rows.h"
 
 namespace flash_ext::cuda {
@@ -33,8 +34,27 @@ struct Row {
         vectors(view.col_stride == 1 && reinterpret_cast<uint64_t>(data) % 16 == 0) {}
 };
 
+using sm80::elements_of, sm80::rows_of_head;
+
 template <class T>
 using ElementOf = std::conditional_t<std::is_same_v<T, __half>, sm80::Fp16, sm80::Bf16>;
+
+// Of row `index` of [b, h_q, s_q] or, packed, [h_q, rows_q], which has keys.
+template <class Element>
+__device__ __forceinline__ float2 far_row(const ForwardArgs& args, const sm80::FarRows& far, int64_t index) {
+  const Problem& problem = args.problem;
+  const int64_t rows = rows_of_head(problem), head = index / rows % problem.heads_q, row = index % rows;
+  int64_t b = index / rows / problem.heads_q;
+  Sequence sequence = sm80::whole_sequence(problem);
+  if (problem.packed) {
+    b = sequence_before<true>(problem, args.sequences, row);
+    if (b < 0) return {};
+    sequence = sequence_of(problem, args.sequences, b);
+  }
+  const int query = static_cast<int>(row) - sequence.row_q;
+  if (query < 0 || query >= sequence.len_q) return {};
+  return sm80::find_far_row<Element>(args, far, sequence, static_cast<int>(b), static_cast<int>(head), query);
+}
 
 // NOTE: the bound of blocks keeps the search for far rows within the registers of all else.
 template <class T>
@@ -44,9 +64,10 @@ __global__ void __launch_bounds__(32 * kWarps, 5)
   const Problem& problem = args.fwd.problem;
   const auto own_row = [] { return int64_t{blockIdx.x} * kWarps + no_hoist(threadIdx.x) / 32; };
   const int64_t index = own_row();
-  const int64_t bh = index / problem.len_q, query = index % problem.len_q;
+  const int64_t rows = rows_of_head(problem);
+  const int64_t bh = index / rows, query = index % rows;
   const int64_t b = bh / problem.heads_q, head = bh % problem.heads_q;
-  if (b >= problem.batch) return;
+  if (b >= elements_of(problem)) return;
   const int lane = threadIdx.x % 32;
   const float lse = static_cast<const float*>(args.fwd.lse)[index];
   float sum = 0.f, squares = 0.f;
@@ -73,6 +94,10 @@ __global__ void __launch_bounds__(32 * kWarps, 5)
     }
   }
   sum = warp_sum(sum);
+  if (bounds != nullptr && problem.packed) {
+    const int64_t sequence = sequence_before<true>(problem, args.fwd.sequences, query);
+    bounds = lse == -INFINITY || sequence < 0 ? nullptr : bounds + 2 * sequence * problem.heads_q;
+  }
   if (bounds != nullptr) squares = warp_sum(squares);
   if (lane == 0) {
     if (sizeof(T) == 4 && problem.len_k == 1) sum *= 0.f;  // has_one_float_key
@@ -87,8 +112,7 @@ __global__ void __launch_bounds__(32 * kWarps, 5)
   }
   if constexpr (sizeof(T) == 2) {
     if (far.rows != nullptr && sm80::is_far(lse)) {
-      const float2 row = sm80::find_far_row<ElementOf<T>>(args.fwd, far, own_row());
-      far.rows[own_row()] = row;
+      far.rows[own_row()] = far_row<ElementOf<T>>(args.fwd, far, own_row());
     }
   }
 }
@@ -98,16 +122,17 @@ template <class T>
 __global__ void convert_kernel(const __grid_constant__ BackwardArgs args, const float* dq_accum, float scale,
                                bool in_fragments) {
   const Problem& problem = args.fwd.problem;
-  in_fragments = in_fragments && kHasBulkAdditions;
-  const int64_t columns = (problem.head_dim + 7) / 8, groups = (problem.len_q + 15) / 16;
+  in_fragments = in_fragments && kHasBulkAdditions && !problem.packed;
+  const int64_t len_q = rows_of_head(problem);
+  const int64_t columns = (problem.head_dim + 7) / 8, groups = (len_q + 15) / 16;
   const int64_t index = int64_t{blockIdx.x} * (32 * kWarps) + threadIdx.x;
   const int64_t first_col = index % columns * 8, row_in_group = index / columns % 8, group = index / (columns * 8);
   const int64_t bh = group / groups, first_row = group % groups * 16;
   const int64_t b = bh / problem.heads_q, head = bh % problem.heads_q;
-  if (b >= problem.batch) return;
-  const float* const rows = dq_accum + (bh * problem.len_q + first_row) * problem.head_dim;
+  if (b >= elements_of(problem)) return;
+  const float* const rows = dq_accum + (bh * len_q + first_row) * problem.head_dim;
   float numbers[2][8];
-  if (in_fragments && first_row + 16 <= problem.len_q) {
+  if (in_fragments && first_row + 16 <= len_q) {
     const float4* const from = reinterpret_cast<const float4*>(rows + first_col * 16) + row_in_group * 4;
 #pragma unroll
     for (int pair = 0; pair < 4; ++pair) {
@@ -121,7 +146,7 @@ __global__ void convert_kernel(const __grid_constant__ BackwardArgs args, const 
       const int64_t row = row_in_group + half * 8;
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        const bool inside = first_row + row < problem.len_q && first_col + i < problem.head_dim;
+        const bool inside = first_row + row < len_q && first_col + i < problem.head_dim;
         numbers[half][i] = inside ? rows[row * problem.head_dim + first_col + i] : 0.f;
       }
     }
@@ -129,7 +154,7 @@ __global__ void convert_kernel(const __grid_constant__ BackwardArgs args, const 
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int64_t query = first_row + row_in_group + half * 8;
-    if (query >= problem.len_q) break;
+    if (query >= len_q) break;
     const Row<T> dq(problem, args.dq, b, head, query);
     if (dq.vectors && first_col + 8 <= problem.head_dim && problem.head_dim * sizeof(T) % 16 == 0) {
       alignas(16) T values[8];
@@ -148,17 +173,25 @@ __global__ void convert_kernel(const __grid_constant__ BackwardArgs args, const 
 }
 
 // A warp a head. What sm80's weighted_by_distance leaves of a row is dlse times the distance that its keys share.
-__global__ void sum_slopes_kernel(const __grid_constant__ BackwardArgs args, const float* partial, int64_t count) {
+// block_n: of keys that have a number each, packed.
+__global__ void sum_slopes_kernel(const __grid_constant__ BackwardArgs args, const float* partial, int64_t count,
+                                  int64_t block_n) {
   const Problem& problem = args.fwd.problem;
   const int64_t row = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
   if (row >= problem.batch * problem.heads_q) return;
+  const int64_t b = row / problem.heads_q, head = row % problem.heads_q;
+  const Sequence sequence =
+      problem.packed ? sequence_of(problem, args.fwd.sequences, b) : sm80::whole_sequence(problem);
+  const int len_q = sequence.len_q, len_k = sequence.len_k;
+  const int64_t first = problem.packed ? head * count + sm80::first_tile(b, sequence.row_k, block_n) : row * count;
+  const int64_t own = problem.packed ? block_count(len_k, block_n) : count;
   float sum = 0.f;
-  for (int64_t i = threadIdx.x % 32; i < count; i += 32) sum += partial[row * count + i];
-  const int len_q = static_cast<int>(problem.len_q), len_k = static_cast<int>(problem.len_k);
+  for (int64_t i = threadIdx.x % 32; i < own; i += 32) sum += partial[first + i];
   if (args.d_lse != nullptr) {
     const int offset = problem.bottom_right ? len_k - len_q : 0;
-    const float* const lse = static_cast<const float*>(args.fwd.lse) + row * len_q;
-    const float* const d_lse = static_cast<const float*>(args.d_lse) + row * len_q;
+    const int64_t first_row = sm80::row_index(problem, sequence, b, head);
+    const float* const lse = static_cast<const float*>(args.fwd.lse) + first_row;
+    const float* const d_lse = static_cast<const float*>(args.d_lse) + first_row;
     for (int i = threadIdx.x % 32; i < len_q; i += 32) {
       const int away = distance_to_keys(i + offset, len_k);
       if (away > 0 && lse[i] != -INFINITY) sum -= static_cast<float>(away) * d_lse[i];
@@ -194,23 +227,23 @@ void delta(const BackwardArgs& args, float* delta, float* bounds, bool dlse_apar
   with_type(problem.dtype, [&]<class T>(T) {
     sm80::FarRows far_rows{};
     if (far != nullptr) far_rows = sm80::make_far_rows<ElementOf<T>>(args.fwd, far);
-    launch(delta_kernel<T>, grid_of_rows(problem.batch * problem.heads_q * problem.len_q), 32 * kWarps, 0,
-           args.fwd.stream, args, delta, bounds, dlse_apart, far_rows);
+    launch(delta_kernel<T>, grid_of_rows(elements_of(problem) * problem.heads_q * rows_of_head(problem)), 32 * kWarps,
+           0, args.fwd.stream, args, delta, bounds, dlse_apart, far_rows);
   });
 }
 
 void convert_dq(const BackwardArgs& args, const float* dq_accum, bool in_fragments) {
   const Problem& problem = args.fwd.problem;
-  const int64_t rows = (problem.len_q + 15) / 16 * 8, columns = (problem.head_dim + 7) / 8;
+  const int64_t rows = (rows_of_head(problem) + 15) / 16 * 8, columns = (problem.head_dim + 7) / 8;
   with_type(args.dq_in_accum ? DType::kFloat32 : problem.dtype, [&]<class T>(T) {
-    launch(convert_kernel<T>, grid_of_rows((problem.batch * problem.heads_q * rows * columns + 31) / 32), 32 * kWarps,
-           0, args.fwd.stream, args, dq_accum, static_cast<float>(problem.scale), in_fragments);
+    launch(convert_kernel<T>, grid_of_rows((elements_of(problem) * problem.heads_q * rows * columns + 31) / 32),
+           32 * kWarps, 0, args.fwd.stream, args, dq_accum, static_cast<float>(problem.scale), in_fragments);
   });
 }
 
-void sum_slopes(const BackwardArgs& args, const float* partial, int64_t count) {
+void sum_slopes(const BackwardArgs& args, const float* partial, int64_t count, int64_t block_n) {
   const int64_t rows = args.fwd.problem.batch * args.fwd.problem.heads_q;
-  launch(sum_slopes_kernel, grid_of_rows(rows), 32 * kWarps, 0, args.fwd.stream, args, partial, count);
+  launch(sum_slopes_kernel, grid_of_rows(rows), 32 * kWarps, 0, args.fwd.stream, args, partial, count, block_n);
 }
 
 void sum_parts(void* sums, DType dtype, const float* partial, int64_t count, int64_t parts, void* stream) {

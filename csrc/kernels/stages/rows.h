@@ -1,5 +1,6 @@
 // What backward does to whole rows before and after its main kernel, for every GPU backend; host functions that launch
-// on args.fwd.stream. fp16, bf16 and float; float64 has its own kernels.
+// on args.fwd.stream. fp16, bf16 and float; float64 has its own kernels. What is [b, h_q, s_q] here is [h_q, rows_q]
+// where sequences are packed.
 #pragma once
 
 #include <vector_types.h>
@@ -19,8 +20,9 @@ void delta(const BackwardArgs& args, float* delta, float* bounds, bool dlse_apar
 void convert_dq(const BackwardArgs& args, const float* dq_accum, bool in_fragments);
 
 // dalibi [b, h_q] = sums over the last dimension of partial [b, h_q, count], in its order, and of each row dlse times
-// distance_to_keys, which sm80's main kernel leaves out.
-void sum_slopes(const BackwardArgs& args, const float* partial, int64_t count);
+// distance_to_keys, which sm80's main kernel leaves out. Packed: partial [h_q, count] has a number for each block_n
+// keys of a sequence, from kernels/sm80/sequence.h's first_tile on.
+void sum_slopes(const BackwardArgs& args, const float* partial, int64_t count, int64_t block_n = 0);
 
 // sums [count] = partial [parts, count] over its first dimension, in order.
 void sum_parts(void* sums, DType dtype, const float* partial, int64_t count, int64_t parts, void* stream);

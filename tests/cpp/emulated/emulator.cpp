@@ -311,6 +311,18 @@ int __syncthreads_or(int predicate) {
   return result;
 }
 
+int __syncthreads_count(int predicate) {
+  using namespace flash_ext::emulated;
+  static int count;
+  if (predicate) ++count;
+  __syncthreads();
+  const int result = count;
+  __syncthreads();
+  count = 0;
+  __syncthreads();
+  return result;
+}
+
 // What the host code of the backend asks of the runtime.
 extern "C" {
 // What gpu/ptx.cuh here reads as EncodedMap.

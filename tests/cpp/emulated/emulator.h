@@ -121,6 +121,7 @@ using std::min;
 
 inline void __syncthreads() { flash_ext::emulated::barrier(0, 0); }
 int __syncthreads_or(int predicate);
+int __syncthreads_count(int predicate);
 inline void __syncwarp() { flash_ext::emulated::exchange("syncwarp", 0); }
 
 template <class T>

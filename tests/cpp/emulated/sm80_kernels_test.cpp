@@ -6,9 +6,11 @@
 #include "kernels/sm80/run_bwd.cuh"
 #include "kernels/sm80/run_fwd.cuh"
 #include "kernels/stages/rows.cu"
+#include "kernels/stages/sequences.cu"
 #include "score_functions.h"
 #include "sm80_cases.h"
 #include "sm80_hidden_cases.h"
+#include "sm80_packed_cases.h"
 
 namespace flash_ext {
 namespace {
@@ -198,6 +200,31 @@ INSTANTIATE_TEST_SUITE_P(Special, Sm80Kernels, testing::ValuesIn(kSpecialCases),
 INSTANTIATE_TEST_SUITE_P(Hidden, Sm80Kernels, testing::ValuesIn(kHiddenCases),
                          [](const auto& info) { return info.param.name; });
 
+// ---- packed sequences
+// ----------------------------------------------------------------------------------------------
+
+class Sm80Packed : public testing::TestWithParam<PackedCase> {};
+
+TEST_P(Sm80Packed, Bf16) { check_packed<sm80::StorageOf<Bf16>>(kTable, GetParam()); }
+TEST_P(Sm80Packed, Fp16) { check_packed<sm80::StorageOf<Fp16>>(kTable, GetParam()); }
+TEST_P(Sm80Packed, Fp32) { check_packed<sm80::StorageOf<Fp32>>(kTable, GetParam()); }
+
+INSTANTIATE_TEST_SUITE_P(All, Sm80Packed, testing::ValuesIn(kPackedCases),
+                         [](const auto& info) { return info.param.options.name; });
+
+// Whatever the numbers in memory are, a call ends and writes nothing beside its results.
+TEST(Sm80PackedGarbage, EndsWhateverIsInMemory) {
+  std::mt19937 random(11);
+  for (int round = 0; round < 6; ++round) {
+    PackedCall<sm80::StorageOf<Bf16>> call({{.name = "garbage", .causal = true, .deterministic = true}, kShort});
+    for (std::vector<int32_t>* cu : {&call.cu_q(), &call.cu_k()}) {
+      for (int32_t& x : *cu) x = static_cast<int32_t>(random() % 400) - 100;
+      if (round % 2 == 0) std::sort(cu->begin(), cu->end());
+    }
+    call.run_garbage(kTable);
+  }
+}
+
 // ---- a function in the place of the softcap
 // ---------------------------------------------------------------------------
 
@@ -208,9 +235,9 @@ struct WithFunction : Base {
 
 template <class Element, class F>
 void check_function(const Case& c) {
-  const auto forward = [](const ForwardArgs& args, const Plan& plan, void*) {
+  const auto forward = [](const ForwardArgs& args, const Plan& plan, void* workspace) {
     sm80::launch_forward<WithFunction<sm80::ForwardTraits<Element, 64, false, false>, F>>(
-        args, plan.chosen<sm80::ForwardChoice>());
+        args, plan.chosen<sm80::ForwardChoice>(), workspace);
   };
   const auto backward = [](const BackwardArgs& args, const Plan& plan, void* workspace) {
     sm80::launch_backward<WithFunction<sm80::BackwardTraits<Element, 64, false, sm80::Between::kAny>, F>>(

@@ -14,6 +14,7 @@
 // it; where it has one, out goes from registers and Q's stage is handed back after the tile's last S.
 #pragma once
 
+#include "kernels/sm90/forward/packed.cuh"
 #include "kernels/sm90/forward/parts.cuh"
 
 namespace flash_ext::sm90 {
@@ -21,9 +22,11 @@ namespace flash_ext::sm90 {
 // ---- producer -------------------------------------------------------------------------------------------------------
 
 // Order: K of the last tile, Q, then K of the next tile before V of this one, as the consumers ask for them, and on in
-// the same way from one tile of queries to the next.
+// the same way from one tile of queries to the next. listed: of packed sequences, tiles of a head.
 template <class Traits>
-__device__ __forceinline__ void produce(const ForwardParams& params, const typename Traits::Rings& rings) {
+__device__ __forceinline__ void produce(const typename Traits::Params& params, const typename Traits::Rings& rings,
+                                        int listed) {
+  using Work = typename Traits::Work;
   constexpr int kBlockN = Traits::kBlockN, kConsumers = Traits::kConsumers;
   typename Traits::QPlace q;
   typename Traits::KvPlace k, v;
@@ -31,18 +34,18 @@ __device__ __forceinline__ void produce(const ForwardParams& params, const typen
   const auto load_k = [&](const Work& work, int n) {
     barrier_wait(rings.k.empty(k.stage), k.phase ^ 1);
     load_tile<kBlockN, Traits::kPanels>(rings.k, k.stage, params.k,
-                                        work.box(params.k.steps, work.head / params.group_k, n * kBlockN));
+                                        work.key_box(params, params.k.steps, work.head / params.group_k, n * kBlockN));
     k.advance();
   };
   const auto load_v = [&](const Work& work, int n) {
     barrier_wait(rings.v.empty(v.stage), v.phase ^ 1);
     load_tile<kBlockN, Traits::kPanels>(rings.v, v.stage, params.v,
-                                        work.box(params.v.steps, work.head / params.group_v, n * kBlockN));
+                                        work.key_box(params, params.v.steps, work.head / params.group_v, n * kBlockN));
     v.advance();
   };
   const auto q_box = [&](const Work& work, int consumer) {
     const auto at = work.template place<Traits>(params, work.first_query + consumer * 64);
-    return work.box(params.q.steps, at.head, at.query);
+    return work.query_box(params, params.q.steps, at.head, at.query);
   };
   const auto load_q = [&](const Work& work) {
 #pragma unroll 1
@@ -67,7 +70,11 @@ __device__ __forceinline__ void produce(const ForwardParams& params, const typen
   // A tile, told to the consumers.
   const auto tell = [&](uint32_t linear) {
     Work work = {};
-    if (linear < params.tiles) work = Work::at<Traits>(params, linear);
+    if constexpr (Traits::kPacked) {
+      if (linear < Work::tiles_of(params, listed)) work = Work::template at<Traits>(params, linear, listed);
+    } else {
+      if (linear < params.tiles) work = Work::template at<Traits>(params, linear);
+    }
     barrier_wait(rings.works.empty(w.stage), w.phase ^ 1);
     store_shared(rings.works.tile(w.stage), work);
     barrier_arrive(rings.works.full(w.stage));
@@ -106,6 +113,7 @@ template <class Traits>
 __device__ __forceinline__ void consume(const typename Traits::Params& params, const typename Traits::Rings& rings,
                                         int consumer) {
   using T = typename Traits::T;
+  using Work = typename Traits::Work;
   constexpr ForwardShape kShape = Traits::kShape;
   constexpr int kBlockN = Traits::kBlockN, kHeadDim = Traits::kHeadDim, kConsumers = Traits::kConsumers;
   const int lane = threadIdx.x % 32;
@@ -150,20 +158,21 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
     if constexpr (Traits::kScored) {
       const int row = consumer * 64 + warp_row, first = work.first_query + row + lane / 4 - lane % 4 * 2;
       take_scores<T, kBlockN, (kHeadDim <= 128), typename Traits::Function>(
-          s_acc, params.scores, rings.scores, c, row, slope, first + params.scores.alibi.offset - n * kBlockN);
+          s_acc, params.scores, rings.scores, c, row, slope, first + work.diagonal_of(params) - n * kBlockN);
     }
     if (!Traits::kStaged && n == work.first_n && lane == 0) barrier_arrive(rings.q.empty(q_index()));
     const int first_row = work.first_query + consumer * 64;
     const int row_mask = kShape.shares_keys ? params.shared.row_mask : -1;
     const int queries = kShape.shares_keys ? params.shared.queries : 64;
-    if (params.band.is_boundary(first_row & row_mask, queries, n * kBlockN, kBlockN)) {
-      mask_band(s_acc, params.band, first_row + warp_row + lane / 4, n * kBlockN, row_mask);
+    const TileBand& band = work.band_of(params);
+    if (band.is_boundary(first_row & row_mask, queries, n * kBlockN, kBlockN)) {
+      mask_band(s_acc, band, first_row + warp_row + lane / 4, n * kBlockN, row_mask);
     }
   };
   // P of the tile n is packed.
   const auto drop_p = [&](int n) {
     if (!drops) return;
-    const int bh = (work.b1 * params.inner_batch + work.b0) * params.heads_q + work.head;
+    const int bh = work.flat_head(params);
     DropoutDraws(draws).apply<kBlockN>(p_frag, bh, (work.first_query + consumer * 64 + warp_row) / 16,
                                        n * (kBlockN / 16));
   };
@@ -258,7 +267,7 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
   // The first S of a tile of queries is issued with the last O of the one before.
   if (consumer == kConsumers - 1) pass_turn<Traits>(consumer);
   next_work();
-  top_n = work.top_of<Traits>(params, consumer);
+  top_n = work.template top_of<Traits>(params, consumer);
   barrier_wait(rings.q.full(q_index()), q.phase);
   begin();
   int done_index = -1;
@@ -293,7 +302,7 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
     // The last O of this tile and the first S of the next; out leaves under that S.
     done_index = q_index();
     next_work();
-    top_n = work.top_of<Traits>(params, consumer);
+    top_n = work.template top_of<Traits>(params, consumer);
     if (work.any() && top_n == work.last_n) {
       issue_o_and_next_s();
       wgmma_wait<1>();
@@ -321,6 +330,11 @@ __global__ void __launch_bounds__(Traits::kShape.threads(), 1)
     grid_dependency_launch();  // combine may take its place; it waits for the end of this grid
     if (skip_part<Traits>(params)) return;
   }
+  int listed = 0;
+  if constexpr (Traits::kPacked) {
+    listed = count_tiles<kShape.threads()>(params.packed);
+    if (blockIdx.x >= PackedWork::tiles_of(params, listed)) return;
+  }
   const typename Traits::Rings rings = Traits::rings(tile_base());
   if (threadIdx.x == 0) {
     for (const TensorMap* map : {&params.q, &params.k, &params.v, &params.out}) prefetch_map(&map->map);
@@ -333,9 +347,10 @@ __global__ void __launch_bounds__(Traits::kShape.threads(), 1)
     fence_barrier_init();
   }
   __syncthreads();
-  const int warpgroup = enter_warpgroup<kShape.producer_registers(), kShape.consumer_registers()>();
+  const int warpgroup =
+      enter_warpgroup<kShape.producer_registers(Traits::kPacked), kShape.consumer_registers(Traits::kPacked)>();
   if (warpgroup == 0) {
-    if (threadIdx.x < 32 && elect_one()) produce<Traits>(params, rings);
+    if (threadIdx.x < 32 && elect_one()) produce<Traits>(params, rings, listed);
     if constexpr (Traits::kScored) {
       if (threadIdx.x >= 32) load_scores<Traits>(params, rings);
     }

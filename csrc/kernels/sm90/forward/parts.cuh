@@ -11,20 +11,22 @@
 
 namespace flash_ext::sm90 {
 
-template <class T_, int kHeadDim_, ForwardShape kShape_>
-struct ForwardTraits {
+// Work_: what the producer hands over of each tile.
+template <class T_, int kHeadDim_, ForwardShape kShape_, class Work_, class Params_>
+struct TraitsOfWork {
   using T = T_;
+  using Work = Work_;
+  using Params = Params_;
   static constexpr ForwardShape kShape = kShape_;
   static constexpr int kHeadDim = kHeadDim_, kBlockM = kShape.block_m(), kBlockN = kShape.block_n;
   static constexpr int kPanels = panels(kHeadDim), kConsumers = kShape.consumers;
-  static constexpr ForwardSmem kSmem = forward_smem(kShape, kHeadDim);
+  static constexpr ForwardSmem kSmem = forward_smem(kShape, kHeadDim, sizeof(Work));
   static constexpr int kQBytes = tile_bytes(64, kHeadDim), kKvBytes = tile_bytes(kBlockN, kHeadDim);
   static constexpr int kQTiles = kShape.q_stages * kConsumers;
   static constexpr bool kStaged = kShape.q_stages > 1;  // out goes through Q's stage
   static constexpr bool kScored = kShape.scored;
   static constexpr bool kHasLimit = !kScored || kHeadDim <= 128;  // NOTE: else 4 to 8 bytes were spilled
-  using Params = std::conditional_t<kScored, ScoredParams, ForwardParams>;
-  using Function = void;  // in the place of the softcap, see cap_or_call
+  using Function = void;                                          // in the place of the softcap, see cap_or_call
   using QPlace = RingPlace<kShape.q_stages>;
   using KvPlace = RingPlace<kShape.stages>;
   using WorkPlace = RingPlace<kWorks>;
@@ -45,6 +47,12 @@ struct ForwardTraits {
             {base + kSmem.works, works},
             {base + kSmem.scores, works + kWorks * 16}};
   }
+};
+
+template <class T, int kHeadDim, ForwardShape kShape>
+struct ForwardTraits
+    : TraitsOfWork<T, kHeadDim, kShape, Work, std::conditional_t<kShape.scored, ScoredParams, ForwardParams>> {
+  static constexpr bool kPacked = false;
 };
 
 // Named barriers: 1 + w is the turn of consumer warpgroup w, 1 + consumers + w is its own.
@@ -152,8 +160,9 @@ __device__ __forceinline__ void end_p(Softmax& softmax, float (&s_acc)[Traits::k
 // registers, or as a part. warp_row: the first of them in the warpgroup.
 template <class Traits, class Softmax>
 __device__ __forceinline__ void store_rows(float (&o_acc)[Traits::kHeadDim / 2], const typename Traits::Params& params,
-                                           const typename Traits::Rings& rings, int stage, const Work& done,
-                                           int warp_row, int row, const Softmax& softmax, int consumer) {
+                                           const typename Traits::Rings& rings, int stage,
+                                           const typename Traits::Work& done, int warp_row, int row,
+                                           const Softmax& softmax, int consumer) {
   constexpr int kHeadDim = Traits::kHeadDim;
   const int lane = threadIdx.x % 32;
   const auto place = [&](int half) { return done.template place<Traits>(params, row + lane / 4 + 8 * half); };
@@ -178,7 +187,7 @@ __device__ __forceinline__ void store_rows(float (&o_acc)[Traits::kHeadDim / 2],
     // All four warps have finished with Q; its stage belongs to out now.
     named_barrier_sync(kTurnBarrier + Traits::kConsumers + consumer, 128);
     stage_out<typename Traits::T, kHeadDim>(o_acc, rings.q.tile(stage), warp_row, params.out.map,
-                                            done.box(params.out.steps, done.head, row));
+                                            done.query_box(params, params.out.steps, done.head, row));
   } else if (is_part) {
     const Parts& parts = params.parts;
     float* rows[2];
@@ -190,7 +199,8 @@ __device__ __forceinline__ void store_rows(float (&o_acc)[Traits::kHeadDim / 2],
     write_part<kHeadDim>(o_acc, rows, parts.cols);
   } else {
     const OutView& out = params.out_view;
-    char* const base = out.data + done.b0 * out.b0 + done.b1 * out.b1;
+    char* base = out.data + done.b0 * out.b0 + done.b1 * out.b1;
+    if constexpr (Traits::kPacked) base += done.row_q * out.row;
     char* rows[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

@@ -13,6 +13,7 @@
 #include "kernels/sm90/kernels.h"
 #include "kernels/sm90/run_scores.cuh"
 #include "kernels/stages/combine.h"
+#include "kernels/stages/sequences.h"
 
 namespace flash_ext::sm90 {
 
@@ -22,12 +23,27 @@ static __global__ void clear_kernel(uint32_t* counter) {
   *counter = 0;
 }
 
-// workspace: the counter where the order is counted, the parts where keys are split.
+// Lists the tiles of packed sequences and clears the rows of results that belong to none. list: scratch.
+inline PackedList prepare_packed(const ForwardArgs& args, int block_m, void* list) {
+  using cuda::TilesOf;
+  const Problem& problem = args.problem;
+  cuda::clear_unused_rows(problem, args.sequences, TilesOf::kQueries, args.out, problem.heads_q, problem.head_dim_v, 2,
+                          args.stream);
+  if (args.lse != nullptr) {
+    cuda::clear_unused_lse(problem, args.sequences, static_cast<float*>(args.lse), args.stream);
+  }
+  return {cuda::list_packed_tiles(problem, args.sequences, TilesOf::kQueries, block_m, list, args.stream),
+          static_cast<int>(most_packed_tiles(problem, problem.rows_q, block_m)), static_cast<int>(problem.rows_q),
+          problem.bottom_right ? -1 : 0};
+}
+
+// workspace: the counter where the order is counted, the parts where keys are split; behind a counter's place the list
+// of packed sequences.
 template <class Traits>
 void launch_forward(const ForwardArgs& args, const ForwardLaunch& how, void* workspace) {
   constexpr int kFar = 1 << 30;  // lengths from here on are refused
   const Problem& problem = args.problem;
-  const Band band = make_band(problem);
+  const Band band = Traits::kPacked ? make_band(problem, 0, 0) : make_band(problem);
   const auto clamp = [](int64_t x) { return static_cast<int>(std::clamp<int64_t>(x, -kFar, kFar)); };
   Splits splits = how.splits;
   // A query that all heads repeat has no rows to share tiles with.
@@ -35,15 +51,20 @@ void launch_forward(const ForwardArgs& args, const ForwardLaunch& how, void* wor
   const ForwardOrder order = how.tiles == Tiles::kSplit ? split_order(problem, Traits::kBlockM, splits, how.grid)
                                                         : forward_order(problem, Traits::kBlockM, how.grid);
   typename Traits::Params params;
-  const auto map = [&](const TensorView& view, int64_t heads, int64_t rows, int64_t cols, int box_rows) {
-    return make_tensor_map(problem, view, heads, rows, cols, box_rows, Promotion::k128);
-  };
   const int head_rows = splits.head_rows, box_heads = head_rows > 0 ? 64 / head_rows : 1;
-  params.q = make_tensor_map(problem, args.q, problem.heads_q, problem.len_q, problem.head_dim, 64 / box_heads,
-                             Promotion::k128, box_heads);
-  params.k = map(args.k, problem.heads_k, problem.len_k, problem.head_dim, Traits::kBlockN);
-  params.v = map(args.v, problem.heads_v, problem.len_k, problem.head_dim_v, Traits::kBlockN);
-  params.out = map(args.out, problem.heads_q, problem.len_q, problem.head_dim_v, 16);
+  const auto map = [&](const TensorView& view, int64_t heads, int64_t rows, int64_t cols, int box_rows, int of_heads) {
+    if constexpr (Traits::kPacked) {
+      return make_packed_map(problem, view, heads, rows, cols, box_rows, Promotion::k128);
+    } else {
+      return make_tensor_map(problem, view, heads, rows, cols, box_rows, Promotion::k128, of_heads);
+    }
+  };
+  const int64_t rows_q = Traits::kPacked ? problem.rows_q : problem.len_q;
+  const int64_t rows_k = Traits::kPacked ? problem.rows_k : problem.len_k;
+  params.q = map(args.q, problem.heads_q, rows_q, problem.head_dim, 64 / box_heads, box_heads);
+  params.k = map(args.k, problem.heads_k, rows_k, problem.head_dim, Traits::kBlockN, 1);
+  params.v = map(args.v, problem.heads_v, rows_k, problem.head_dim_v, Traits::kBlockN, 1);
+  params.out = map(args.out, problem.heads_q, rows_q, problem.head_dim_v, 16, 1);
   params.out_view = make_out_view(problem, args.out);
   params.schedule = order.schedule;
   params.band = {clamp(band.lower), clamp(band.upper), static_cast<int>(problem.len_k)};
@@ -63,7 +84,7 @@ void launch_forward(const ForwardArgs& args, const ForwardLaunch& how, void* wor
   params.to_log2 = static_cast<float>(problem.scale * kLog2e);
   params.lse = static_cast<float*>(args.lse);
   if constexpr (Traits::kScored) {
-    params.schedule.batch_inner = batch_shares_scores(problem, args);
+    params.schedule.batch_inner = !Traits::kPacked && batch_shares_scores(problem, args);
     constexpr ForwardSmem kSmem = Traits::kSmem;
     params.scores = make_scores(args, Traits::kBlockM, Traits::kBlockN, 0, kSmem.works - kSmem.scores);
     if (problem.has_bias || problem.has_alibi || problem.softcap != 0.0) {  // scores are in natural units then
@@ -80,6 +101,9 @@ void launch_forward(const ForwardArgs& args, const ForwardLaunch& how, void* wor
     params.parts.out = static_cast<float*>(workspace);
     params.parts.sums = reinterpret_cast<float2*>(params.parts.out + splits.count * part_elements(problem));
   }
+  if constexpr (Traits::kPacked) {
+    params.packed = prepare_packed(args, Traits::kBlockM, static_cast<char*>(workspace) + kCounterBytes);
+  }
   const auto launch = [&](const auto& how_to) {
     how_to(forward_kernel<Traits>, cuda::grid_of(order.grid), Traits::kShape.threads(), Traits::kSmem.total,
            args.stream, params);
@@ -94,6 +118,12 @@ void run_forward(const ForwardArgs& args, const ForwardLaunch& how, void* worksp
   using T = std::conditional_t<kDType == DType::kFloat16, __half, __nv_bfloat16>;
   constexpr ForwardShape kFew = forward_shape(kHeadDim, Tiles::kFew), kMany = forward_shape(kHeadDim, Tiles::kMany),
                          kSplit = forward_shape(kHeadDim, Tiles::kSplit);
+  if (args.problem.packed) {
+    if (how.tiles == Tiles::kScored) {
+      return launch_forward<PackedTraits<T, kHeadDim, forward_shape(kHeadDim, Tiles::kScored)>>(args, how, workspace);
+    }
+    return launch_forward<PackedTraits<T, kHeadDim, kMany>>(args, how, workspace);
+  }
   if (how.tiles == Tiles::kScored) {
     return launch_forward<ForwardTraits<T, kHeadDim, forward_shape(kHeadDim, Tiles::kScored)>>(args, how, workspace);
   }

@@ -48,9 +48,29 @@ struct ForwardParams {
   Parts parts;        // of a shape that shares keys
 };
 
+// The tiles of keys [first_n, last_n) that a tile of queries sees; where it sees none, one behind the last key.
+template <int kBlockM, int kBlockN>
+__device__ __forceinline__ void find_keys(int& first_n, int& last_n, const TileBand& band, int first_query, int len_q) {
+  const int last_query = min(first_query + kBlockM, len_q) - 1;
+  const int first_key = max(first_query + band.lower, 0);
+  const int last_key = min(last_query + band.upper + 1, band.len_k);
+  const bool any = last_key > first_key;
+  first_n = (any ? first_key : band.len_k + kBlockN - 1) / kBlockN;
+  last_n = any ? (last_key + kBlockN - 1) / kBlockN : first_n + 1;
+}
+
+// The last of those tiles of which a consumer's queries see one, and one more: first_n < top <= last_n. any: it has
+// some.
+template <int kBlockN>
+__device__ __forceinline__ int top_tile(const TileBand& band, int last_query, bool any, int first_n, int last_n) {
+  const int last_key = any ? min(last_query + band.upper + 1, band.len_k) : 0;
+  return min(max((last_key + kBlockN - 1) / kBlockN, first_n + 1), last_n);
+}
+
 // One tile of the grid: 64 * consumers queries of one head, or rows of a group that shares tiles, and the tiles of keys
 // they see. Where they see none it is one tile behind the last key, which reads as zeros and is masked. The producer
-// hands it over in shared memory.
+// hands it over in shared memory. What it says of lengths and places is asked of it with the parameters, because those
+// of packed sequences (packed.cuh) are its own.
 struct alignas(16) Work {
   int first_query;      // or row
   int first_n, last_n;  // of keys; equal in what stands for the end of a block's work, and in a part without keys
@@ -73,12 +93,7 @@ struct alignas(16) Work {
     work.b0 = b - work.b1 * params.inner_batch;
     work.first_query = static_cast<int>(tile.block) * kBlockM;
     const int first_query = kSharesKeys ? work.first_query & params.shared.row_mask : work.first_query;
-    const int last_query = min(first_query + kBlockM, params.len_q) - 1;
-    const int first_key = max(first_query + params.band.lower, 0);
-    const int last_key = min(last_query + params.band.upper + 1, params.band.len_k);
-    const bool any = last_key > first_key;
-    work.first_n = (any ? first_key : params.band.len_k + kBlockN - 1) / kBlockN;
-    work.last_n = any ? (last_key + kBlockN - 1) / kBlockN : work.first_n + 1;
+    find_keys<kBlockM, kBlockN>(work.first_n, work.last_n, params.band, first_query, params.len_q);
     work.part = 0;
     if constexpr (kSharesKeys) {
       work.part = static_cast<int>(linear % parts);
@@ -87,7 +102,7 @@ struct alignas(16) Work {
     return work;
   }
 
-  // The last tile of keys of which a consumer sees one, and one more: first_n < top <= last_n.
+  // top_tile of a consumer.
   template <class Traits>
   __device__ __forceinline__ int top_of(const ForwardParams& params, int consumer) const {
     constexpr int kBlockN = Traits::kBlockN;
@@ -95,8 +110,7 @@ struct alignas(16) Work {
     const int row = first_query + consumer * 64, query = kShares ? row & params.shared.row_mask : row;
     const int last_query = min(query + 64, params.len_q) - 1;
     const bool any = row < (kShares ? params.shared.rows : params.len_q);
-    const int last_key = any ? min(last_query + params.band.upper + 1, params.band.len_k) : 0;
-    return min(max((last_key + kBlockN - 1) / kBlockN, first_n + 1), last_n);
+    return top_tile<kBlockN>(params.band, last_query, any, first_n, last_n);
   }
 
   // Of a row of the tile's.
@@ -115,13 +129,30 @@ struct alignas(16) Work {
     }
   }
 
+  __device__ __forceinline__ const TileBand& band_of(const ForwardParams& params) const { return params.band; }
+  // i + this - j is how far a key j is from the diagonal.
+  template <class Params>
+  __device__ __forceinline__ int diagonal_of(const Params& params) const {
+    return params.scores.alibi.offset;
+  }
+  // Of all batch elements' heads, which the bits of dropout are of.
+  __device__ __forceinline__ int flat_head(const ForwardParams& params) const {
+    return (b1 * params.inner_batch + b0) * params.heads_q + head;
+  }
+
   // Of a query in lse and in a part's results.
   __device__ __forceinline__ int64_t row(const ForwardParams& params, Place at) const {
     return (static_cast<int64_t>(b1 * params.inner_batch + b0) * params.heads_q + at.head) * params.len_q + at.query;
   }
 
-  __device__ __forceinline__ BoxStart box(const BoxSteps& steps, int box_head, int row) const {
+  // Boxes of q and out, and of k and v.
+  __device__ __forceinline__ BoxStart query_box(const ForwardParams&, const BoxSteps& steps, int box_head,
+                                                int row) const {
     return {0, row, box_head * steps.head, b0 * steps.b0, b1 * steps.b1};
+  }
+  __device__ __forceinline__ BoxStart key_box(const ForwardParams& params, const BoxSteps& steps, int box_head,
+                                              int row) const {
+    return query_box(params, steps, box_head, row);
   }
 };
 

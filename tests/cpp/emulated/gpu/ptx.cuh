@@ -91,10 +91,11 @@ void visit_box(const CUtensorMap* map, uint32_t shared, const BoxStart& at, cons
       for (int64_t col = 0; col < encoded.box[0]; ++col) {
         const int64_t place[5] = {start[0] + col, start[1] + row, start[2] + head, start[3], start[4]};
         bool inside = true;
-        char* global = encoded.data + place[0] * 2;
+        uint64_t address = reinterpret_cast<uint64_t>(encoded.data) + static_cast<uint64_t>(place[0]) * 2;
         for (int i = 0; i < 5; ++i)
           inside = inside && place[i] >= 0 && place[i] < static_cast<int64_t>(encoded.size[i]);
-        for (int i = 1; i < 5; ++i) global += place[i] * static_cast<int64_t>(encoded.stride[i - 1]);
+        for (int i = 1; i < 5; ++i) address += static_cast<uint64_t>(place[i]) * encoded.stride[i - 1];  // wraps around
+        char* const global = reinterpret_cast<char*>(address);
         const uint32_t linear = row_address + static_cast<uint32_t>(col) * 2;
         const uint32_t swizzle = encoded.box[0] == 64 ? 7 : 3;  // of 128 or 64 bytes
         fn(linear ^ (linear >> 7 & swizzle) << 4, inside ? global : nullptr);
