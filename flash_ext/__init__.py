@@ -6,6 +6,7 @@ from flash_ext import checkpoint as _checkpoint
 from flash_ext import dynamo as _dynamo
 from flash_ext import flops as _flops
 from flash_ext import late as _late
+from flash_ext import nested as _nested
 from flash_ext import ops as _ops
 from flash_ext import partitioner as _partitioner
 from flash_ext import vmap as _vmap
@@ -16,6 +17,7 @@ from flash_ext.errors import AttentionError
 from flash_ext.explain import explain
 from flash_ext.ops import build_info
 from flash_ext.sdpa import scaled_dot_product_attention
+from flash_ext.varlen import attention_varlen
 
 _library = _ops.new_library()
 _vmap.register(_library)
@@ -25,6 +27,7 @@ _late.when_imported("torch.utils.checkpoint", _checkpoint.register)
 _late.when_imported(
     "torch.distributed.tensor", lambda: _importlib.import_module("flash_ext.sharding").register(_library)
 )
+_late.when_imported("torch.nested._internal.ops", _nested.register)
 _late.when_imported("torch.utils.flop_counter", _flops.register)
 
 __version__ = build_info()["version"]
@@ -41,6 +44,7 @@ __all__ = [
     "AttentionError",
     "FlashAttention",
     "attention",
+    "attention_varlen",
     "build_info",
     "checkpoint_ops",
     "disable",

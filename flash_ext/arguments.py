@@ -1,4 +1,5 @@
-"""Numbers and flags of a call, for where Python checks them; the eager entry of ``_C`` has the same rules and texts.
+"""Numbers, flags and bands of a call, for where Python checks them; the eager entry of ``_C`` has the same rules and
+texts.
 
 PyTorch takes a 0-d tensor for a number where it wants no gradient, and so do we. One that wants a gradient would
 silently get none.
@@ -13,6 +14,9 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
+from flash_ext.errors import AttentionError
+
+Window = tuple[int | None, int | None]
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)  # NOTE: Dynamo of torch 2.9 knows no union in isinstance
 
 
@@ -49,3 +53,15 @@ def flag(value: Any, name: str) -> bool:
     if isinstance(value, bool):
         return value
     raise TypeError(f"{name} is of type {type(value).__name__}; it must be a bool")
+
+
+def check_band(window: Window | None, align: str) -> Window:
+    """The form of ``window``, whose sides it returns, and the two alignments."""
+    if align not in ("top_left", "bottom_right"):
+        raise AttentionError(f'align is {align!r}; it must be "top_left" or "bottom_right"')
+    if window is None:
+        return None, None
+    sides = tuple(window) if isinstance(window, (tuple, list)) else ()  # torch 2.9's Dynamo does not know tuple | list
+    if len(sides) != 2 or not all(side is None or (type(side) is int) for side in sides):
+        raise TypeError(f"window is {window!r}; it must be (left, right), each None or a number of keys")
+    return sides

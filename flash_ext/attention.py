@@ -5,15 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flash_ext import ops, script
-from flash_ext.arguments import flag, number
+from flash_ext import nested, ops, script
+from flash_ext.arguments import Window, check_band, flag, number
 from flash_ext.errors import AttentionError
 
 _eager = ops.C.attention if ops.C else None
 _operator = torch.ops.flash_ext.attention.default
 _backward = torch.ops.flash_ext.attention_backward.default
-
-Window = tuple[int | None, int | None]
 
 
 def _differ(a: int, b: int) -> bool:
@@ -26,7 +24,7 @@ def _differ(a: int, b: int) -> bool:
 
 
 def check_native(query: Tensor, key: Tensor, value: Tensor, window: Window | None, align: str) -> Window:
-    """What only the native call knows: 4 dimensions, the form of ``window``, the two alignments."""
+    """What only the native call knows: 4 dimensions, and what ``check_band`` knows."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} is of type {type(tensor).__name__}; it must be a torch.Tensor")
@@ -40,14 +38,7 @@ def check_native(query: Tensor, key: Tensor, value: Tensor, window: Window | Non
             f"query, key and value have batch sizes {query.shape[0]}, {key.shape[0]} and {value.shape[0]}; "
             "they must be equal (expand a shared one)"
         )
-    if align not in ("top_left", "bottom_right"):
-        raise AttentionError(f'align is {align!r}; it must be "top_left" or "bottom_right"')
-    if window is None:
-        return None, None
-    sides = tuple(window) if isinstance(window, (tuple, list)) else ()  # torch 2.9's Dynamo does not know tuple | list
-    if len(sides) != 2 or not all(side is None or (type(side) is int) for side in sides):
-        raise TypeError(f"window is {window!r}; it must be (left, right), each None or a number of keys")
-    return sides
+    return check_band(window, align)
 
 
 def attention(
@@ -89,6 +80,9 @@ def attention(
         deterministic: bit-identical results over runs; None takes ``torch.are_deterministic_algorithms_enabled()``.
         return_lse: return (out, lse).
 
+    Query, key and value may be nested tensors of the jagged layout, (B, H, j, E): see ``attention_varlen``, whose masks
+    and biases they take; out and lse are then nested, too.
+
     Returns:
         out (B, Hq, L, Ev) in query's dtype and stride order; with ``return_lse`` also lse (B, Hq, L), the natural
         logarithm of the sum of exponentials of each row's scores, float32 (float64 for float64), differentiable.
@@ -98,12 +92,18 @@ def attention(
         AttentionError: shapes, dtypes, devices or options that do not fit.
         TypeError: an argument of a wrong type.
     """
+    if getattr(query, "is_nested", False):
+        return nested.attention(
+            query, key, value, causal=causal, window=window, align=align, mask=mask, bias=bias, softcap=softcap,
+            alibi_slopes=alibi_slopes, dropout_p=dropout_p, scale=scale, deterministic=deterministic,
+            return_lse=return_lse,
+        )  # fmt: skip
     left, right = check_native(query, key, value, window, align)
     bottom_right = align == "bottom_right"
     if _eager is not None and not torch.compiler.is_compiling():
         result = _eager(
-            query, key, value, mask, bias, alibi_slopes, causal, left, right, bottom_right, softcap, dropout_p, scale,
-            True, deterministic, None, return_lse,
+            query, key, value, mask, bias, alibi_slopes, None, None, None, None, causal, left, right, bottom_right,
+            softcap, dropout_p, scale, True, deterministic, None, 0, 0, return_lse,
         )  # fmt: skip
         if result is not NotImplemented:
             return result

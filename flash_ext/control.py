@@ -92,12 +92,12 @@ def enable() -> _Enabled:
     overlap it is on until the last one is left. What ``torch.utils.checkpoint`` computes again is computed as its
     forward was. A compiled function follows: it is compiled again where the choice is another one. Turns off
     ``torch.backends.mha``'s fast path, because MultiheadAttention and TransformerEncoder would bypass attention in
-    evaluation (nested tensors need it there, and raise).
+    evaluation (nested tensors of the strided layout need it there, and raise).
 
-    Left to PyTorch: nested tensors, other devices, unknown tensor subclasses, ``need_weights=True``, and calls for
-    which one of PyTorch's own kernels was chosen: inside ``sdpa_kernel(...)``, or where
-    ``torch.backends.cuda.enable_*_sdp`` leave one. The first call that is left for such a choice warns, and ``why_not``
-    counts them.
+    Left to PyTorch: nested tensors of the strided layout, other devices, unknown tensor subclasses,
+    ``need_weights=True``, and calls for which one of PyTorch's own kernels was chosen: inside ``sdpa_kernel(...)``, or
+    where ``torch.backends.cuda.enable_*_sdp`` leave one. The first call that is left for such a choice warns, and
+    ``why_not`` counts them.
     """
     scope = _Enabled()
     _begin(scope)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from flash_ext.arguments import flag, number
-from flash_ext.attention import Window, check_native
+from flash_ext.arguments import Window, check_band, flag, number
+from flash_ext.attention import check_native
 from flash_ext.errors import AttentionError
 from flash_ext.ops import require_c
 
@@ -192,8 +192,16 @@ def explain(
     scale: float | None = None,
     deterministic: bool | None = None,
     enable_gqa: bool = False,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_q: int = 0,
+    max_k: int | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
 ) -> Explanation:
-    """The plan that ``attention`` (with ``sdpa=True``: ``scaled_dot_product_attention``) executes for these arguments.
+    """The plan that ``attention`` executes for these arguments; with ``sdpa=True`` the plan of
+    ``scaled_dot_product_attention``, with ``cu_seqlens_q`` that of ``attention_varlen``, of which the CPU computes one
+    sequence after the other: the plan is the longest one's.
 
     Takes meta and fake tensors. ``device`` plans for a device that is not there; by default the tensors' own (the CPU
     for meta tensors). Backward is planned for the floating inputs that require gradients, or for all if none does.
@@ -215,8 +223,11 @@ def explain(
             mask, bias = (attn_mask, None) if attn_mask.dtype == torch.bool else (None, attn_mask)
         causal, gqa = is_causal, enable_gqa
     else:
-        left, right = check_native(query, key, value, window, align)
+        packed = cu_seqlens_q is not None
+        left, right = check_band(window, align) if packed else check_native(query, key, value, window, align)
         bottom_right = align == "bottom_right"
+    if max_k is None:
+        max_k = max_q
     inputs = (query, key, value, bias, alibi_slopes)
     wanted = [t is not None and t.requires_grad for t in inputs]
     if not any(wanted):
@@ -225,8 +236,9 @@ def explain(
         device = "" if query.device.type == "meta" else query.device
     with _disable_current_modes():
         q, k, v, mask, bias, alibi_slopes = (_meta(t) for t in (query, key, value, mask, bias, alibi_slopes))
-        options = (causal, left, right, bottom_right, softcap, dropout_p, scale, gqa, deterministic, None)
-        text = require_c().explain(q, k, v, mask, bias, alibi_slopes, *options, str(device), wanted)
+        lengths = (None if t is None else t.to("meta") for t in (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k))
+        options = (causal, left, right, bottom_right, softcap, dropout_p, scale, gqa, deterministic, None, max_q, max_k)
+        text = require_c().explain(q, k, v, mask, bias, alibi_slopes, *lengths, *options, str(device), wanted)
     parts = json.loads(text)
     plans = []
     for name in ("forward", "backward"):

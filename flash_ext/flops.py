@@ -1,27 +1,59 @@
 """FLOPs of the operators for ``torch.utils.flop_counter``, by torch's own rule for attention.
 
 Forward: 2 Hq L S (E + Ev) a batch element; backward: 2 Hq L S (3 E + 2 Ev), which computes the scores again, whichever
-gradients are wanted. Bands and masks are not known: a kept pair counts as much as one that is left out. What decomposes
-(the drop-in, double backward, forward-mode AD) is counted by what it decomposes to.
+gradients are wanted. Of packed sequences L S is the sum over them, whose lengths are read; fake and meta tensors have
+none, and all are the longest then, as in torch's own rule. Bands and masks are not known: a kept pair counts as much as
+one that is left out. What decomposes (the drop-in, double backward, forward-mode AD) is counted by what it decomposes
+to.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
 import torch
-
-Shape = tuple[int, ...]
-
-
-def _forward(query: Shape, key: Shape, value: Shape, *_: Any, out_shape: tuple[Shape, ...], **__: Any) -> int:
-    rows = prod(out_shape[0][:-1])  # broadcast over batch and heads, as out is
-    return 2 * rows * key[-2] * (query[-1] + value[-1])
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 
-def _backward(_: Any, __: Any, query: Shape, key: Shape, value: Shape, out: Shape, *___: Any, **____: Any) -> int:
-    return 2 * prod(out[:-1]) * key[-2] * (3 * query[-1] + 2 * value[-1])
+def _lengths(cu_seqlens: Tensor, used: Tensor | None, longest: int) -> list[int]:
+    if cu_seqlens.is_meta or isinstance(cu_seqlens, (FakeTensor, FunctionalTensor)):
+        return [longest] * (cu_seqlens.size(0) - 1)
+    return (cu_seqlens.diff() if used is None else used).tolist()
+
+
+def _pairs(call: dict[str, Any], out: Tensor) -> int:
+    """Pairs of a query and a key, over all heads of query."""
+    if call.get("cu_seqlens_q") is None:
+        return prod(out.shape[:-1]) * call["key"].shape[-2]  # broadcast over batch and heads, as out is
+    cu_q, cu_k = call["cu_seqlens_q"], call.get("cu_seqlens_k")
+    queries = _lengths(cu_q, call.get("seqused_q"), call["max_q"])
+    keys = _lengths(cu_q if cu_k is None else cu_k, call.get("seqused_k"), call["max_k"])
+    return out.shape[1] * sum(q * k for q, k in zip(queries, keys, strict=True))
+
+
+def _call(target: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    names = [argument.name for argument in target._schema.arguments]
+    return dict(zip(names, args, strict=False)) | kwargs
+
+
+def _forward_of(target: Any) -> Callable[..., int]:
+    def flops(*args: Any, out_val: tuple[Tensor, ...], **kwargs: Any) -> int:
+        call = _call(target, args, kwargs)
+        return 2 * _pairs(call, out_val[0]) * (call["query"].shape[-1] + call["value"].shape[-1])
+
+    return flops
+
+
+def _backward_of(target: Any) -> Callable[..., int]:
+    def flops(*args: Any, out_val: Any, **kwargs: Any) -> int:
+        call = _call(target, args, kwargs)
+        return 2 * _pairs(call, call["out"]) * (3 * call["query"].shape[-1] + 2 * call["value"].shape[-1])
+
+    return flops
 
 
 def register() -> None:
@@ -29,10 +61,10 @@ def register() -> None:
     from torch.utils.flop_counter import flop_registry, register_flop_formula
 
     operators = torch.ops.flash_ext
-    for formula, targets in (
-        (_forward, (operators.attention, operators.attention_with_rng_state)),
-        (_backward, (operators.attention_backward,)),
+    for formula_of, targets in (
+        (_forward_of, (operators.attention, operators.attention_with_rng_state)),
+        (_backward_of, (operators.attention_backward,)),
     ):
         for target in targets:
             flop_registry.pop(target, None)
-            register_flop_formula(target)(formula)
+            register_flop_formula(target, get_raw=True)(formula_of(target.default))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_ext import ops, script
+from flash_ext import nested, ops, script
 from flash_ext.arguments import flag, number
 from flash_ext.errors import AttentionError
 
@@ -72,6 +72,9 @@ def scaled_dot_product_attention(
         scale: factor of the scores; ``1 / sqrt(E)`` by default; any finite number.
         enable_gqa: the head counts of key and value each divide Hq; query head h reads key head h // (Hq / H).
 
+    Query, key and value may be nested tensors of the jagged layout, (B, H, j, E) or (B, j, E): then out is one, too,
+    and attn_mask broadcasts to (B, Hq, longest query, longest key).
+
     Returns:
         (..., Hq, L, Ev) in query's dtype and stride order. A row with nothing to attend to is 0, with gradients of 0.
 
@@ -83,6 +86,10 @@ def scaled_dot_product_attention(
         out = _eager(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         if out is not NotImplemented:
             return out
+    if getattr(query, "is_nested", False):
+        return nested.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
     dropout_p = number(dropout_p, "dropout_p")
     scale = None if scale is None else number(scale, "scale")
     flag(is_causal, "is_causal"), flag(enable_gqa, "enable_gqa")

@@ -6,6 +6,8 @@ What has that dimension is sharded alike; what is broadcast along it, as one key
 is a partial sum. Key heads that do not divide over the ranks, lengths and head dims are gathered first: sequences stay
 whole.
 
+Packed sequences are sharded in their heads alone: their rows stay whole, and so do the tensors of their lengths.
+
 Dropout follows torch's random operators on DTensors: replicas agree, shards have maps of their own, and a seed
 reproduces them; the map is not that of the unsharded call. Each shard's random state is the call's with the shard's
 number added, so it comes back sharded. A random state that a caller gives whole means the map of the whole, so all is
@@ -29,6 +31,7 @@ _ops = torch.ops.flash_ext
 _MISSING = dict.fromkeys(("query", "key", "value", "mask", "bias", "out", "grad_out"), 0)
 _MISSING |= {"lse": 1, "grad_lse": 1, "alibi_slopes": 2}
 _INPUTS = ("query", "key", "value", "mask", "bias")
+_LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
 
 
 class _Call:
@@ -40,6 +43,7 @@ class _Call:
         self.values = dict(zip(names, args, strict=False)) | kwargs
         self.tensors = {name: self.values[name] for name in _MISSING if self.values.get(name) is not None}
         self.mesh: DeviceMesh = next(t for t in self.values.values() if isinstance(t, DTensor)).device_mesh
+        self.packed = self.values.get("cu_seqlens_q") is not None
         self.rank = max(self.tensors[name].dim() for name in ("query", "key", "value"))
         self.drops = self.values.get("dropout_p", 0.0) > 0
         self._check()
@@ -67,8 +71,16 @@ class _Call:
     def _dim_of(self, name: str, dim: int) -> int | None:
         """Where the tensor holds leading dimension ``dim`` of the result; None where it is broadcast along it."""
         tensor = self.tensors[name]
-        own = dim - (self.rank - _MISSING[name] - tensor.dim())
+        own = dim + self._first_dim(name)
         return own if own >= 0 and tensor.shape[own] != 1 else None
+
+    def _first_dim(self, name: str) -> int:
+        """Where the tensor would hold the first of the result's leading dimensions; negative: nowhere."""
+        dims = self.tensors[name].dim()
+        if not self.packed:
+            return dims - self.rank + _MISSING[name]
+        # The one leading dimension is the heads: query (rows, heads, cols), lse (heads, rows), mask (.., heads, L, S).
+        return {"lse": 0, "grad_lse": 0, "alibi_slopes": dims - 1, "mask": dims - 3, "bias": dims - 3}.get(name, 1)
 
     def _whole_size(self, dim: int) -> int:
         names = ("query",) if self.values.get("gqa", False) and dim == self.rank - 3 else ("query", "key", "value")
@@ -84,8 +96,8 @@ class _Call:
         placement = tensor.placements[mesh_dim] if isinstance(tensor, DTensor) else None
         if type(placement) is not Shard or tensor.shape[placement.dim] == 1:
             return None
-        dim = placement.dim + self.rank - _MISSING[name] - tensor.dim()
-        return dim if dim < self.rank - 2 and self.leading[dim] != 1 else None
+        dim = placement.dim - self._first_dim(name)
+        return dim if 0 <= dim < self.rank - 2 and self.leading[dim] != 1 else None
 
     def _heads_divide(self) -> bool:
         """Whether each rank's heads of query read the heads of key and value that it has."""
@@ -134,10 +146,19 @@ class _Call:
             if list(tensor.placements) != wanted:
                 tensor = tensor.detach().redistribute(self.mesh, wanted)
             values[name] = tensor.to_local()
+        for name in _LENGTHS:
+            if isinstance(values.get(name), DTensor):
+                values[name] = values[name].redistribute(self.mesh, [Replicate()] * self.mesh.ndim).to_local()
         state = values.get("rng_state")
         if isinstance(state, DTensor):
             values["rng_state"] = state.to_local()
         return values
+
+    def whole_sizes(self, out: Tensor) -> tuple[list[int], list[int]]:
+        """Of out and lse, by the sizes of this rank's out."""
+        if self.packed:
+            return [out.shape[0], *self.leading, out.shape[2]], [*self.leading, out.shape[0]]
+        return [*self.leading, *out.shape[-2:]], [*self.leading, out.shape[-2]]
 
     def draw(self, like: Tensor) -> DTensor:
         """The random state of the call's shards: the first rank's, and the number of the shard."""
@@ -175,10 +196,12 @@ def _forward(cls: Any, func: Any, types: Any, args: tuple, kwargs: dict[str, Any
             drawn = call.draw(values["query"])
             func, values["rng_state"] = _ops.attention_with_rng_state.default, drawn.to_local()
         out, lse, *state = func(**values)
-        sizes = [*call.leading, *out.shape[-2:]]
-        results = [call.wrap(out, call.placements, sizes)]
+        out_sizes, lse_sizes = call.whole_sizes(out)
+        # Of packed sequences the placements, which are of heads, stand at another dimension of out.
+        shards = [Shard(1) if call.packed and isinstance(p, Shard) else p for p in call.placements]
+        results = [call.wrap(out, shards, out_sizes)]
         if values.get("return_lse", False):
-            results.append(call.wrap(lse, call.placements, sizes[:-1]))
+            results.append(call.wrap(lse, call.placements, lse_sizes))
         else:
             results.append(call.replicated(lse))
         if draws:

@@ -1,8 +1,8 @@
 """vmap of the operators: the mapped dimension becomes one more leading dimension, by strides and without a loop.
 
-The operators broadcast their leading dimensions, so a rule only moves the mapped dimension to the front. Dropout is the
-exception: its map counts (batch, head), so each sample is a call of its own, with its own random state
-(``randomness="different"``) or with one for all (``"same"``).
+The operators broadcast their leading dimensions, so a rule only moves the mapped dimension to the front. There are two
+exceptions, in which each sample is a call of its own. Dropout's map counts (batch, head); samples have random states of
+their own (``randomness="different"``) or one for all (``"same"``). And packed sequences have no leading dimensions.
 """
 
 from __future__ import annotations
@@ -38,9 +38,13 @@ def _logical_rank(qkv: list[Tensor], dims: _Dims) -> int:
     return max(t.dim() - (d is not None) for t, d in zip(qkv, dims, strict=True))
 
 
+_INPUTS = 10  # of attention: query, key, value, mask, bias, alibi_slopes, and four of packed sequences
+_CU_SEQLENS_Q = 6
+
+
 def _ranks(rank: int) -> list[int]:
-    """Logical dimensions of query, key, value, mask, bias and alibi_slopes in a call of ``rank``."""
-    return [rank] * 5 + [rank - 2]
+    """Logical dimensions of the inputs in a dense call of ``rank``, which has none of the last four."""
+    return [rank] * 5 + [rank - 2] + [1] * 4
 
 
 def _sample(values: list, dims: _Dims, index: int) -> list:
@@ -61,7 +65,8 @@ def _forward_inputs(batch: int, inputs: list, dims: _Dims) -> list:
 
 
 def _attention(info: Any, in_dims: _Dims, *args: Any, **options: Any) -> tuple:
-    inputs, dims = _pad(args, 6), _pad(in_dims, 6)
+    inputs, dims = _pad(args, _INPUTS), _pad(in_dims, _INPUTS)
+    lse_dim = 0 if options.get("return_lse", False) else None
     if options.get("dropout_p", 0.0) > 0:
         if info.randomness == "error":
             raise RuntimeError(_NO_RANDOMNESS)
@@ -72,8 +77,12 @@ def _attention(info: Any, in_dims: _Dims, *args: Any, **options: Any) -> tuple:
         rest = [_with_state(_sample(inputs, dims, i), state, options) for i in range(1, info.batch_size)]
         (out, lse), _ = _stack([first[:2], *rest])
         return (out, lse, state), (0, 0, None)
+    if inputs[_CU_SEQLENS_Q] is not None:
+        results = [_ops.attention(*_sample(inputs, dims, i), **options) for i in range(info.batch_size)]
+        lse = results[0][1] if lse_dim is None else torch.stack([result[1] for result in results])
+        return (torch.stack([result[0] for result in results]), lse, results[0][2]), (0, lse_dim, None)
     result = _ops.attention(*_forward_inputs(info.batch_size, inputs, dims), **options)
-    return result, (0, 0 if options.get("return_lse", False) else None, None)
+    return result, (0, lse_dim, None)
 
 
 def _with_state(inputs: list, state: Tensor, options: dict) -> tuple[Tensor, Tensor]:
@@ -81,26 +90,28 @@ def _with_state(inputs: list, state: Tensor, options: dict) -> tuple[Tensor, Ten
 
 
 def _attention_with_rng_state(info: Any, in_dims: _Dims, *args: Any, **options: Any) -> tuple:
-    args, in_dims = _pad(args, 7), _pad(in_dims, 7)
+    args, in_dims = _pad(args, 1 + _INPUTS), _pad(in_dims, 1 + _INPUTS)
     state, state_dim = args.pop(3), in_dims.pop(3)
-    if options.get("dropout_p", 0.0) > 0:
+    lse_dim = 0 if options.get("return_lse", False) else None
+    if options.get("dropout_p", 0.0) > 0 or args[_CU_SEQLENS_Q] is not None:
         results = []
         for i in range(info.batch_size):
             one = state if state_dim is None else state.select(state_dim, i)
             results.append(_with_state(_sample(args, in_dims, i), one, options))
-        return _stack(results)
+        (out, lse), _ = _stack(results)
+        return (out, results[0][1] if lse_dim is None else lse), (0, lse_dim)
     state = state if state_dim is None else state.select(state_dim, 0)
     result = _with_state(_forward_inputs(info.batch_size, args, in_dims), state, options)
-    return result, (0, 0 if options.get("return_lse", False) else None)
+    return result, (0, lse_dim)
 
 
 def _attention_backward(info: Any, in_dims: _Dims, *args: Any, **options: Any) -> tuple:
-    args, dims = _pad(args, 11), _pad(in_dims, 11)
-    if options.get("dropout_p", 0.0) > 0:
+    args, dims = _pad(args, 5 + _INPUTS), _pad(in_dims, 5 + _INPUTS)
+    if options.get("dropout_p", 0.0) > 0 or args[5 + _CU_SEQLENS_Q] is not None:
         return _stack([_ops.attention_backward(*_sample(args, dims, i), **options) for i in range(info.batch_size)])
     rank = _logical_rank(args[2:5], dims[2:5])
     # Every sample has gradients of its own, so inputs that are shared between samples are expanded, not summed over.
-    ranks = [rank, rank - 1, rank, rank, rank, rank, rank - 1, 1, rank, rank, rank - 2]
+    ranks = [rank, rank - 1, rank, rank, rank, rank, rank - 1, 1, rank, rank, rank - 2, 1, 1, 1, 1]
     state = args[7] if dims[7] is None else args[7].select(dims[7], 0)
     fronted = [_front(t, d, r, info.batch_size) for t, d, r in zip(args, dims, ranks, strict=True)]
     fronted[7] = state

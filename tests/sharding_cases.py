@@ -153,6 +153,33 @@ def strides_keep_their_order(mesh: Any) -> None:
 
 
 @case
+def packed_sequences_by_heads(mesh: Any) -> None:
+    lengths = torch.tensor([1, 4, 4, 9], dtype=torch.int32, device=mesh.device_type)
+
+    def call(**tensors: Any) -> Any:
+        tensors = {name: t.to(mesh.device_type) for name, t in tensors.items()}
+        return flash_ext.attention_varlen(
+            **tensors, cu_seqlens_q=lengths, max_q=5, causal=True, window=(3, 0), return_lse=True
+        )
+
+    def rows(q: Names, k: Names, v: Names, heads: tuple[int, int, int] = (4, 2, 4)) -> dict[str, Any]:
+        shapes = [(10, heads[0], 8), (10, heads[1], 8), (10, heads[2], 3)]
+        return {
+            name: (rand(*shape), names)
+            for name, shape, names in zip(("query", "key", "value"), shapes, (q, k, v), strict=True)
+        }
+
+    extra = {"bias": (rand(3, 4, 5, 5), S1), "mask": (rand(5) > -1, R), "alibi_slopes": (rand(4).float(), S0)}
+    compare(mesh, call, rows(R, R, R), R, {"query": R, "key": R})
+    for given in (rows(S1, S1, S1), rows(S1, R, R), rows(R, S1, R)):
+        grads = {"query": S1, "key": S1, "value": S1, "bias": S1, "alibi_slopes": S0}
+        out = compare(mesh, call, given | extra, None, grads)
+        assert list(out.placements) == placed(S1)
+    compare(mesh, call, rows(S1, R, R, (4, 1, 1)), None, {"key": "P", "value": "P"})
+    compare(mesh, call, rows(S0, S0, S0), R)  # rows stay whole
+
+
+@case
 def masks_biases_and_slopes(mesh: Any) -> None:
     shapes: dict[Any, tuple[str, str]] = {  # the gradient's place for a result sharded in batch, in heads
         (2, 4, 5, 6): (S0, S1),

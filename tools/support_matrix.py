@@ -30,7 +30,7 @@ ORDER = ("cpu", "sm90", "sm80", "chunked")
 
 @dataclass(frozen=True)
 class Call:
-    """Sizes are [batch, heads, rows, columns]."""
+    """Sizes are [batch, heads, rows, columns], or packed [rows of both sequences, heads, columns]."""
 
     dtype: torch.dtype = torch.bfloat16
     heads_k: int = 4
@@ -39,6 +39,7 @@ class Call:
     head_dim: int = 64
     head_dim_v: int | None = None
     transposed: bool = False  # columns that are not contiguous
+    packed: bool = False
     tensors: tuple[tuple[str, tuple[int, ...], torch.dtype], ...] = ()
     wants: tuple[str, ...] = INPUTS
     options: dict[str, Any] = field(default_factory=dict)
@@ -60,6 +61,12 @@ class Call:
             "value": tensor("value", (2, self.heads_k, self.keys, cols_v), self.dtype),
         }
         arguments |= {name: tensor(name, shape, dtype) for name, shape, dtype in self.tensors}
+        if self.packed:
+            for name in INPUTS:
+                batch, heads, rows, cols = arguments[name].shape
+                arguments[name] = tensor(name, (batch * rows, heads, cols), self.dtype)
+            lengths = torch.empty(3, dtype=torch.int32, device="meta")
+            arguments |= {"cu_seqlens_q": lengths, "cu_seqlens_k": lengths, "max_q": self.queries, "max_k": self.keys}
         if device != "8.0":
             plan = flash_ext.explain(**arguments, **self.options, device="cuda" if device == "9.0" else "cpu")
             return plan.forward.backend, plan.backward.backend
@@ -108,6 +115,7 @@ FEATURES: dict[str, list[Call]] = {
     "dropout, the same map on every backend": [*calls(options=[{"dropout_p": 0.1}], head_dim=(64, 256))],
     "gradients of some inputs alone": [*calls(wants=[("query",), ("key", "value")])],
     "a few queries, a few keys": [*calls(queries=(1, 40), keys=(8, 512))],
+    "packed sequences, nested tensors": [*calls(packed=[True], options=MODES, head_dim=(64, 256))],
 }
 # Of README.md: the features that a row stands for.
 SHORT: dict[str, tuple[str, ...]] = {
@@ -130,6 +138,7 @@ SHORT: dict[str, tuple[str, ...]] = {
     ),
     "gradient of a bias": ("gradient of a float mask or bias",),
     "gradient of ALiBi slopes": ("gradient of ALiBi slopes",),
+    "packed sequences, nested tensors": ("packed sequences, nested tensors",),
 }
 DEVICES = {"CPU": "cpu", "CUDA, 8.0 and above": "8.0", "Hopper, 9.0": "9.0"}
 

@@ -91,6 +91,11 @@ void convert(py::handle object, const char* name, int64_t& to) {
                          "; it must be an int of 64 bits");
   }
 }
+void convert(py::handle object, const char* name, c10::SymInt& to) {
+  int64_t number = 0;
+  convert(object, name, number);
+  to = number;
+}
 void convert(py::handle object, const char*, std::string_view& to) { to = py::cast<std::string_view>(object); }
 template <class T>
 void convert(py::handle object, const char* name, std::optional<T>& to) {
@@ -232,6 +237,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("set_choice", &set_choice, "Returns what undoes it.");
   m.def("choice_text", &choice_text);
   m.def("enabled_calls", &enabled_calls);
+  m.def("takes_nested_call", &takes_nested_call, "For flash_ext/nested.py.");
   m.def("calls_left", &calls_left);
   m.def("listeners", &listeners, "For flash_ext.profiling.range, as are the next two.");
   m.def("nvtx_push", &nvtx::push);

@@ -105,6 +105,10 @@ void check_dtypes_and_devices(const Inputs& in) {
   same_device("mask", in.mask);
   same_device("bias", in.bias);
   same_device("alibi_slopes", in.alibi_slopes);
+  same_device("cu_seqlens_q", in.cu_seqlens_q);
+  same_device("cu_seqlens_k", in.cu_seqlens_k);
+  same_device("seqused_q", in.seqused_q);
+  same_device("seqused_k", in.seqused_k);
   if (in.mask.defined() && in.mask.scalar_type() != at::kBool) {
     fail("mask", "is of ", dtype_text(in.mask.scalar_type()), "; a mask must be of torch.bool (True = attend)");
   }
@@ -145,6 +149,18 @@ Int broadcast(const Int& a, const Int& b, const Inputs& in) {
        shape_text<Int>(in.value), " do not broadcast together in their leading dimensions");
 }
 
+// Key and value heads divide the query heads.
+template <class Int>
+void check_grouped_heads(const Shape<Int>& shape) {
+  const Int& hq = shape.heads_q;
+  for (const auto& [name, heads] : {std::pair{"key", &shape.heads_k}, std::pair{"value", &shape.heads_v}}) {
+    const bool divides = known_equal(*heads, Int(0)) ? must_equal(hq, Int(0)) : must_equal<Int>(hq % *heads, Int(0));
+    if (!divides) {
+      fail(name, "has ", *heads, " heads, which does not divide the ", hq, " heads of query (grouped-query attention)");
+    }
+  }
+}
+
 template <class Int>
 void check_heads(const Inputs& in, const Options& options, Shape<Int>& shape) {
   const Int hq = size_from_right<Int>(in.query, 3);
@@ -155,14 +171,7 @@ void check_heads(const Inputs& in, const Options& options, Shape<Int>& shape) {
     return;
   }
   shape.heads_q = hq;
-  const auto check = [&](const char* name, const Int& heads) {
-    const bool divides = known_equal(heads, Int(0)) ? must_equal(hq, Int(0)) : must_equal<Int>(hq % heads, Int(0));
-    if (!divides) {
-      fail(name, "has ", heads, " heads, which does not divide the ", hq, " heads of query (grouped-query attention)");
-    }
-  };
-  check("key", shape.heads_k);
-  check("value", shape.heads_v);
+  check_grouped_heads(shape);
 }
 
 // A mask or a bias broadcasts to the scores and may not enlarge them.
@@ -185,8 +194,7 @@ void check_scores_like(const char* name, const Tensor& tensor, const Shape<Int>&
 template <class Int>
 void check_alibi(const Tensor& slopes, const Shape<Int>& shape) {
   if (!slopes.defined()) return;
-  Sizes<Int> heads = shape.lse_sizes();  // (..., Hq)
-  heads.pop_back();
+  const Sizes<Int> heads = shape.heads_sizes();
   const auto sizes = sizes_of<Int>(slopes);
   bool fits =
       shape.rank > 2 && !sizes.empty() && sizes.size() <= heads.size() && must_equal(sizes.back(), heads.back());
@@ -211,8 +219,97 @@ c10::ArrayRef<c10::SymInt> sizes_of<c10::SymInt>(const Tensor& tensor) {
   return tensor.sym_sizes();
 }
 
+namespace {
+
+// Sizes of packed sequences; checks of the heads, the mask and what else dense calls have follow.
+template <class Int>
+Shape<Int> check_packed(const Inputs& in, const Options& options) {
+  Shape<Int> shape;
+  shape.packed = true;
+  shape.rank = 4;
+  const std::pair<const char*, const Tensor*> qkv[] = {{"query", &in.query}, {"key", &in.key}, {"value", &in.value}};
+  for (const auto& [name, tensor] : qkv) {
+    if (tensor->dim() != 3) {
+      fail(name, "of shape ", shape_text<Int>(*tensor), " has ", tensor->dim(),
+           " dimensions; packed sequences take 3: (rows of all sequences, heads, head_dim)");
+    }
+  }
+  check_dtypes_and_devices(in);
+  check_options(options);
+  const auto of = [](const Tensor& tensor, int64_t dim) { return sizes_of<Int>(tensor)[dim]; };
+  const auto check_lengths = [&](const char* name, const Tensor& tensor, const char* meaning, const auto& accepts) {
+    if (!tensor.defined()) return;
+    if (tensor.dim() != 1 || tensor.scalar_type() != at::kInt || !accepts(of(tensor, 0))) {
+      fail(name, "of shape ", shape_text<Int>(tensor), " and ", dtype_text(tensor.scalar_type()), " is not ", meaning,
+           " of torch.int32");
+    }
+  };
+  check_lengths("cu_seqlens_q", in.cu_seqlens_q, "(sequences + 1,)",
+                [](const Int& n) { return !known_equal<Int>(n, 0); });
+  const Int batch = of(in.cu_seqlens_q, 0) - 1;
+  check_lengths("cu_seqlens_k", in.cu_seqlens_k, "of the size of cu_seqlens_q, (sequences + 1,)",
+                [&](const Int& n) { return must_equal<Int>(n, batch + 1); });
+  for (const auto& [name, tensor] : {std::pair{"seqused_q", &in.seqused_q}, std::pair{"seqused_k", &in.seqused_k}}) {
+    check_lengths(name, *tensor, "(sequences,)", [&](const Int& n) { return must_equal<Int>(n, batch); });
+  }
+  shape.batch.push_back(batch);
+  shape.rows_q = of(in.query, 0);
+  shape.rows_k = of(in.key, 0);
+  shape.heads_q = of(in.query, 1);
+  shape.heads_k = of(in.key, 1);
+  shape.heads_v = of(in.value, 1);
+  shape.head_dim = of(in.query, 2);
+  shape.head_dim_v = of(in.value, 2);
+  const auto longest = [&](const char* name, const c10::SymInt& given) -> Int {
+    if (known(given.sym_lt(0))) fail(name, "is ", given, "; it must be a number of rows that is not negative");
+    if constexpr (std::is_same_v<Int, c10::SymInt>) {
+      return given;
+    } else {
+      return given.guard_int(__FILE__, __LINE__);
+    }
+  };
+  shape.len_q = longest("max_q", options.max_q);
+  shape.len_k = longest("max_k", options.max_k);
+  if (!must_equal(of(in.key, 2), shape.head_dim)) {
+    fail("key", "of shape ", shape_text<Int>(in.key), " has head dimension ", of(in.key, 2), ", but query has ",
+         shape.head_dim, "; they must be equal");
+  }
+  if (!must_equal(of(in.value, 0), shape.rows_k)) {
+    fail("value", "of shape ", shape_text<Int>(in.value), " has ", of(in.value, 0), " rows, but key has ", shape.rows_k,
+         "; they must be equal");
+  }
+  if (!in.cu_seqlens_k.defined() && !must_equal(shape.rows_k, shape.rows_q)) {
+    fail("cu_seqlens_k", "is None, which means the sequences of cu_seqlens_q, but key has ", shape.rows_k,
+         " rows and query ", shape.rows_q);
+  }
+  check_grouped_heads(shape);
+  return shape;
+}
+
+void check_dense(const Inputs& in, const Options& options) {
+  for (const auto& [name, tensor] : {std::pair{"cu_seqlens_k", &in.cu_seqlens_k}, std::pair{"seqused_q", &in.seqused_q},
+                                     std::pair{"seqused_k", &in.seqused_k}}) {
+    if (tensor->defined()) fail(name, "is given without cu_seqlens_q, which makes sequences packed");
+  }
+  for (const auto& [name, size] : {std::pair{"max_q", &options.max_q}, std::pair{"max_k", &options.max_k}}) {
+    if (!known_equal<c10::SymInt>(*size, 0)) {
+      fail(name, "is given without cu_seqlens_q, which makes sequences packed");
+    }
+  }
+}
+
+}  // namespace
+
 template <class Int>
 Shape<Int> check_call(const Inputs& in, const Options& options) {
+  if (in.packed()) {
+    Shape<Int> shape = check_packed<Int>(in, options);
+    check_scores_like("mask", in.mask, shape);
+    check_scores_like("bias", in.bias, shape);
+    check_alibi(in.alibi_slopes, shape);
+    return shape;
+  }
+  check_dense(in, options);
   const std::pair<const char*, const Tensor*> qkv[] = {{"query", &in.query}, {"key", &in.key}, {"value", &in.value}};
   Shape<Int> shape;
   for (const auto& [name, tensor] : qkv) {
@@ -255,6 +352,11 @@ void check_drop_in(const Tensor& query, const Tensor& key, const Tensor& value, 
     fail("attn_mask", "is given together with is_causal=True; only one of the two may be set");
   }
   for (const auto& [name, tensor] : {std::pair{"query", &query}, std::pair{"key", &key}, std::pair{"value", &value}}) {
+    if (tensor->is_nested() && tensor->layout() == at::kStrided) {
+      fail(name,
+           "is a nested tensor of layout torch.strided; make it one of layout torch.jagged, (B, heads, j, "
+           "head_dim)");
+    }
     if (enable_gqa && tensor->dim() < 3) {
       fail("enable_gqa", "is True, but ", name, " has ", tensor->dim(), " dimensions; grouped heads need 3 or more");
     }

@@ -40,11 +40,28 @@ struct Shape {
   Int heads_q = 1, heads_k = 1, heads_v = 1;
   Int len_q = 0, len_k = 0;
   Int head_dim = 1, head_dim_v = 1;
+  // Packed sequences: rows of the tensors; len_q and len_k are of the longest sequence, at most, and batch is how many.
+  bool packed = false;
+  Int rows_q = 0, rows_k = 0;
 
-  Sizes<Int> out_sizes() const { return sizes(heads_q, len_q, head_dim_v); }
+  Sizes<Int> out_sizes() const { return of_queries(head_dim_v); }
   Sizes<Int> lse_sizes() const {
+    if (packed) return {heads_q, rows_q};
     Sizes<Int> result = sizes(heads_q, len_q, head_dim_v);
     result.pop_back();
+    return result;
+  }
+  // Of a tensor with a row for each query or key.
+  Sizes<Int> of_queries(const Int& cols) const {
+    return packed ? Sizes<Int>{rows_q, heads_q, cols} : sizes(heads_q, len_q, cols);
+  }
+  Sizes<Int> of_keys(const Int& heads, const Int& cols) const {
+    return packed ? Sizes<Int>{rows_k, heads, cols} : sizes(heads, len_k, cols);
+  }
+  // The heads of slopes.
+  Sizes<Int> heads_sizes() const {
+    Sizes<Int> result(batch);
+    result.push_back(heads_q);
     return result;
   }
   // [batch..., heads, rows, cols]; without heads where the result has none.

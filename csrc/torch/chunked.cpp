@@ -9,7 +9,6 @@
 
 #include <ATen/ATen.h>
 #include <ATen/ExpandUtils.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <cmath>
 #include <limits>
@@ -17,6 +16,7 @@
 
 #include "core/band.h"
 #include "torch/checks.h"
+#include "torch/packed.h"
 #include "torch/problem.h"
 
 namespace flash_ext::chunked {
@@ -51,8 +51,13 @@ struct Block {
 
 class Composite {
  public:
-  Composite(const Inputs& in, const Tensor& rng_state, const Options& options)
-      : options_(options), rng_state_(rng_state), in_(in), shape_(check_call<c10::SymInt>(in, options)) {
+  // padding: of packed sequences, whose call padded is `in`; else null.
+  Composite(const Inputs& in, const Tensor& rng_state, const Options& options, const packed::Padding* padding)
+      : options_(options),
+        rng_state_(rng_state),
+        in_(in),
+        padding_(padding),
+        shape_(check_call<c10::SymInt>(in, options)) {
     dtype_ = accumulate_type(in.query.scalar_type());
     len_q = to_int(shape_.len_q);
     len_k = to_int(shape_.len_k);
@@ -64,11 +69,11 @@ class Composite {
     problem.len_q = len_q;
     problem.len_k = len_k;
     problem.causal = options.causal;
-    problem.bottom_right = options.bottom_right;
+    problem.bottom_right = options.bottom_right && padding == nullptr;
     problem.window_left = options.window_left.value_or(kUnbounded);
     problem.window_right = options.window_right.value_or(kUnbounded);
     band_ = make_band(problem);
-    offset_ = options.bottom_right ? len_k - len_q : 0;
+    offset_ = problem.bottom_right ? len_k - len_q : 0;
     int64_t rows_of_heads = heads_q_;
     for (const auto& size : shape_.batch) rows_of_heads *= to_int(size);
     flat_heads_ = rows_of_heads;
@@ -85,7 +90,10 @@ class Composite {
   }
 
   // Keys that the rows see; empty: the rows attend to nothing.
-  Range columns(Range rows) const { return band_.keys(rows, len_k); }
+  Range columns(Range rows) const {
+    const bool every = padding_ != nullptr && options_.bottom_right;  // the diagonal lies elsewhere in each sequence
+    return every ? Range{0, len_k} : band_.keys(rows, len_k);
+  }
 
   Block block(Range rows, Range cols) const {
     Block b{rows, cols, rows_of(in_.query, rows), {}, {}, {}, {}, {}, {}};
@@ -99,7 +107,7 @@ class Composite {
     const Tensor i = at::arange(rows.first, rows.last, index).unsqueeze(-1);
     const Tensor j = at::arange(cols.first, cols.last, index);
     if (in_.alibi_slopes.defined()) {
-      b.distance = -(i + offset_ - j).abs().to(dtype_);
+      b.distance = -(from_diagonal(i, j) - offset_).abs().to(dtype_);
       scores = scores + in_.alibi_slopes.to(dtype_).unsqueeze(-1).unsqueeze(-1) * b.distance;
     }
     // The place where masks are applied: the band, then the bool mask.
@@ -107,7 +115,11 @@ class Composite {
       scores = scores.masked_fill(pairs, -kInfinity);
       b.hidden = b.hidden.defined() ? b.hidden.logical_or(pairs) : pairs;
     };
-    if (!band_.unbounded()) hide((j - i < band_.lower).logical_or(j - i > band_.upper));
+    if (!band_.unbounded()) {
+      const Tensor distance = from_diagonal(i, j);
+      hide((distance < band_.lower).logical_or(distance > band_.upper));
+    }
+    if (padding_ != nullptr) hide(padding_->hidden(i, j));
     if (in_.mask.defined()) hide(part(part(in_.mask, -2, rows), -1, cols).logical_not());
     // The row maximum is a constant: the result does not depend on it. A row without keys subtracts 0.
     const Tensor row_max = scores.detach().amax(-1, true);
@@ -200,6 +212,10 @@ class Composite {
   Tensor k, v;
 
  private:
+  // j - i, without the offset of the diagonal where each sequence has its own.
+  Tensor from_diagonal(const Tensor& i, const Tensor& j) const {
+    return padding_ != nullptr ? j - i - padding_->offset() : j - i;
+  }
   Tensor with_heads(const Tensor& tensor) const { return tensor.dim() < 3 ? tensor.unsqueeze(0) : tensor; }
   Tensor zeros_like(const Tensor& input) const {
     return at::zeros_symint(input.sym_sizes(), input.options().dtype(dtype_).requires_grad(false));
@@ -226,22 +242,17 @@ class Composite {
   Options options_;
   Tensor rng_state_;
   Inputs in_;
+  const packed::Padding* padding_;
   Shape<c10::SymInt> shape_;
   at::ScalarType dtype_ = at::kFloat;
   Band band_;
   int64_t offset_ = 0, block_ = 1, heads_q_ = 1, flat_heads_ = 1;
 };
 
-// The composite computes in the dtype it chose, whatever autocast says around it.
-const c10::impl::ExcludeDispatchKeyGuard without_autocast() {
-  return c10::impl::ExcludeDispatchKeyGuard(c10::autocast_dispatch_keyset);
-}
-
 }  // namespace
 
-Forward forward(const Inputs& in, const Tensor& rng_state, const Options& options) {
-  const auto guard = without_autocast();
-  const Composite c(in, rng_state, options);
+Forward forward_of(const Inputs& in, const Tensor& rng_state, const Options& options, const packed::Padding* padding) {
+  const Composite c(in, rng_state, options, padding);
   std::vector<Tensor> out, lse;
   for (const Range rows : c.row_blocks()) {
     const Range cols = c.columns(rows);
@@ -257,10 +268,9 @@ Forward forward(const Inputs& in, const Tensor& rng_state, const Options& option
   return {c.join(out, c.shape().head_dim_v), c.join(lse, 1).squeeze(-1)};
 }
 
-Gradients backward(const Tensor& grad_out, const Tensor& grad_lse, const Inputs& in, const Tensor& rng_state,
-                   const Options& options, const GradMask& grad_mask) {
-  const auto guard = without_autocast();
-  const Composite c(in, rng_state, options);
+Gradients backward_of(const Tensor& grad_out, const Tensor& grad_lse, const Inputs& in, const Tensor& rng_state,
+                      const Options& options, const GradMask& grad_mask, const packed::Padding* padding) {
+  const Composite c(in, rng_state, options, padding);
   std::vector<Tensor> dq, dbias;
   Tensor dk, dv, dslopes;
   for (const Range rows : c.row_blocks()) {
@@ -303,10 +313,10 @@ Gradients backward(const Tensor& grad_out, const Tensor& grad_lse, const Inputs&
 //   df/dS = X = P o (Y - rowsum(P o Y))                 Y = dP o (W - w) - delta o W + U
 //   df/dA = X o C' + dS o M o C''                       C'' = -2 t (1 - t^2) / c
 //   df/dq = scale (df/dA k + dA Gk)     df/dk = scale (df/dA^T q + dA^T Gq)     df/dbias = X     df/dslope = sum X o R
-DoubleBackward double_backward(const Gradients& cotangents, const Tensor& grad_out, const Tensor& grad_lse,
-                               const Inputs& in, const Tensor& rng_state, const Options& options) {
-  const auto guard = without_autocast();
-  const Composite c(in, rng_state, options);
+DoubleBackward double_backward_of(const Gradients& cotangents, const Tensor& grad_out, const Tensor& grad_lse,
+                                  const Inputs& in, const Tensor& rng_state, const Options& options,
+                                  const packed::Padding* padding) {
+  const Composite c(in, rng_state, options, padding);
   const Tensor &gq = cotangents[kDq], &gk = cotangents[kDk], &gv = cotangents[kDv], &gb = cotangents[kDbias],
                &gs = cotangents[kDslopes];
   std::vector<Tensor> d_grad_out, d_grad_lse, dq, dbias;

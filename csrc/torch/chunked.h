@@ -7,6 +7,10 @@
 
 #include "torch/options.h"
 
+namespace flash_ext::packed {
+class Padding;
+}
+
 namespace flash_ext::chunked {
 
 struct Forward {
@@ -29,5 +33,13 @@ struct DoubleBackward {
 // Gradients of sum over the five gradients of <cotangent, gradient>; an undefined cotangent is zero.
 DoubleBackward double_backward(const Gradients& cotangents, const Tensor& grad_out, const Tensor& grad_lse,
                                const Inputs& in, const Tensor& rng_state, const Options& options);
+
+// The same of dense calls. padding: what makes `in` of packed sequences, or null.
+Forward forward_of(const Inputs& in, const Tensor& rng_state, const Options& options, const packed::Padding* padding);
+Gradients backward_of(const Tensor& grad_out, const Tensor& grad_lse, const Inputs& in, const Tensor& rng_state,
+                      const Options& options, const GradMask& grad_mask, const packed::Padding* padding);
+DoubleBackward double_backward_of(const Gradients& cotangents, const Tensor& grad_out, const Tensor& grad_lse,
+                                  const Inputs& in, const Tensor& rng_state, const Options& options,
+                                  const packed::Padding* padding);
 
 }  // namespace flash_ext::chunked

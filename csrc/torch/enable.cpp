@@ -3,8 +3,9 @@
 //
 // They are registered by the first set_enabled(true) and stay; a flag decides. NOTE: registering and unregistering
 // changes one key after the other, and a call of another thread in between was computed without its gradients.
-// What stays PyTorch's: nested tensors, other devices and unknown tensor subclasses (they dispatch on other keys), and
-// calls for which its user chose one of PyTorch's own kernels.
+// What stays PyTorch's: other devices and unknown tensor subclasses (they dispatch on other keys), and calls for which
+// its user chose one of PyTorch's own kernels. Nested tensors of the jagged layout never come here, because Python
+// decides about them (flash_ext/nested.py); those of the strided layout stay PyTorch's.
 #include "torch/enable.h"
 
 #include <ATen/Context.h>
@@ -71,23 +72,28 @@ bool is_plain(const Tensor& tensor) {
 
 bool is_enabled() { return enabled_here.value_or(enabled.load(std::memory_order_relaxed)); }
 
+// Whether such a call runs here; it is counted either way, and the first one that is left for a choice warns.
+bool takes_call(bool is_plain) {
+  if (!is_enabled()) return false;
+  Reason* reason = chosen_kernel();
+  if (reason == nullptr && !is_plain) reason = &reasons[2];
+  if (reason == nullptr) {
+    calls.fetch_add(1, std::memory_order_relaxed);
+    return true;
+  }
+  if (reason->calls.fetch_add(1, std::memory_order_relaxed) == 0 && reason->warns) {
+    TORCH_WARN("flash_ext.enable(): a call of scaled_dot_product_attention goes to PyTorch, because ", reason->text,
+               "; flash_ext.why_not() counts such calls.");
+  }
+  return false;
+}
+
 Tensor kernel(const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& attn_mask,
               double dropout_p, bool is_causal, std::optional<double> scale, bool enable_gqa) {
-  const auto pytorch = [&] {
+  if (!takes_call(is_plain(query) && is_plain(key) && is_plain(value))) {
     return at::native::scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale,
                                                     enable_gqa);
-  };
-  if (!is_enabled()) return pytorch();
-  Reason* reason = chosen_kernel();
-  if (reason == nullptr && !(is_plain(query) && is_plain(key) && is_plain(value))) reason = &reasons[2];
-  if (reason != nullptr) {
-    if (reason->calls.fetch_add(1, std::memory_order_relaxed) == 0 && reason->warns) {
-      TORCH_WARN("flash_ext.enable(): a call of scaled_dot_product_attention goes to PyTorch, because ", reason->text,
-                 "; flash_ext.why_not() counts such calls.");
-    }
-    return pytorch();
   }
-  calls.fetch_add(1, std::memory_order_relaxed);
   return flash_ext::scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa);
 }
 
@@ -117,6 +123,8 @@ void register_kernels_once() {
 }
 
 }  // namespace
+
+bool takes_nested_call() { return takes_call(true); }
 
 void set_enabled(bool on) {
   if (on) register_kernels_once();

@@ -28,6 +28,8 @@ Choice set_choice(const Choice& choice);
 // which backend. Compiled code is valid for one.
 std::string choice_text();
 
+// Whether a call with nested tensors of the jagged layout is computed here; counts it among those below.
+bool takes_nested_call();
 // Calls that came through it so far and were computed here.
 int64_t enabled_calls();
 // Calls that came through it and went to PyTorch: each reason with its number of calls, those that happened.

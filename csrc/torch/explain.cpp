@@ -12,6 +12,7 @@
 #include "core/library.h"
 #include "torch/cuda_runtime.h"
 #include "torch/dispatch.h"
+#include "torch/packed.h"
 #include "torch/problem.h"
 #include "torch/signatures.h"
 
@@ -110,22 +111,45 @@ BackwardArgs planned_backward(const Inputs& in, const Inputs& handed_over, const
   ProblemBuilder builder(in, options, shape);
   add_inputs(builder, args.fwd, handed_over, shape);
   const Tensor out = planned_tensor(shape.out_sizes(), in.query);
-  builder.add(args.fwd.out, out, shape.heads_q, shape.len_q, shape.head_dim_v);
-  builder.add(args.d_out, out, shape.heads_q, shape.len_q, shape.head_dim_v);
-  const auto add = [&](TensorView& view, bool& in_accum, const Tensor& input, int64_t heads, int64_t rows,
-                       int64_t cols) {
-    const Sizes<int64_t> whole = shape.sizes(heads, rows, cols);
+  builder.add_rows(args.fwd.out, out, shape.heads_q, shape.len_q, shape.head_dim_v);
+  builder.add_rows(args.d_out, out, shape.heads_q, shape.len_q, shape.head_dim_v);
+  const auto add = [&](TensorView& view, bool& in_accum, const Tensor& input, const Sizes<int64_t>& whole,
+                       int64_t heads, int64_t rows, int64_t cols) {
     in_accum = input.sizes() != c10::IntArrayRef(whole);
-    builder.add(view, in_accum ? at::empty(whole, nowhere(input)) : planned_tensor(whole, input), heads, rows, cols);
+    builder.add_rows(view, in_accum ? at::empty(whole, nowhere(input)) : planned_tensor(whole, input), heads, rows,
+                     cols);
   };
-  if (wanted[kDq]) add(args.dq, args.dq_in_accum, in.query, shape.heads_q, shape.len_q, shape.head_dim);
-  if (wanted[kDk]) add(args.dk, args.dk_in_accum, in.key, shape.heads_k, shape.len_k, shape.head_dim);
-  if (wanted[kDv]) add(args.dv, args.dv_in_accum, in.value, shape.heads_v, shape.len_k, shape.head_dim_v);
+  const auto dim = shape.head_dim, dim_v = shape.head_dim_v;
+  if (wanted[kDq]) add(args.dq, args.dq_in_accum, in.query, shape.of_queries(dim), shape.heads_q, shape.len_q, dim);
+  if (wanted[kDk]) {
+    add(args.dk, args.dk_in_accum, in.key, shape.of_keys(shape.heads_k, dim), shape.heads_k, shape.len_k, dim);
+  }
+  if (wanted[kDv]) {
+    add(args.dv, args.dv_in_accum, in.value, shape.of_keys(shape.heads_v, dim_v), shape.heads_v, shape.len_k, dim_v);
+  }
   if (wanted[kDbias])
     builder.add(args.dbias, at::empty(in.bias.sizes(), nowhere(in.bias)), shape.heads_q, shape.len_q, shape.len_k);
   builder.finish(args.fwd.problem);
   set_wanted(args.fwd.problem, wanted, args.dbias);
   return args;
+}
+
+// The longest of packed sequences alone, as the CPU will compute it.
+Inputs longest_alone(const Inputs& in, const Shape<int64_t>& shape) {
+  Inputs alone;
+  const auto rows = [](const Tensor& like, int64_t heads, int64_t len, int64_t cols) {
+    return at::empty({1, heads, len, cols}, nowhere(like));
+  };
+  alone.query = rows(in.query, shape.heads_q, shape.len_q, shape.head_dim);
+  alone.key = rows(in.key, shape.heads_k, shape.len_k, shape.head_dim);
+  alone.value = rows(in.value, shape.heads_v, shape.len_k, shape.head_dim_v);
+  const auto first = [](const Tensor& tensor, int64_t rank) {
+    return tensor.defined() && tensor.dim() == rank ? tensor.narrow(0, 0, 1) : tensor;
+  };
+  alone.mask = first(in.mask, 4);
+  alone.bias = first(in.bias, 4);
+  alone.alibi_slopes = first(in.alibi_slopes, 2);
+  return alone;
 }
 
 }  // namespace
@@ -135,6 +159,9 @@ std::string explain(const Inputs& in, const Options& options, std::string_view d
   const c10::Device planned = planned_device(in.query, device_name);
   const DeviceInfo device = device_info(planned);
   const auto name = options.backend.has_value() ? options.backend : requested_backend();
+  if (in.packed() && planned.is_cpu() && name != kChunked && shape.batch[0] > 0) {
+    return explain(longest_alone(in, shape), packed::dense_options(options), "cpu", grad_mask);
+  }
   const GradMask wanted = existing(grad_mask, in);
 
   const Inputs handed_over = planned_inputs(in, device);

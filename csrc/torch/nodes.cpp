@@ -67,6 +67,7 @@ IValue as_value(const std::optional<std::string_view>& name) {
 
 void from_value(const IValue& value, bool& to) { to = value.toBool(); }
 void from_value(const IValue& value, double& to) { to = value.toDouble(); }
+void from_value(const IValue& value, c10::SymInt& to) { to = value.toSymInt(); }
 template <class T>
 void from_value(const IValue& value, std::optional<T>& to) {
   to = value.toOptional<T>();
@@ -75,7 +76,7 @@ void from_value(const IValue& value, std::optional<std::string_view>& to) {
   if (!value.isNone()) to = stored_name(value.toStringView());
 }
 
-std::vector<IValue> packed(const Options& options) {
+std::vector<IValue> as_values(const Options& options) {
   std::vector<IValue> values;
   for_each_option([&](const auto& option) { values.push_back(as_value(options.*option.field)); });
   return values;
@@ -143,7 +144,7 @@ void SavingNode::release_variables() {
 void SavingNode::compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const {
   args.collect(std::string(name_));
   for (size_t i = 0; i < saved_.size(); ++i) args.collect(saved_[i], is_output_[i]);
-  for (const IValue& value : packed(options_)) {
+  for (const IValue& value : as_values(options_)) {
     // NOTE: as text, because a number would become an input of the graph, and backends choose by these.
     args.collect(value.isDouble() ? c10::str("double ", std::hexfloat, value.toDouble()) : c10::str(value));
   }
@@ -160,7 +161,7 @@ variable_list SavingNode::apply_with_saved(const variable_list& grads,
     values.emplace_back(std::move(tensor));
     types.push_back(at::TensorType::get());
   }
-  for (IValue& value : packed(options_)) {
+  for (IValue& value : as_values(options_)) {
     types.push_back(value.type());
     values.push_back(std::move(value));
   }

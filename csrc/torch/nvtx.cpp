@@ -14,7 +14,8 @@
 namespace flash_ext::nvtx {
 namespace {
 
-// What a tool shows beside the name of an operator's range. A static layout, so that nothing is written as text.
+// What a tool shows beside the name of an operator's range. A static layout, so that nothing is written as text. Of
+// packed sequences: how many, and the longest lengths.
 struct CallPayload {
   int64_t batch, heads_q, heads_k, len_q, len_k, head_dim, head_dim_v, causal;
   char dtype[16];
@@ -26,11 +27,19 @@ int64_t size_from_right(const Tensor& tensor, int64_t i) { return tensor.dim() >
 CallPayload payload_of(const Inputs& in, const Options& options) {
   CallPayload payload{};
   payload.batch = 1;
-  for (int64_t i = 0; i < in.query.dim() - 3; ++i) payload.batch *= in.query.size(i);
-  payload.heads_q = size_from_right(in.query, 3);
-  payload.heads_k = size_from_right(in.key, 3);
-  payload.len_q = size_from_right(in.query, 2);
-  payload.len_k = size_from_right(in.key, 2);
+  if (in.packed()) {
+    payload.batch = in.cu_seqlens_q.numel() - 1;
+    payload.heads_q = size_from_right(in.query, 2);
+    payload.heads_k = size_from_right(in.key, 2);
+    payload.len_q = options.max_q.maybe_as_int().value_or(0);
+    payload.len_k = options.max_k.maybe_as_int().value_or(0);
+  } else {
+    for (int64_t i = 0; i < in.query.dim() - 3; ++i) payload.batch *= in.query.size(i);
+    payload.heads_q = size_from_right(in.query, 3);
+    payload.heads_k = size_from_right(in.key, 3);
+    payload.len_q = size_from_right(in.query, 2);
+    payload.len_k = size_from_right(in.key, 2);
+  }
   payload.head_dim = size_from_right(in.query, 1);
   payload.head_dim_v = size_from_right(in.value, 1);
   payload.causal = options.causal;

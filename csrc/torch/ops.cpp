@@ -1,8 +1,7 @@
-// The operators: schemas, the kernels of CPU, CUDA and Meta, and typed calls through the dispatcher.
+// The operators: schemas, and the kernels of CPU, CUDA and Meta.
 // A kernel checks its arguments, allocates results, asks dispatch.h for a backend and hands it the problem;
 // autograd.cpp stands above it, backends below.
 #include <ATen/ExpandUtils.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
@@ -19,6 +18,7 @@
 #include "torch/dispatch.h"
 #include "torch/grad_buffer.h"
 #include "torch/nvtx.h"
+#include "torch/packed.h"
 #include "torch/problem.h"
 #include "torch/schemas.h"
 #include "torch/signatures.h"
@@ -28,9 +28,9 @@ namespace {
 
 // No query or no key: the results are known, and no backend has to think of it.
 bool attends_to_nothing(const Shape<int64_t>& shape) {
-  int64_t pairs = shape.heads_q * shape.len_q * shape.len_k;
-  for (const int64_t size : shape.batch) pairs *= size;
-  return pairs == 0;
+  const bool no_pair = shape.heads_q == 0 || shape.len_q == 0 || shape.len_k == 0;
+  const bool no_row = shape.packed && (shape.rows_q == 0 || shape.rows_k == 0);
+  return no_pair || no_row || std::find(shape.batch.begin(), shape.batch.end(), 0) != shape.batch.end();
 }
 
 // ---- kernels --------------------------------------------------------------------------------------------------------
@@ -59,6 +59,55 @@ Tensor make_workspace(const Tensor& query, int64_t bytes) {
   return bytes > 0 ? allocate({bytes}, query, at::kByte) : Tensor();
 }
 
+// Writes out and, where it is defined, lse.
+void compute(const Inputs& in, const Tensor& rng_state, const Options& options, const Shape<int64_t>& shape,
+             const Tensor& out, const Tensor& lse, int64_t first_batch) {
+  ForwardArgs args;
+  ProblemBuilder builder(in, options, shape);
+  const std::optional<Inputs> gathered = gather_columns(in);
+  add_inputs(builder, args, gathered.has_value() ? *gathered : in, shape);
+  builder.add_rows(args.out, out, shape.heads_q, shape.len_q, shape.head_dim_v);
+  builder.finish(args.problem);
+  fold_heads(args);
+  args.first_batch = first_batch;
+  const DeviceInfo device = device_info(in.query.device());
+  const auto name = options.backend.has_value() ? options.backend : requested_backend();
+  if (const Kernel* kernel = choose_kernel(args, device, name)) {
+    if (lse.defined()) args.lse = lse.mutable_data_ptr();
+    if (options.dropout_p > 0) args.rng_state = rng_state.const_data_ptr<int64_t>();
+    args.stream = current_stream(in.query);
+    const Plan plan = kernel->plan(args.problem, device);
+    const Tensor workspace = make_workspace(in.query, plan.scratch_bytes);
+    return kernel->forward(args, plan, workspace.defined() ? workspace.mutable_data_ptr() : nullptr);
+  }
+  warn_without_kernels(in.query);
+  const chunked::Forward whole = chunked::forward(in, rng_state, options);
+  out.copy_(whole.out);
+  if (lse.defined()) lse.copy_(whole.lse);
+}
+
+// Whether sequences are cut out one by one.
+bool runs_one_by_one(const Inputs& in, const Options& options) {
+  if (!in.packed() || !in.query.is_cpu()) return false;
+  const auto name = options.backend.has_value() ? options.backend : requested_backend();
+  return name != kChunked;
+}
+
+void compute_one_by_one(const Inputs& in, const Tensor& rng_state, const Options& given, const Shape<int64_t>& shape,
+                        const Tensor& out, const Tensor& lse) {
+  const Options options = packed::dense_options(given);
+  const std::vector<Sequence> sequences = packed::sequences_of(in, shape);
+  for (size_t b = 0; b < sequences.size(); ++b) {
+    const Sequence& s = sequences[b];
+    if (s.len_q == 0 || s.len_k == 0) continue;
+    const Inputs alone = packed::cut(in, static_cast<int64_t>(b), s);
+    const auto own = check_call<int64_t>(alone, options);
+    const Tensor own_lse = lse.defined() ? allocate(own.lse_sizes(), in.query, lse.scalar_type()) : Tensor();
+    compute(alone, rng_state, options, own, packed::cut_rows(out, s.row_q, s.len_q), own_lse, static_cast<int64_t>(b));
+    if (lse.defined()) packed::cut_lse(lse, s).copy_(own_lse);
+  }
+}
+
 ForwardResult forward_with_rng_state(c10::DispatchKeySet, const Inputs& in, const Tensor& rng_state,
                                      const Options& options, bool return_lse) {
   const nvtx::Range range(nvtx::Op::kAttention, in, options);
@@ -68,38 +117,23 @@ ForwardResult forward_with_rng_state(c10::DispatchKeySet, const Inputs& in, cons
   ForwardResult result;
   result.rng_state = rng_state;
   check_saved<int64_t>(shape, in, {}, {}, result, options.dropout_p);
+  packed::check_entries(in, shape);
   result.out = empty_in_order_of(shape.out_sizes(), in.query, dtype);
   result.lse = return_lse ? allocate(shape.lse_sizes(), in.query, accumulate_type(dtype))
                           : allocate_absent(in.query, at::kFloat);
 
-  if (attends_to_nothing(shape)) {
+  const bool one_by_one = runs_one_by_one(in, options), nothing = attends_to_nothing(shape);
+  if (nothing || one_by_one) {
     result.out.zero_();
     result.lse.fill_(-std::numeric_limits<double>::infinity());
-    return result;
   }
-
-  ForwardArgs args;
-  ProblemBuilder builder(in, options, shape);
-  const std::optional<Inputs> gathered = gather_columns(in);
-  add_inputs(builder, args, gathered.has_value() ? *gathered : in, shape);
-  builder.add(args.out, result.out, shape.heads_q, shape.len_q, shape.head_dim_v);
-  builder.finish(args.problem);
-  fold_heads(args);
-  const DeviceInfo device = device_info(in.query.device());
-  const auto name = options.backend.has_value() ? options.backend : requested_backend();
-  if (const Kernel* kernel = choose_kernel(args, device, name)) {
-    if (return_lse) args.lse = result.lse.mutable_data_ptr();
-    if (options.dropout_p > 0) args.rng_state = rng_state.const_data_ptr<int64_t>();
-    args.stream = current_stream(in.query);
-    const Plan plan = kernel->plan(args.problem, device);
-    const Tensor workspace = make_workspace(in.query, plan.scratch_bytes);
-    kernel->forward(args, plan, workspace.defined() ? workspace.mutable_data_ptr() : nullptr);
-    return result;
+  if (nothing) return result;
+  const Tensor lse = return_lse ? result.lse : Tensor();
+  if (one_by_one) {
+    compute_one_by_one(in, rng_state, options, shape, result.out, lse);
+  } else {
+    compute(in, rng_state, options, shape, result.out, lse, 0);
   }
-  warn_without_kernels(in.query);
-  const chunked::Forward whole = chunked::forward(in, rng_state, options);
-  result.out.copy_(whole.out);
-  if (return_lse) result.lse.copy_(whole.lse);
   return result;
 }
 
@@ -110,12 +144,8 @@ ForwardResult forward(c10::DispatchKeySet keys, const Inputs& in, const Options&
   return forward_with_rng_state(keys, in, rng_state, options, return_lse);
 }
 
-Gradients backward(c10::DispatchKeySet, const Tensor& grad_out, const Tensor& grad_lse, const Inputs& in,
-                   const ForwardResult& saved, const Options& options, const GradMask& asked) {
-  const nvtx::Range range(nvtx::Op::kAttentionBackward, in, options);
-  const auto guard = guard_device(in.query);
-  const auto shape = check_call<int64_t>(in, options);
-  check_saved<int64_t>(shape, in, grad_out, grad_lse, saved, options.dropout_p);
+Gradients gradients(const Tensor& grad_out, const Tensor& grad_lse, const Inputs& in, const ForwardResult& saved,
+                    const Options& options, const Shape<int64_t>& shape, const GradMask& asked, int64_t first_batch) {
   const auto zeros_for = [&](size_t i) {
     const Tensor& input = in.*kDifferentiable[i].tensor;
     return empty_in_order_of(Sizes<int64_t>(input.sizes()), input, input.scalar_type()).zero_();
@@ -136,12 +166,11 @@ Gradients backward(c10::DispatchKeySet, const Tensor& grad_out, const Tensor& gr
   const std::optional<Inputs> gathered = gather_columns(in);
   const Tensor d_out = gather_rows(grad_out);
   add_inputs(builder, args.fwd, gathered.has_value() ? *gathered : in, shape);
-  builder.add(args.fwd.out, saved.out, shape.heads_q, shape.len_q, shape.head_dim_v);
-  builder.add(args.d_out, d_out, shape.heads_q, shape.len_q, shape.head_dim_v);
+  builder.add_rows(args.fwd.out, saved.out, shape.heads_q, shape.len_q, shape.head_dim_v);
+  builder.add_rows(args.d_out, d_out, shape.heads_q, shape.len_q, shape.head_dim_v);
   const Tensor* const inputs[] = {&in.query, &in.key, &in.value};
-  const Sizes<int64_t> whole[] = {shape.sizes(shape.heads_q, shape.len_q, shape.head_dim),
-                                  shape.sizes(shape.heads_k, shape.len_k, shape.head_dim),
-                                  shape.sizes(shape.heads_v, shape.len_k, shape.head_dim_v)};
+  const Sizes<int64_t> whole[] = {shape.of_queries(shape.head_dim), shape.of_keys(shape.heads_k, shape.head_dim),
+                                  shape.of_keys(shape.heads_v, shape.head_dim_v)};
   TensorView* const views[] = {&args.dq, &args.dk, &args.dv};
   bool* const in_accum[] = {&args.dq_in_accum, &args.dk_in_accum, &args.dv_in_accum};
   GradBuffer buffers[3];
@@ -150,8 +179,8 @@ Gradients backward(c10::DispatchKeySet, const Tensor& grad_out, const Tensor& gr
     buffers[i] = GradBuffer::make(*inputs[i], whole[i]);
     *in_accum[i] = buffers[i].reduced;
     const int64_t heads = i == 0 ? shape.heads_q : (i == 1 ? shape.heads_k : shape.heads_v);
-    builder.add(*views[i], buffers[i].buffer, heads, i == 0 ? shape.len_q : shape.len_k,
-                i == 2 ? shape.head_dim_v : shape.head_dim);
+    builder.add_rows(*views[i], buffers[i].buffer, heads, i == 0 ? shape.len_q : shape.len_k,
+                     i == 2 ? shape.head_dim_v : shape.head_dim);
   }
   const auto accumulate = accumulate_type(in.query.scalar_type());
   if (wanted[kDbias]) {
@@ -160,6 +189,7 @@ Gradients backward(c10::DispatchKeySet, const Tensor& grad_out, const Tensor& gr
   }
   Problem& problem = args.fwd.problem;
   builder.finish(problem);
+  args.fwd.first_batch = first_batch;
   set_wanted(problem, wanted, args.dbias);
   const DeviceInfo device = device_info(in.query.device());
   const Stages stages = choose_stages(args, device, options.backend);
@@ -174,9 +204,7 @@ Gradients backward(c10::DispatchKeySet, const Tensor& grad_out, const Tensor& gr
 
   Tensor dbias, dalibi;
   if (wanted[kDslopes]) {
-    auto sizes = shape.lse_sizes();
-    sizes.pop_back();
-    dalibi = allocate(sizes, in.query, accumulate);
+    dalibi = allocate(shape.heads_sizes(), in.query, accumulate);
     args.dalibi = dalibi.mutable_data_ptr();
   }
   const Tensor lse = saved.lse.contiguous();
@@ -221,6 +249,49 @@ Gradients backward(c10::DispatchKeySet, const Tensor& grad_out, const Tensor& gr
   return result;
 }
 
+Gradients gradients_one_by_one(const Tensor& grad_out, const Tensor& grad_lse, const Inputs& in,
+                               const ForwardResult& saved, const Options& given, const Shape<int64_t>& shape,
+                               const GradMask& asked) {
+  const Options options = packed::dense_options(given);
+  Inputs wide = in;  // a bias's gradient is summed in float, whatever its dtype
+  if (in.bias.defined()) wide.bias = in.bias.to(accumulate_type(in.query.scalar_type()));
+  Gradients sums;
+  for (size_t i = 0; i < kGradients; ++i) {
+    const Tensor& input = wide.*kDifferentiable[i].tensor;
+    if (asked[i]) sums[i] = empty_in_order_of(Sizes<int64_t>(input.sizes()), input, input.scalar_type()).zero_();
+  }
+  const std::vector<Sequence> sequences = packed::sequences_of(in, shape);
+  for (size_t i = 0; i < sequences.size(); ++i) {
+    const Sequence& s = sequences[i];
+    if (s.len_q == 0 || s.len_k == 0) continue;
+    const auto b = static_cast<int64_t>(i);
+    const Inputs alone = packed::cut(wide, b, s);
+    const Gradients grads =
+        gradients(packed::cut_rows(grad_out, s.row_q, s.len_q), packed::cut_lse(grad_lse, s), alone,
+                  {packed::cut_rows(saved.out, s.row_q, s.len_q), packed::cut_lse(saved.lse, s), saved.rng_state},
+                  options, check_call<int64_t>(alone, options), asked, b);
+    if (asked[kDq]) packed::cut_rows(sums[kDq], s.row_q, s.len_q).copy_(grads[kDq]);
+    if (asked[kDk]) packed::cut_rows(sums[kDk], s.row_k, s.len_k).copy_(grads[kDk]);
+    if (asked[kDv]) packed::cut_rows(sums[kDv], s.row_k, s.len_k).copy_(grads[kDv]);
+    if (asked[kDbias]) packed::cut_scores(sums[kDbias], b, s).add_(grads[kDbias]);
+    if (asked[kDslopes]) packed::cut_slopes(sums[kDslopes], b).add_(grads[kDslopes]);
+  }
+  if (asked[kDbias]) sums[kDbias] = GradBuffer::as_result(sums[kDbias], in.bias);
+  return sums;
+}
+
+Gradients backward(c10::DispatchKeySet, const Tensor& grad_out, const Tensor& grad_lse, const Inputs& in,
+                   const ForwardResult& saved, const Options& options, const GradMask& asked) {
+  const nvtx::Range range(nvtx::Op::kAttentionBackward, in, options);
+  const auto guard = guard_device(in.query);
+  const auto shape = check_call<int64_t>(in, options);
+  check_saved<int64_t>(shape, in, grad_out, grad_lse, saved, options.dropout_p);
+  if (runs_one_by_one(in, options)) {
+    return gradients_one_by_one(grad_out, grad_lse, in, saved, options, shape, asked);
+  }
+  return gradients(grad_out, grad_lse, in, saved, options, shape, asked, 0);
+}
+
 // NOTE: drawn by a torch operator, so that the generator's lock is held, CUDA graphs record it and each replay draws
 // anew.
 Tensor draw_rng_state(const Tensor& query, const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
@@ -263,105 +334,7 @@ Gradients backward_meta(c10::DispatchKeySet, const Tensor& grad_out, const Tenso
   return grads;
 }
 
-// ---- calls ----------------------------------------------------------------------------------------------------------
-
-template <class Fn>
-c10::TypedOperatorHandle<Fn> find(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Fn>();
-}
-
-const auto& attention_handle() {
-  static const auto handle = find<AttentionSignature::Function>("flash_ext::attention");
-  return handle;
-}
-
-const auto& attention_with_rng_state_handle() {
-  static const auto handle = find<AttentionWithRngStateSignature::Function>("flash_ext::attention_with_rng_state");
-  return handle;
-}
-
-const auto& attention_backward_handle() {
-  static const auto handle = find<AttentionBackwardSignature::Function>("flash_ext::attention_backward");
-  return handle;
-}
-
-template <class Call>
-ForwardResult attention_by(const Call& call, const Inputs& in, const Options& options, bool return_lse) {
-  auto [out, lse, rng_state] = AttentionSignature::call(call, in, options, return_lse);
-  return {std::move(out), std::move(lse), std::move(rng_state)};
-}
-
-template <class Call>
-ForwardResult with_rng_state_by(const Call& call, const Inputs& in, const Tensor& rng_state, const Options& options,
-                                bool return_lse) {
-  auto [out, lse] = AttentionWithRngStateSignature::call(call, in, options, rng_state, return_lse);
-  return {std::move(out), std::move(lse), rng_state};
-}
-
-template <class Call>
-Gradients backward_by(const Call& call, const Tensor& grad_out, const Tensor& grad_lse, const Inputs& in,
-                      const ForwardResult& saved, const Options& options, const GradMask& grad_mask) {
-  return std::apply([](auto&&... grad) { return Gradients{std::move(grad)...}; },
-                    AttentionBackwardSignature::call(call, in, options, optional(grad_out), optional(grad_lse),
-                                                     saved.out, saved.lse, saved.rng_state, grad_mask));
-}
-
 }  // namespace
-
-ForwardResult call_attention(const Inputs& in, const Options& options, bool return_lse) {
-  return attention_by([](const auto&... args) { return attention_handle().call(args...); }, in, options, return_lse);
-}
-
-ForwardResult call_attention(c10::DispatchKeySet keys, const Inputs& in, const Options& options, bool return_lse) {
-  return attention_by([&](const auto&... args) { return attention_handle().redispatch(keys, args...); }, in, options,
-                      return_lse);
-}
-
-ForwardResult call_attention_with_rng_state(const Inputs& in, const Tensor& rng_state, const Options& options,
-                                            bool return_lse) {
-  return with_rng_state_by([](const auto&... args) { return attention_with_rng_state_handle().call(args...); }, in,
-                           rng_state, options, return_lse);
-}
-
-ForwardResult call_attention_with_rng_state(c10::DispatchKeySet keys, const Inputs& in, const Tensor& rng_state,
-                                            const Options& options, bool return_lse) {
-  return with_rng_state_by(
-      [&](const auto&... args) { return attention_with_rng_state_handle().redispatch(keys, args...); }, in, rng_state,
-      options, return_lse);
-}
-
-Gradients call_attention_backward(const Tensor& grad_out, const Tensor& grad_lse, const Inputs& in,
-                                  const ForwardResult& saved, const Options& options, const GradMask& grad_mask) {
-  Gradients grads = backward_by([](const auto&... args) { return attention_backward_handle().call(args...); }, grad_out,
-                                grad_lse, in, saved, options, grad_mask);
-  const GradMask there = existing(grad_mask, in);
-  for (size_t i = 0; i < grads.size(); ++i) {
-    if (!there[i]) grads[i].reset();
-  }
-  return grads;
-}
-
-Gradients call_attention_backward(c10::DispatchKeySet keys, const Tensor& grad_out, const Tensor& grad_lse,
-                                  const Inputs& in, const ForwardResult& saved, const Options& options,
-                                  const GradMask& grad_mask) {
-  return backward_by([&](const auto&... args) { return attention_backward_handle().redispatch(keys, args...); },
-                     grad_out, grad_lse, in, saved, options, grad_mask);
-}
-
-Tensor call_draw_rng_state(const Inputs& in) {
-  using Fn = Tensor(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
-                    const OptionalTensor&);
-  static const auto handle = find<Fn>("flash_ext::draw_rng_state");
-  return handle.call(in.query, in.key, in.value, optional(in.mask), optional(in.bias), optional(in.alibi_slopes));
-}
-
-Tensor call_dropout_mask(const Tensor& rng_state, double dropout_p, c10::SymInt batch_heads, c10::SymInt rows,
-                         c10::SymInt cols, c10::SymInt q0, c10::SymInt k0) {
-  using Fn = Tensor(const Tensor&, double, c10::SymInt, c10::SymInt, c10::SymInt, c10::SymInt, c10::SymInt);
-  static const auto handle = find<Fn>("flash_ext::dropout_mask");
-  return handle.call(rng_state, dropout_p, std::move(batch_heads), std::move(rows), std::move(cols), std::move(q0),
-                     std::move(k0));
-}
 
 Tensor scaled_dot_product_attention(const Tensor& query, const Tensor& key, const Tensor& value,
                                     const OptionalTensor& attn_mask, double dropout_p, bool is_causal,

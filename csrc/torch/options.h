@@ -5,6 +5,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/SymInt.h>
 
 #include <array>
 #include <optional>
@@ -23,6 +24,10 @@ using OptionalTensor = std::optional<Tensor>;
 // An undefined tensor is an absent one.
 struct Inputs {
   Tensor query, key, value, mask, bias, alibi_slopes;
+  // With cu_seqlens_q query, key and value are packed sequences, (rows, heads, head_dim), see core/sequences.h.
+  Tensor cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k;
+
+  bool packed() const { return cu_seqlens_q.defined(); }
 };
 
 struct Input {
@@ -32,11 +37,19 @@ struct Input {
   bool differentiable;
 };
 
-// In the order of the schemas: those that are required, then the others, then what came after the first version.
+// In the order of the schemas: those that are required, then the others, the last of which came after the first
+// version.
 inline constexpr Input kInputs[] = {
-    {"query", &Inputs::query, true, true}, {"key", &Inputs::key, true, true},
-    {"value", &Inputs::value, true, true}, {"mask", &Inputs::mask, false, false},
-    {"bias", &Inputs::bias, false, true},  {"alibi_slopes", &Inputs::alibi_slopes, false, true},
+    {"query", &Inputs::query, true, true},
+    {"key", &Inputs::key, true, true},
+    {"value", &Inputs::value, true, true},
+    {"mask", &Inputs::mask, false, false},
+    {"bias", &Inputs::bias, false, true},
+    {"alibi_slopes", &Inputs::alibi_slopes, false, true},
+    {"cu_seqlens_q", &Inputs::cu_seqlens_q, false, false},
+    {"cu_seqlens_k", &Inputs::cu_seqlens_k, false, false},
+    {"seqused_q", &Inputs::seqused_q, false, false},
+    {"seqused_k", &Inputs::seqused_k, false, false},
 };
 inline constexpr size_t kRequiredInputs = 3, kFirstInputs = 6;
 
@@ -104,6 +117,7 @@ struct Options {
   bool gqa = false;                         // key and value heads may be fewer than query heads
   std::optional<bool> deterministic;        // none: torch's global switch, read at forward time
   std::optional<std::string_view> backend;  // none: use_backend, FLASH_EXT_BACKEND, else by cost
+  c10::SymInt max_q = 0, max_k = 0;         // packed sequences: the longest ones, at most
 };
 
 template <class T>
@@ -131,6 +145,8 @@ inline constexpr std::tuple kOptions{
     Option{"bool gqa=False", &Options::gqa},
     Option{"bool? deterministic=None", &Options::deterministic},
     Option{"str? backend=None", &Options::backend},
+    Option{"SymInt max_q=0", &Options::max_q},
+    Option{"SymInt max_k=0", &Options::max_k},
 };
 inline constexpr size_t kOptionCount = std::tuple_size_v<decltype(kOptions)>, kFirstOptions = 10;
 

@@ -55,6 +55,13 @@ ProblemBuilder::ProblemBuilder(const Inputs& in, const Options& options, const S
   p.heads_v = shape.heads_v;
   p.len_q = shape.len_q;
   p.len_k = shape.len_k;
+  p.packed = shape.packed;
+  p.rows_q = shape.rows_q;
+  p.rows_k = shape.rows_k;
+  if (p.packed) {  // what a caller gives may be more
+    p.len_q = std::min(p.len_q, p.rows_q);
+    p.len_k = std::min(p.len_k, p.rows_k);
+  }
   p.head_dim = shape.head_dim;
   p.head_dim_v = shape.head_dim_v;
   p.scale = scale_of(options, shape.head_dim);
@@ -106,6 +113,18 @@ void ProblemBuilder::add(TensorView& view, const Tensor& tensor, int64_t trailin
   const auto batch_rank = static_cast<int64_t>(batch_.size());
   entry.batch_strides.resize(batch_.size());
   for (int64_t i = 0; i < batch_rank; ++i) entry.batch_strides[i] = stride(trailing + batch_rank - i, batch_[i]);
+}
+
+void ProblemBuilder::add_rows(TensorView& view, const Tensor& tensor, int64_t heads, int64_t rows, int64_t cols) {
+  if (!problem_.packed) return add(view, tensor, heads, rows, cols);
+  if (!tensor.defined()) return;
+  Entry& entry = entries_.emplace_back();
+  entry.view = &view;
+  entry.value.data = const_cast<void*>(tensor.const_data_ptr());
+  entry.value.row_stride = tensor.stride(0);
+  entry.value.head_stride = tensor.stride(1);
+  entry.value.col_stride = tensor.stride(2);
+  entry.batch_strides.resize(batch_.size());  // 0: a sequence is found by its rows
 }
 
 void ProblemBuilder::finish(Problem& problem) {
@@ -191,8 +210,14 @@ std::optional<Inputs> gather_columns(const Inputs& in) {
   for (const Tensor* tensor : {&in.query, &in.key, &in.value, &in.mask, &in.bias}) {
     any = any || (has_scattered_columns(*tensor) && tensor->is_cuda());
   }
+  Tensor Inputs::*const lengths[] = {&Inputs::cu_seqlens_q, &Inputs::cu_seqlens_k, &Inputs::seqused_q,
+                                     &Inputs::seqused_k};
+  for (const auto tensor : lengths) any = any || ((in.*tensor).defined() && !(in.*tensor).is_contiguous());
   if (!any) return std::nullopt;
   Inputs result = in;
+  for (const auto tensor : lengths) {
+    if ((in.*tensor).defined()) result.*tensor = (in.*tensor).contiguous();
+  }
   for (Tensor* tensor : {&result.query, &result.key, &result.value, &result.mask, &result.bias}) {
     *tensor = gather_columns(*tensor);
   }
@@ -200,12 +225,17 @@ std::optional<Inputs> gather_columns(const Inputs& in) {
 }
 
 void add_inputs(ProblemBuilder& builder, ForwardArgs& args, const Inputs& in, const Shape<int64_t>& shape) {
-  builder.add(args.q, in.query, shape.heads_q, shape.len_q, shape.head_dim);
-  builder.add(args.k, in.key, shape.heads_k, shape.len_k, shape.head_dim);
-  builder.add(args.v, in.value, shape.heads_v, shape.len_k, shape.head_dim_v);
+  builder.add_rows(args.q, in.query, shape.heads_q, shape.len_q, shape.head_dim);
+  builder.add_rows(args.k, in.key, shape.heads_k, shape.len_k, shape.head_dim);
+  builder.add_rows(args.v, in.value, shape.heads_v, shape.len_k, shape.head_dim_v);
   builder.add(args.mask, in.mask, shape.heads_q, shape.len_q, shape.len_k);
   builder.add(args.bias, in.bias, shape.heads_q, shape.len_q, shape.len_k);
   builder.add_per_head(args.alibi, in.alibi_slopes, shape.heads_q);
+  const auto lengths = [](const Tensor& tensor) {
+    return tensor.defined() ? static_cast<const int32_t*>(tensor.const_data_ptr()) : nullptr;
+  };
+  args.sequences = {lengths(in.cu_seqlens_q), lengths(in.cu_seqlens_k.defined() ? in.cu_seqlens_k : in.cu_seqlens_q),
+                    lengths(in.seqused_q), lengths(in.seqused_k)};
 }
 
 }  // namespace flash_ext

@@ -20,6 +20,8 @@ class ProblemBuilder {
   void add(TensorView& view, const Tensor& tensor, int64_t heads, int64_t rows, int64_t cols);
   // A tensor of (..., heads): rows and columns are broadcast.
   void add_per_head(TensorView& view, const Tensor& tensor, int64_t heads);
+  // A tensor with a row for each query or key of the call, packed or not.
+  void add_rows(TensorView& view, const Tensor& tensor, int64_t heads, int64_t rows, int64_t cols);
 
   // Where more leading dimensions remain than a Problem holds, batch_rank says so (dispatch.h then finds that every
   // backend refuses), and batch_size and the views are not written.
@@ -62,7 +64,7 @@ Tensor gather_rows(const Tensor& grad_out);
 // The inputs with all of them gathered; none where there is nothing to copy.
 std::optional<Inputs> gather_columns(const Inputs& in);
 
-// The views of forward's inputs, added to the builder.
+// The views of forward's inputs, added to the builder, and where packed sequences lie.
 void add_inputs(ProblemBuilder& builder, ForwardArgs& args, const Inputs& in, const Shape<int64_t>& shape);
 
 }  // namespace flash_ext

@@ -1,8 +1,10 @@
 // Every operator's schema, from the lists of options.h. tests/api/test_schemas.py compares them with a golden file:
-// arguments are only ever appended, keyword-only, with defaults, so that programs exported by an older version keep
-// loading.
+// arguments are only ever appended, tensors behind the positional ones and others keyword-only, with defaults, so that
+// programs exported by an older version keep loading.
 //
 // Shapes: query (..., Hq, L, E), key (..., Hk, S, E), value (..., Hv, S, Ev); out (..., Hq, L, Ev); lse (..., Hq, L).
+// With cu_seqlens_q: query (rows_q, Hq, E), key (rows_k, Hk, E), value (rows_k, Hv, Ev); out (rows_q, Hq, Ev); lse
+// (Hq, rows_q).
 #pragma once
 
 #include <span>

@@ -26,32 +26,31 @@ using OptionArgument = typename std::tuple_element_t<kIndex, std::remove_const_t
 
 // An operator that takes a call's inputs and options and has arguments of its own among them:
 //
-//   (Lead..., required inputs, Middle..., other inputs, *, options, Last..., options and inputs of later versions)
+//   (Lead..., required inputs, Middle..., other inputs, *, options, Last..., options of later versions)
 //
-// Arguments are only ever appended, keyword-only, so that programs exported by an older version keep loading.
+// Tensors are only ever appended behind the other inputs, and options, which are keyword-only, at the end, so that
+// programs exported by an older version keep loading. NOTE: a rule of vmap is given positional tensors alone.
 template <class Result, class Lead, class Middle, class Last, class = Indices<0, kRequiredInputs>,
-          class = Indices<kRequiredInputs, kFirstInputs>, class = Indices<0, kFirstOptions>,
-          class = Indices<kFirstOptions, kOptionCount>, class = Indices<kFirstInputs, std::size(kInputs)>>
+          class = Indices<kRequiredInputs, std::size(kInputs)>, class = Indices<0, kFirstOptions>,
+          class = Indices<kFirstOptions, kOptionCount>>
 struct Signature;
 
 template <class Result, class... Lead, class... Middle, class... Last, size_t... kRequired, size_t... kOther,
-          size_t... kOption, size_t... kLaterOption, size_t... kLaterInput>
+          size_t... kOption, size_t... kLaterOption>
 struct Signature<Result, Types<Lead...>, Types<Middle...>, Types<Last...>, std::index_sequence<kRequired...>,
-                 std::index_sequence<kOther...>, std::index_sequence<kOption...>, std::index_sequence<kLaterOption...>,
-                 std::index_sequence<kLaterInput...>> {
+                 std::index_sequence<kOther...>, std::index_sequence<kOption...>,
+                 std::index_sequence<kLaterOption...>> {
   using Function = Result(Lead..., InputArgument<kRequired>..., Middle..., InputArgument<kOther>...,
-                          OptionArgument<kOption>..., Last..., OptionArgument<kLaterOption>...,
-                          InputArgument<kLaterInput>...);
+                          OptionArgument<kOption>..., Last..., OptionArgument<kLaterOption>...);
 
   // What is registered for an operator: kernel(keys, inputs, options, lead..., middle..., last...).
   template <auto kernel>
   static Result run(c10::DispatchKeySet keys, Lead... lead, InputArgument<kRequired>... required, Middle... middle,
                     InputArgument<kOther>... other, OptionArgument<kOption>... option, Last... last,
-                    OptionArgument<kLaterOption>... later_option, InputArgument<kLaterInput>... later_input) {
+                    OptionArgument<kLaterOption>... later_option) {
     Inputs in;
     ((in.*kInputs[kRequired].tensor = required), ...);
     ((in.*kInputs[kOther].tensor = other.value_or(Tensor())), ...);
-    ((in.*kInputs[kLaterInput].tensor = later_input.value_or(Tensor())), ...);
     Options options;
     ((options.*std::get<kOption>(kOptions).field = option), ...);
     ((options.*std::get<kLaterOption>(kOptions).field = later_option), ...);
@@ -64,7 +63,7 @@ struct Signature<Result, Types<Lead...>, Types<Middle...>, Types<Last...>, std::
                      Last... last) {
     return call(lead..., in.*kInputs[kRequired].tensor..., middle..., optional(in.*kInputs[kOther].tensor)...,
                 options.*std::get<kOption>(kOptions).field..., last...,
-                options.*std::get<kLaterOption>(kOptions).field..., optional(in.*kInputs[kLaterInput].tensor)...);
+                options.*std::get<kLaterOption>(kOptions).field...);
   }
 
   // The arguments in a schema's words, where `lead` and `middle` end with a comma and `last` does not.
@@ -77,7 +76,6 @@ struct Signature<Result, Types<Lead...>, Types<Middle...>, Types<Last...>, std::
     ((text += std::string(std::get<kOption>(kOptions).schema) + ", "), ...);
     text += last;
     ((text += std::string(", ") + std::get<kLaterOption>(kOptions).schema), ...);
-    ((text += std::string(", Tensor? ") + kInputs[kLaterInput].name + "=None"), ...);
     return text;
   }
 };

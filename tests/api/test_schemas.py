@@ -1,4 +1,5 @@
-"""Promise: operators stay callable by programs exported earlier: arguments are only appended, keyword-only, defaulted.
+"""Promise: operators stay callable by programs exported earlier: arguments are only appended, with defaults, tensors
+behind the positional ones (a rule of vmap gets no others) and options, keyword-only, behind all.
 
 `python tests/api/test_schemas.py` prints the current schemas; a line of the golden file changes only by growing.
 """
@@ -40,12 +41,18 @@ def described(argument: torch._C.Argument) -> tuple[object, ...]:
 
 def incompatibility(old: torch._C.FunctionSchema, new: torch._C.FunctionSchema) -> str | None:
     """Why a call of `old` would not be a call of `new`, or None."""
-    before, after = ([described(argument) for argument in schema.arguments] for schema in (old, new))
-    if after[: len(before)] != before:
-        return f"arguments changed: {before} -> {after}"
-    for name, _, default, keyword_only in after[len(before) :]:
-        if not keyword_only or default == "no default":
-            return f"new argument {name} must be keyword-only and have a default"
+    for keyword_only in (False, True):
+        before, after = (
+            [argument for argument in map(described, schema.arguments) if argument[3] == keyword_only]
+            for schema in (old, new)
+        )
+        if after[: len(before)] != before:
+            return f"arguments changed: {before} -> {after}"
+        for name, kind, default, _ in after[len(before) :]:
+            if default == "no default":
+                return f"new argument {name} must have a default"
+            if keyword_only == (kind == "Optional[Tensor]"):
+                return f"new argument {name} of {kind} must{' not' * keyword_only} be keyword-only"
     if [str(r.real_type) for r in old.returns] != [str(r.real_type) for r in new.returns]:
         return "returns changed"
     return None
@@ -74,7 +81,10 @@ def test_gradients_are_of_the_inputs_that_python_names() -> None:
     assert [name for name in names if name in GRADIENTS] == list(GRADIENTS)
 
 
-@pytest.mark.parametrize("function", [flash_ext.attention, flash_ext.explain], ids=lambda function: function.__name__)
+FUNCTIONS = [flash_ext.attention, flash_ext.attention_varlen, flash_ext.explain]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
 def test_the_public_signatures_have_every_option(function: Callable[..., Any]) -> None:
     """By the name and with the default of the operator, but for what they spell otherwise."""
     spelled = {"window_left": "window", "window_right": "window", "bottom_right": "align"}
@@ -84,6 +94,9 @@ def test_the_public_signatures_have_every_option(function: Callable[..., Any]) -
     for option in options:
         if option.name in ("gqa", "backend", "return_lse"):  # always; use_backend; no part of a plan
             continue
+        if option.name in ("max_q", "max_k"):  # of packed sequences, which must say one and may say both
+            assert (option.name in parameters) == (function is not flash_ext.attention)
+            continue
         assert spelled.get(option.name, option.name) in parameters
         if option.name not in spelled:
             assert parameters[option.name].default == option.default_value
@@ -92,16 +105,19 @@ def test_the_public_signatures_have_every_option(function: Callable[..., Any]) -
 def test_the_comparison_can_fail() -> None:
     old = torch._C.parse_schema("x::f(Tensor a, *, bool b=False) -> Tensor")
     good = "x::f(Tensor a, *, bool b=False, float? c=None) -> Tensor"
+    also_good = "x::f(Tensor a, Tensor? c=None, *, bool b=False) -> Tensor"
     bad = [
         "x::f(Tensor a, *, float? c=None, bool b=False) -> Tensor",
-        "x::f(Tensor a, Tensor? c=None, *, bool b=False) -> Tensor",
+        "x::f(Tensor a, Tensor c, *, bool b=False) -> Tensor",
+        "x::f(Tensor a, int c=0, *, bool b=False) -> Tensor",
+        "x::f(Tensor a, *, bool b=False, Tensor? c=None) -> Tensor",
         "x::f(Tensor a, *, bool b=False, float c) -> Tensor",
         "x::f(Tensor a, *, bool b=True) -> Tensor",
         "x::f(Tensor a, *, int b=0) -> Tensor",
         "x::f(Tensor a, *, bool b=False) -> (Tensor, Tensor)",
         "x::f(Tensor a) -> Tensor",
     ]
-    assert incompatibility(old, torch._C.parse_schema(good)) is None
+    assert all(incompatibility(old, torch._C.parse_schema(text)) is None for text in (good, also_good))
     assert all(incompatibility(old, torch._C.parse_schema(text)) is not None for text in bad)
 
 
