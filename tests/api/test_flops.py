@@ -102,6 +102,30 @@ def test_vmap_counts_every_sample() -> None:
     assert count(lambda: torch.func.vmap(flash_ext.attention)(*inputs))[1] == 3 * torchs()[0]
 
 
+@pytest.mark.parametrize("used", [None, [3, 0, 1]], ids=["all rows", "some rows"])
+def test_packed_sequences_count_their_own_pairs(used: list[int] | None) -> None:
+    lengths, device = [4, 0, 2], "cpu"
+    cu = torch.tensor([0, 4, 4, 6], dtype=torch.int32)
+    shapes = (6, 4, 8), (6, 2, 8), (6, 2, 16)
+    tensors = [rand(*shape, device=device).requires_grad_() for shape in shapes]
+    in_use = None if used is None else torch.tensor(used, dtype=torch.int32)
+    queries = lengths if used is None else used
+    pairs = 4 * sum(q * k for q, k in zip(queries, lengths, strict=True))
+
+    def call(*tensors: Tensor) -> Tensor:
+        return flash_ext.attention_varlen(*tensors, cu, max_q=5, seqused_q=in_use)
+
+    out, forward = count(lambda: call(*tensors))
+    assert forward == 2 * pairs * (8 + 16)
+    assert count(lambda: out.sum().backward())[1] == 2 * pairs * (3 * 8 + 2 * 16)
+
+
+def test_packed_sequences_of_unknown_lengths_are_the_longest() -> None:
+    cu = torch.empty(4, dtype=torch.int32, device="meta")
+    q = torch.empty(6, 4, 8, device="meta")
+    assert count(lambda: flash_ext.attention_varlen(q, q, q, cu, max_q=5))[1] == 2 * 3 * 4 * 5 * 5 * 16
+
+
 LATE = """
 import sys, importlib
 {first}

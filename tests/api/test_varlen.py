@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -316,3 +319,46 @@ def test_a_copy_of_a_module_that_calls_it() -> None:
     model.attend = flash_ext.attention_varlen
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert other.attend is flash_ext.attention_varlen
+
+
+# ---- contents of the lengths ----------------------------------------------------------------------------------------
+
+# What is wrong with a call of 7 rows of query and 9 of key: the arguments, and the sentence.
+WRONG_ENTRIES: dict[str, tuple[str, str]] = {
+    "beyond": ("[0, 3, 8], [0, 4, 9]", "cu_seqlens_q has 8 at entry 2; it must be from 0 to the 7 rows"),
+    "negative": ("[-1, 3, 7], [0, 4, 9]", "cu_seqlens_q has -1 at entry 0; it must be from 0 to the 7 rows"),
+    "falls": ("[0, 3, 2], [0, 4, 9]", "cu_seqlens_q has 2 at entry 2; it must not be less than the 3 before it"),
+    "longer": (
+        "[0, 3, 7], [0, 3, 9]",
+        "cu_seqlens_k has 9 at entry 2; the sequence that ends there has 6 rows, more than max_k, which is 5",
+    ),
+    "used": (
+        "[0, 3, 7], [0, 4, 9], [3, 5]",
+        "seqused_q has 5 at entry 1; it must be from 0 to the 4 rows of the sequence",
+    ),
+}
+CHECKED = """
+import torch, flash_ext
+def call(cu_q, cu_k, used=None):
+    ints = [None if x is None else torch.tensor(x, dtype=torch.int32) for x in (cu_q, cu_k, used)]
+    q, k = torch.zeros(7, 4, 8), torch.zeros(9, 2, 8)
+    flash_ext.attention_varlen(q, k, k, *ints[:2], max_q=4, max_k=5, seqused_q=ints[2])
+call([0, 3, 7], [0, 4, 9], [0, 4])
+wrong = {wrong}
+for name, (arguments, sentence) in wrong.items():
+    try:
+        eval("call(" + arguments + ")")
+    except flash_ext.AttentionError as error:
+        assert str(error) == sentence, (name, str(error))
+    else:
+        raise AssertionError(name)
+"""
+
+
+def test_entries_are_checked_where_it_is_asked_for() -> None:
+    script = CHECKED.replace("{wrong}", repr(WRONG_ENTRIES))
+    checked = os.environ | {"FLASH_EXT_CHECK": "1"}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=checked)
+    assert done.returncode == 0, done.stderr
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert "AssertionError: beyond" in done.stderr  # it is not asked for

@@ -28,6 +28,7 @@ struct BackwardBlock {
   int* turn;
   TileBand band;
   int first_key, n_block, first_query, last_query;
+  int key_from_diagonal;  // first_key less where the diagonal of query 0 lies
   uint32_t bh;
   BoxStart dbias_box;          // of bias_boxes.cuh, at the block's first key
   uint32_t dq_stage;           // shared memory of all warps' stages of dQ
@@ -95,6 +96,7 @@ struct BackwardBlock {
     band = TileBand::make(problem, at);
     n_block = static_cast<int>(key_tile);
     first_key = n_block * kBlockN;
+    key_from_diagonal = first_key - diagonal_of(problem, sequence);
     const Range queries = make_band(problem, at).queries({first_key, min(first_key + kBlockN, at.len_k)}, at.len_q);
     first_query = static_cast<int>(queries.first) / kBlockM * kBlockM;
     last_query = (static_cast<int>(queries.last) - 1) / kBlockM * kBlockM;
@@ -122,6 +124,8 @@ struct BackwardBlock {
   __device__ __forceinline__ bool has_sums(const BackwardScratch& scratch) const {
     return scratch.sums != nullptr && tile != kNoSums;
   }
+
+  __device__ __forceinline__ int diagonal() const { return first_key - key_from_diagonal; }
 
   // Of an element of dQ.
   static __device__ __forceinline__ int dq_bytes(const BackwardArgs& args) {

@@ -260,18 +260,17 @@ struct Backward {
     }
   }
 
-  // NOTE: of parameters unless it cannot. Read out of `block`, it was loaded before S and spilled in fp16; in float of
-  // head dimension 256 the question spilled.
-  __device__ __forceinline__ int diagonal(const Block& block) const {
-    const bool is_whole = (sizeof(typename Traits::T) == 2 || kHeadDim <= 192) && !problem().packed;
-    return diagonal_of(problem(), is_whole ? whole_sequence(problem()) : *no_hoist(&block.sequence));
+  // NOTE: in float of head dimension 256 the block's number was loaded before S, and spilled.
+  __device__ __forceinline__ int key_from_diagonal(const Block& block) const {
+    if constexpr (sizeof(typename Traits::T) == 2 || kHeadDim <= 192) return block.key_from_diagonal;
+    return block.first_key - diagonal_of(problem(), *no_hoist(&block.sequence));
   }
 
   // What lies between Q K^T and the softmax.
   __device__ __forceinline__ void modify(const Block& block, Scores& s, int query, int stage) const {
     if constexpr (kGeneral) {
       mods.template apply<true>(
-          options.features, s, warp_key(), 0, query + diagonal(block) - block.first_key, stage,
+          options.features, s, warp_key(), 0, query - key_from_diagonal(block), stage,
           // It waits for the partner where that will write dS: no registers are left for it, and P in T is too coarse
           // to find it again.
           [&](const Scores& slope) { store_scores(ds_tile(stage), operands<Frag>(slope), warp_key()); });
@@ -389,7 +388,7 @@ struct Backward {
         store_transposed(dp, block.dbias, args.dbias, query, block.q.rows, block.first_key + warp_key(), block.k.rows);
       }
       if (has(kSlopeGradient)) {
-        slope_sum -= weighted_by_distance(dp, block.first_key + warp_key(), query + diagonal(block), block.k.rows);
+        slope_sum -= weighted_by_distance(dp, block.first_key + warp_key(), query + block.diagonal(), block.k.rows);
       }
       if (has(kCap)) multiply_scores<Frag>(dp, ds_tile(stage), warp_key());
     }
