@@ -7,7 +7,6 @@
 #include "kernels/sm90/forward/run.cuh"
 #include "kernels/sm90/rows.cpp"
 #include "kernels/stages/combine.cu"
-#include "kernels/stages/sequences.cu"
 #include "sm90_functions.h"
 #include "sm90_packed.h"
 #include "sm90_two_pass_cases.h"
