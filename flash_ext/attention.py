@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from flash_ext import nested, ops, script
+from flash_ext import sinks as _sinks
 from flash_ext.arguments import Window, check_band, flag, number
 from flash_ext.errors import AttentionError
 
@@ -51,6 +52,7 @@ def attention(
     align: str = "top_left",
     mask: Tensor | None = None,
     bias: Tensor | None = None,
+    sinks: Tensor | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     dropout_p: float = 0.0,
@@ -72,6 +74,8 @@ def attention(
         align: where the diagonal lies when L != S: "top_left" or "bottom_right".
         mask: bool, True = attend; broadcastable to (B, Hq, L, S).
         bias: float32 or query's dtype, broadcastable to (B, Hq, L, S), added after softcap; with gradient.
+        sinks: (Hq,) float32, with gradient: one more logit in each row of a head, which takes its part of the softmax
+            and gives no value. It is part of lse.
         softcap: c in c * tanh(score / c) on the scaled score; 0 is off.
         alibi_slopes: (Hq,) or (B, Hq) float32, with gradient; adds -slope * |i + offset - j| (Press et al.,
             arXiv:2108.12409).
@@ -86,7 +90,7 @@ def attention(
     Returns:
         out (B, Hq, L, Ev) in query's dtype and stride order; with ``return_lse`` also lse (B, Hq, L), the natural
         logarithm of the sum of exponentials of each row's scores, float32 (float64 for float64), differentiable.
-        A row with nothing to attend to has out 0, lse -inf and gradients of 0.
+        A row with nothing to attend to has out 0, lse -inf (or its sink) and gradients of 0.
 
     Raises:
         AttentionError: shapes, dtypes, devices or options that do not fit.
@@ -94,10 +98,19 @@ def attention(
     """
     if getattr(query, "is_nested", False):
         return nested.attention(
-            query, key, value, causal=causal, window=window, align=align, mask=mask, bias=bias, softcap=softcap,
-            alibi_slopes=alibi_slopes, dropout_p=dropout_p, scale=scale, deterministic=deterministic,
+            query, key, value, causal=causal, window=window, align=align, mask=mask, bias=bias, sinks=sinks,
+            softcap=softcap, alibi_slopes=alibi_slopes, dropout_p=dropout_p, scale=scale, deterministic=deterministic,
             return_lse=return_lse,
         )  # fmt: skip
+    if sinks is not None:
+        check_native(query, key, value, window, align)
+        _sinks.check(sinks, query)
+        out, lse = attention(
+            query, key, value, causal=causal, window=window, align=align, mask=mask, bias=bias, softcap=softcap,
+            alibi_slopes=alibi_slopes, dropout_p=dropout_p, scale=scale, deterministic=deterministic, return_lse=True,
+        )  # fmt: skip
+        out, lse = _sinks.join(out, lse, sinks)
+        return (out, lse) if flag(return_lse, "return_lse") else out
     left, right = check_native(query, key, value, window, align)
     bottom_right = align == "bottom_right"
     if _eager is not None and not torch.compiler.is_compiling():

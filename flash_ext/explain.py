@@ -15,6 +15,7 @@ from flash_ext.arguments import Window, check_band, flag, number
 from flash_ext.attention import check_native
 from flash_ext.errors import AttentionError
 from flash_ext.ops import require_c
+from flash_ext.sinks import check as check_sinks
 
 
 @dataclass(frozen=True)
@@ -187,6 +188,7 @@ def explain(
     align: str = "top_left",
     mask: Tensor | None = None,
     bias: Tensor | None = None,
+    sinks: Tensor | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     scale: float | None = None,
@@ -201,7 +203,7 @@ def explain(
 ) -> Explanation:
     """The plan that ``attention`` executes for these arguments; with ``sdpa=True`` the plan of
     ``scaled_dot_product_attention``, with ``cu_seqlens_q`` that of ``attention_varlen``, of which the CPU computes one
-    sequence after the other: the plan is the longest one's.
+    sequence after the other: the plan is the longest one's. ``sinks``, which are joined behind the kernel, are checked.
 
     Takes meta and fake tensors. ``device`` plans for a device that is not there; by default the tensors' own (the CPU
     for meta tensors). Backward is planned for the floating inputs that require gradients, or for all if none does.
@@ -226,6 +228,8 @@ def explain(
         packed = cu_seqlens_q is not None
         left, right = check_band(window, align) if packed else check_native(query, key, value, window, align)
         bottom_right = align == "bottom_right"
+    if sinks is not None:
+        check_sinks(sinks, query)
     if max_k is None:
         max_k = max_q
     inputs = (query, key, value, bias, alibi_slopes)

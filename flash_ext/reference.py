@@ -67,6 +67,7 @@ def attention(
     align: str = "top_left",
     mask: Tensor | None = None,
     bias: Tensor | None = None,
+    sinks: Tensor | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     dropout_p: float = 0.0,
@@ -83,6 +84,7 @@ def attention(
         value: (..., Hv, S, Ev), Hv dividing Hq; Hv may differ from Hk.
         mask: bool, broadcastable to (..., Hq, L, S); True = attend.
         bias: floating, broadcastable to (..., Hq, L, S), added to the scores.
+        sinks: (Hq,), a logit in each row of a head whose value is 0.
         alibi_slopes: (Hq,) or (..., Hq).
         keep: bool, broadcastable to (..., Hq, L, S), True = kept; needed where 0 < dropout_p < 1.
         rounded: round each intermediate to query's dtype (see the module's docstring).
@@ -114,6 +116,13 @@ def attention(
         visible = visible & mask
     s = s.masked_fill(~visible, -math.inf)
 
+    if sinks is not None:  # one more key, of value 0, that every row sees
+        s = torch.cat((s, sinks.to(wide)[:, None, None].expand(*s.shape[:-1], 1)), -1)
+        v = torch.nn.functional.pad(v, (0, 0, 0, 1))
+        keep = (
+            None if keep is None else torch.nn.functional.pad(keep.expand(*keep.shape[:-1], keys), (0, 1), value=True)
+        )
+        keys += 1
     # An empty row becomes a row of zeros before softmax and is blanked after it: its gradient is 0, not NaN.
     empty = (s == -math.inf).all(-1, keepdim=True) if keys else s.new_ones(*s.shape[:-1], 1, dtype=torch.bool)
     s = s.masked_fill(empty, 0.0)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from flash_ext import ops, script
+from flash_ext import sinks as _sinks
 from flash_ext.arguments import Window, check_band, flag, number
 
 _eager = ops.C.attention if ops.C else None
@@ -34,6 +35,7 @@ def attention_varlen(
     align: str = "top_left",
     mask: Tensor | None = None,
     bias: Tensor | None = None,
+    sinks: Tensor | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     dropout_p: float = 0.0,
@@ -55,7 +57,7 @@ def attention_varlen(
         cu_seqlens_k: the same of key and value; None: that of query.
         max_q, max_k: the length of the longest sequence, or more; max_k is max_q by default. Sequences end there.
         seqused_q, seqused_k: (B,) int32, how many rows of each sequence are in use, from its first; None: all.
-        causal, window, align, softcap, dropout_p, scale, deterministic: as in :func:`attention`.
+        causal, window, align, sinks, softcap, dropout_p, scale, deterministic: as in :func:`attention`.
         mask, bias: as in :func:`attention`, broadcastable to (B, Hq, max_q, max_k); the bias has its gradient.
         alibi_slopes: (Hq,) or (B, Hq) float32, with gradient.
         return_lse: return (out, lse).
@@ -63,7 +65,7 @@ def attention_varlen(
     Returns:
         out (rows_q, Hq, Ev) in query's dtype and stride order; with ``return_lse`` also lse (Hq, rows_q), natural
         logarithm, float32 (float64 for float64), differentiable. Rows that belong to no sequence, or are not in use,
-        have out 0, lse -inf and gradients of 0, as rows with nothing to attend to have.
+        have out 0, lse -inf and gradients of 0; rows with nothing to attend to have the same, or their sink as lse.
 
     Raises:
         AttentionError: shapes, dtypes, devices or options that do not fit.
@@ -75,6 +77,16 @@ def attention_varlen(
     max_k = max_q if max_k is None else _length(max_k, "max_k")
     if not isinstance(cu_seqlens_q, Tensor):
         raise TypeError(f"cu_seqlens_q is of type {type(cu_seqlens_q).__name__}; it must be a torch.Tensor")
+    if sinks is not None:
+        if isinstance(query, Tensor) and query.dim() == 3:  # else the call itself says so
+            _sinks.check(sinks, query)
+        out, lse = attention_varlen(
+            query, key, value, cu_seqlens_q, cu_seqlens_k, max_q=max_q, max_k=max_k, seqused_q=seqused_q,
+            seqused_k=seqused_k, causal=causal, window=window, align=align, mask=mask, bias=bias, softcap=softcap,
+            alibi_slopes=alibi_slopes, dropout_p=dropout_p, scale=scale, deterministic=deterministic, return_lse=True,
+        )  # fmt: skip
+        out, lse = _sinks.join_packed(out, lse, sinks, _sinks.belongs(query.shape[0], cu_seqlens_q, seqused_q, max_q))
+        return (out, lse) if flag(return_lse, "return_lse") else out
     if _eager is not None and not torch.compiler.is_compiling() and type(max_q) is type(max_k) is int:
         result = _eager(
             query, key, value, mask, bias, alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, causal,

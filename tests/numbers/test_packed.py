@@ -50,6 +50,8 @@ CASES: dict[str, tuple[Heads, tuple[str, ...], dict[str, Any]]] = {
     **{name: (Heads(), (name,), {"return_lse": True}) for name in MASKS},
     **{name: (Heads(), (name,), {"return_lse": True}) for name in BIASES},
     **{name: (Heads(), (name,), {"return_lse": True}) for name in SLOPES},
+    "sinks": (GROUPED, ("sinks",), {"causal": True} | LSE),
+    "sinks and more": (Heads(), ("sinks", "mask", "bias of keys"), {"softcap": 5.0} | LSE),
     "slopes at the bottom right": (Heads(), ("slopes",), {"align": "bottom_right", "causal": True}),
     "band and mask": (Heads(), ("mask",), {"window": (20, 5), "causal": True, "align": "bottom_right"}),
     "added": (GROUPED, ("mask", "bias", "slopes of a batch"), {"return_lse": True}),
@@ -62,9 +64,13 @@ CASES: dict[str, tuple[Heads, tuple[str, ...], dict[str, Any]]] = {
 
 
 def added(call: Packed, *names: str) -> Packed:
-    """With a mask, a bias or slopes of the tables above."""
+    """With a mask, a bias or slopes of the tables above, or sinks."""
     inputs, dtype = {}, call.inputs["query"].dtype
     for name in names:
+        if name == "sinks":
+            wide = torch.float64 if dtype == torch.float64 else torch.float32
+            inputs[name] = rand(call.scores[1], dtype=wide, device=str(call.device))
+            continue
         dims = (MASKS | BIASES | SLOPES)[name]
         if name in SLOPES:
             shape = [call.scores[dim] for dim in dims]
@@ -106,7 +112,7 @@ def close(got: Results, expected: Results, backend: str = "", bits: tuple[str, .
             )
 
 
-ALL = ("out", "lse", *(f"grad of {name}" for name in (*QKV, "bias", "alibi_slopes")))
+ALL = ("out", "lse", *(f"grad of {name}" for name in (*QKV, "bias", "alibi_slopes", "sinks")))
 
 
 # ---- the meaning ----------------------------------------------------------------------------------------------------

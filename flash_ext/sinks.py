@@ -1,0 +1,70 @@
+"""Sinks: one more logit a head, which takes its part of each row's weight and gives no value.
+
+With s the sink of a head (Xiao et al., arXiv:2309.17453, as a parameter), a row of scores x has
+
+    lse' = log(exp(lse) + exp(s))        out' = exp(lse - lse') out        where lse and out are those without a sink
+
+so that a call with sinks is the call without, whose out and lse are differentiable, and this behind it, for every
+backend, option and derivative.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flash_ext.errors import AttentionError
+
+_MINUS_INFINITY = float("-inf")
+
+
+def check(sinks: Tensor, query: Tensor) -> None:
+    """``query``: (..., Hq, L, E), or (rows, Hq, E)."""
+    if not isinstance(sinks, Tensor):
+        raise TypeError(f"sinks is of type {type(sinks).__name__}; it must be a torch.Tensor")
+    heads = query.shape[1]
+    if sinks.dim() != 1 or sinks.shape[0] != heads:
+        raise AttentionError(
+            f"sinks of shape {tuple(sinks.shape)} is not ({heads},), one number for each head of query"
+        )
+    if sinks.dtype not in (torch.float32, torch.float64) or (sinks.dtype == torch.float64 != query.dtype):
+        raise AttentionError(f"sinks is of {sinks.dtype}; it must be of torch.float32, or torch.float64 if query is")
+    if sinks.device != query.device:
+        raise AttentionError(
+            f"sinks is on {sinks.device}, but query is on {query.device}; all tensors must be on one device"
+        )
+
+
+def join(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """out (..., Hq, L, Ev) and lse (..., Hq, L) of a call without sinks become those of the call with them.
+
+    sinks: (Hq,). A row without keys keeps out 0 and has the sink as its lse. Differentiable in all three.
+    """
+    # NOTE: a number for each row, in double: the gradient of a sink is a sum over all rows of both signs.
+    sink = sinks.double().unsqueeze(-1)
+    empty = lse == _MINUS_INFINITY
+    # NOTE: filled before and after, or a row without keys has derivatives of 0 times infinity.
+    of_keys = lse.double().masked_fill(empty, 0.0)
+    share = torch.sigmoid(of_keys - sink).masked_fill(empty, 0.0).to(lse.dtype)
+    joined = torch.where(empty, sink, torch.logaddexp(of_keys, sink)).to(lse.dtype)
+    return (out * share.unsqueeze(-1)).to(out.dtype), joined
+
+
+def belongs(rows: int, cu_seqlens: Tensor, used: Tensor | None, longest: int) -> Tensor:
+    """(rows,) bool: which rows of packed sequences belong to one and are in use. Nothing is read on the host."""
+    first, behind = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
+    row = torch.arange(rows, device=cu_seqlens.device)
+    if first.shape[0] == 0:
+        return torch.zeros_like(row, dtype=torch.bool)
+    length = (behind - first).clamp(max=longest)
+    if used is not None:
+        length = torch.minimum(length, used.long())
+    owner = torch.searchsorted(behind.contiguous(), row, right=True).clamp(max=first.shape[0] - 1)
+    position = row - first[owner]
+    return (position >= 0) & (position < length[owner])
+
+
+def join_packed(out: Tensor, lse: Tensor, sinks: Tensor, is_used: Tensor) -> tuple[Tensor, Tensor]:
+    """The same of out (rows, Hq, Ev) and lse (Hq, rows). Rows that are nobody's keep out 0 and lse -inf."""
+    joined, lse_joined = join(out.transpose(0, 1), lse, sinks)
+    return joined.transpose(0, 1), lse_joined.masked_fill(~is_used, _MINUS_INFINITY)
