@@ -94,10 +94,12 @@ def enable() -> _Enabled:
     ``torch.backends.mha``'s fast path, because MultiheadAttention and TransformerEncoder would bypass attention in
     evaluation (nested tensors of the strided layout need it there, and raise).
 
+    ``torch.nn.attention.varlen.varlen_attn`` runs here, too, where torch has it, whenever it is imported.
+
     Left to PyTorch: nested tensors of the strided layout, other devices, unknown tensor subclasses,
-    ``need_weights=True``, and calls for which one of PyTorch's own kernels was chosen: inside ``sdpa_kernel(...)``, or
-    where ``torch.backends.cuda.enable_*_sdp`` leave one. The first call that is left for such a choice warns, and
-    ``why_not`` counts them.
+    ``need_weights=True``, ``varlen_attn`` with caches, pages or splits, and calls for which one of PyTorch's own
+    kernels was chosen: inside ``sdpa_kernel(...)``, or where ``torch.backends.cuda.enable_*_sdp`` leave one. The first
+    call that is left for such a choice warns, and ``why_not`` counts them.
     """
     scope = _Enabled()
     _begin(scope)
@@ -117,7 +119,7 @@ class EnabledCalls(int):
 
 
 def enabled_calls() -> EnabledCalls:
-    """Calls of ``F.scaled_dot_product_attention`` that ran here so far, so that a test can prove it.
+    """Calls of PyTorch's attention that ran here so far, so that a test can prove it.
 
     Its attribute ``left`` counts those that reached us and went to PyTorch; ``why_not`` says for which reasons.
     """

@@ -31,8 +31,8 @@ VERSIONS = ("2.9.1", "2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 # Files of tests/ that meet torch's own machinery, where versions differ; but for tests marked slow or fuzz.
 TESTS = {
     "api": """
-        autocast bad_inputs causal_bias compile compiled_autograd drop_in enable export flash_attention_function schemas
-        transforms
+        autocast bad_inputs causal_bias compile compiled_autograd drop_in enable enable_varlen export
+        flash_attention_function schemas transforms
     """,
     "backends": "choice",
     "numbers": "gradcheck masks",

@@ -36,11 +36,13 @@ struct Reason {
   bool warns;  // the first such call says so
   std::atomic<int64_t> calls{0};
 };
-std::array<Reason, 3> reasons{{
+std::array<Reason, 4> reasons{{
     {"it stands in a sdpa_kernel(...) context, which chooses among PyTorch's own kernels", true, 0},
     {"torch.backends.cuda.enable_*_sdp(False) leave one of PyTorch's own kernels, which is a choice of that one", true,
      0},
     {"a tensor is nested, not strided, or not on the CPU or a CUDA device", false, 0},
+    {"varlen_attn has an argument that only PyTorch serves: a cache, pages, splits or a head dim of its own for value",
+     false, 0},
 }};
 
 std::array<bool, 5> pytorch_kernels() {
@@ -72,17 +74,18 @@ bool is_plain(const Tensor& tensor) {
 
 bool is_enabled() { return enabled_here.value_or(enabled.load(std::memory_order_relaxed)); }
 
-// Whether such a call runs here; it is counted either way, and the first one that is left for a choice warns.
-bool takes_call(bool is_plain) {
+// Whether a call runs here, for which there may be an obstacle; it is counted either way, and the first one that is
+// left for a choice warns.
+bool takes_call(Reason* obstacle) {
   if (!is_enabled()) return false;
   Reason* reason = chosen_kernel();
-  if (reason == nullptr && !is_plain) reason = &reasons[2];
+  if (reason == nullptr) reason = obstacle;
   if (reason == nullptr) {
     calls.fetch_add(1, std::memory_order_relaxed);
     return true;
   }
   if (reason->calls.fetch_add(1, std::memory_order_relaxed) == 0 && reason->warns) {
-    TORCH_WARN("flash_ext.enable(): a call of scaled_dot_product_attention goes to PyTorch, because ", reason->text,
+    TORCH_WARN("flash_ext.enable(): a call of attention goes to PyTorch, because ", reason->text,
                "; flash_ext.why_not() counts such calls.");
   }
   return false;
@@ -90,7 +93,7 @@ bool takes_call(bool is_plain) {
 
 Tensor kernel(const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& attn_mask,
               double dropout_p, bool is_causal, std::optional<double> scale, bool enable_gqa) {
-  if (!takes_call(is_plain(query) && is_plain(key) && is_plain(value))) {
+  if (!takes_call(is_plain(query) && is_plain(key) && is_plain(value) ? nullptr : &reasons[2])) {
     return at::native::scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale,
                                                     enable_gqa);
   }
@@ -124,7 +127,9 @@ void register_kernels_once() {
 
 }  // namespace
 
-bool takes_nested_call() { return takes_call(true); }
+bool takes_nested_call() { return takes_call(nullptr); }
+
+bool takes_varlen_call(bool is_served) { return takes_call(is_served ? nullptr : &reasons[3]); }
 
 void set_enabled(bool on) {
   if (on) register_kernels_once();

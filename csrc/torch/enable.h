@@ -30,6 +30,8 @@ std::string choice_text();
 
 // Whether a call with nested tensors of the jagged layout is computed here; counts it among those below.
 bool takes_nested_call();
+// The same of torch's varlen_attn, with arguments that flash_ext serves or does not.
+bool takes_varlen_call(bool is_served);
 // Calls that came through it so far and were computed here.
 int64_t enabled_calls();
 // Calls that came through it and went to PyTorch: each reason with its number of calls, those that happened.
