@@ -10,7 +10,7 @@ written out, so it must be small.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from shapes import Case, Inputs
@@ -21,10 +21,16 @@ def eager_attention(
     case: Case, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, slopes: Tensor | None = None
 ) -> Tensor:
     """softmax(q k^T / sqrt(D) + mask) v in plain tensor operations; key heads may be fewer than query heads."""
+    if case.lengths:
+        alone = replace(case, lengths=())
+        parts = zip(*(t.split(case.lengths, dim=2) for t in (query, key, value)), strict=True)
+        return torch.cat([eager_attention(alone, *part, mask, slopes) for part in parts], dim=2)
     key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
     scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])
-    rows = torch.arange(case.sq, device=scores.device)[:, None]
-    behind = rows - torch.arange(case.sk, device=scores.device)  # how far a key lies behind the query; below 0: ahead
+    rows = torch.arange(query.shape[2], device=scores.device)[:, None]
+    behind = rows - torch.arange(
+        key.shape[2], device=scores.device
+    )  # how far a key lies behind the query; below 0: ahead
     if case.softcap:
         scores = case.softcap * torch.tanh(scores / case.softcap)
     if mask is not None:
@@ -55,7 +61,8 @@ def _all_heads(case: Case) -> bool:
 
 def score_elements(case: Case) -> int:
     """Elements of the sample's score matrices, which the check writes out several times in fp64."""
-    return case.b * (case.h if _all_heads(case) else case.h // case.hkv) * case.sq * case.sk
+    of_head = sum(length**2 for length in case.lengths) or case.b * case.sq * case.sk
+    return of_head * (case.h if _all_heads(case) else case.h // case.hkv)
 
 
 def _sample(case: Case, tensor: Tensor) -> Tensor:

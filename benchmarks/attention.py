@@ -10,7 +10,7 @@
     python benchmarks/attention.py --suite masks --backend sm80 --only 'bias|mask' --time-budget 300
 
 The suites scaling, flash, short and decode also run on a CPU, on the cases of at most 2 GFLOP and against peers that
-run there; the others take --device cpu with --quick.
+run there, and varlen on smaller cases of its kinds; the others take --device cpu with --quick.
 
 Forward ("fwd") runs without gradients (with them where the mask wants one). Backward ("bwd") is torch.autograd.grad
 alone, over and over on one graph that an untimed forward built and retain_graph keeps; "e2e" is a forward and its
@@ -18,6 +18,9 @@ backward. Ratios are a peer's median time over flash_ext's: above 1, flash_ext i
 key) pairs only (half of all in the suite grid, when causal), GB/s the smallest possible traffic; the limits are
 measured in the same run. err is the error over what the error rule allows, so at most 1. Peak memory is that of one
 forward and backward (of a forward in suites that have no backward), inputs excluded; that before backward, too.
+
+Packed sequences (suite varlen) count the pairs of each one's own length. Peers whose name ends in -padded are dense
+calls of the same sequences, padded; neither to pad them nor to make FlexAttention's block mask is part of the time.
 """
 
 from __future__ import annotations
@@ -31,7 +34,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -40,8 +42,8 @@ import torch.nn.functional as F
 from accuracy import Truth, err, score_elements, truth
 from cpu_tables import cell_table, summary_table
 from figures import draw_attention, draw_host_overhead
-from gpu_peers import GPU_PEERS, Peer, eager_peer, sdpa_peer
-from gpu_tables import gpu_summary, gpu_table, refusals, scaling_table
+from gpu_peers import GPU_PEERS, OPTIONAL, Peer, eager_peer, padded_peer, sdpa_peer
+from gpu_tables import gpu_summary, gpu_table, ratio_table, refusals, scaling_table
 from harness import (
     BenchmarkError,
     Reporter,
@@ -57,8 +59,8 @@ from harness import (
 )
 from host_overhead import host_overhead, host_table
 from limits import Limits, measure_limits
-from shapes import Case, Inputs, make_inputs
-from suites import BY_NAME, DETERMINISTIC, OURS, SUITES, Suite, cases_of
+from shapes import Case, Inputs, make_inputs, pad, unpad
+from suites import BY_NAME, DETERMINISTIC, OURS, PADDED, SUITES, Suite, cases_of
 from tables import Table, csv_path, write_csv, write_results
 from torch import Tensor
 from tyro.conf import arg
@@ -84,6 +86,9 @@ def our_peer(backend: str | None = None, deterministic: bool | None = None) -> P
         return sdpa(x.query, x.key, x.value, x.mask, case.dropout, case.causal, enable_gqa=gqa)
 
     def native(case: Case, x: Inputs) -> Tensor:
+        if case.lengths:
+            rows, options = x.packed(), {"causal": case.causal, "deterministic": deterministic}
+            return flash_ext.attention_varlen(*rows, x.cu_seqlens, max_q=case.sq, **options).transpose(0, 1)[None]
         masks = {"mask" if case.mask == "bool" else "bias": x.mask, "alibi_slopes": x.slopes}
         options = {"window": (case.window, 0) if case.window else None, "softcap": case.softcap}
         more = {"causal": case.causal, "dropout_p": case.dropout, "deterministic": deterministic}
@@ -100,10 +105,12 @@ def our_peer(backend: str | None = None, deterministic: bool | None = None) -> P
 OUR_PEERS: dict[str, Callable[..., Peer]] = {
     OURS: our_peer,
     DETERMINISTIC: partial(our_peer, deterministic=True),
+    PADDED: lambda backend=None: padded_peer(our_peer(backend)),
     **{name: lambda _, name=name: our_peer(name.removeprefix(f"{OURS}-")) for name in BY_NAME},
 }
 PEERS: dict[str, Callable[[], Peer]] = {
     "torch": lambda: sdpa_peer(F.scaled_dot_product_attention),
+    "torch-padded": lambda: padded_peer(sdpa_peer(F.scaled_dot_product_attention)),
     "eager": eager_peer,
     **GPU_PEERS,
     **OUR_PEERS,
@@ -226,7 +233,8 @@ def checked(peer: Peer, case: Case, x: Inputs, found: Truth | None, args: Args) 
             peak, out = mib(torch.cuda.max_memory_allocated) - before, inference
         if found is None:
             return Check({}, peak, saved)
-        errors = {name: err(case, found, [out.detach(), *gradients], name) for name in args.passes}
+        results = [unpad(case, result) for result in (out.detach(), *gradients)]
+        errors = {name: err(case, found, results, name) for name in args.passes}
         return Check(errors, peak, saved)
     except Exception as error:  # a peer may raise anything
         if is_lost(error):
@@ -248,16 +256,19 @@ def measure(case: Case, dtype: torch.dtype, peers: dict[str, Peer], args: Args) 
     x = make_inputs(case, dtype, args.device)
     small = score_elements(case) <= CHECK_ELEMENTS[args.device]
     found = truth_of(case, x) if args.check and small and not case.dropout else None
+    padded = pad(case, x) if case.lengths else x
+    given = {name: padded if name.endswith("-padded") else x for name in peers}
     timings: dict[tuple[str, str], Timing] = {}
     for direction in args.passes:
-        calls = {name: CALLS[direction](peer, case, x) for name, peer in peers.items()}
+        calls = {name: CALLS[direction](peer, case, given[name]) for name, peer in peers.items()}
         of_pass = interleave(calls, args.device, args.rounds, args.sample, args.seconds, args.calls)
         timings.update({(direction, name): timing for name, timing in of_pass.items()})
         del calls  # and the graphs in them
     checks = {}
     for name, peer in peers.items():
         failures = {timings[direction, name].failure for direction in args.passes} - {""}
-        checks[name] = Check({}) if failures and args.device == "cuda" else checked(peer, case, x, found, args)
+        lost = failures and args.device == "cuda"
+        checks[name] = Check({}) if lost else checked(peer, case, given[name], found, args)
         for failure in failures - {"OOM"} if args.suite == "cpu" else ():  # elsewhere the tables tell it
             print(f"{name} fails on {case.name} {dtype}: {failure}", file=sys.stderr)
     return [
@@ -341,11 +352,21 @@ def device_of(args: Args, suite: Suite) -> str:
 
 
 def peers_of(suite: Suite, on_gpu: bool) -> list[str]:
-    """The suite's peers that are here: fa3 where installed; on a CPU PyTorch's own choice for its GPU backends."""
+    """The suite's peers that are here; on a CPU PyTorch's own choice for its GPU backends."""
     if on_gpu:
-        return [p for p in suite.peers if p != "fa3" or find_spec("flash_attn_interface") is not None]
+        return [name for name in suite.peers if name not in OPTIONAL or is_here(name)]
     others = [p for p in suite.peers if p not in GPU_PEERS or p == "compiled-eager"]
-    return others if "torch" in others else ["torch", *others]
+    return others if {"torch", "torch-padded"} & {*others} else ["torch", *others]
+
+
+def is_here(peer: str) -> bool:
+    """Whether a peer's package can be imported; a line says so where it cannot."""
+    try:
+        PEERS[peer]()
+    except BenchmarkError as error:
+        print(f"Left out: {error}", file=sys.stderr)
+        return False
+    return True
 
 
 def chosen_cases(args: Args) -> list[Case]:
@@ -392,7 +413,8 @@ def tables_of(cells: list[Cell], args: Args) -> list[Table]:
     if args.suite == "cpu" and args.device == "cpu":
         return [*(cell_table(cells, DTYPES[name], args) for name in args.dtypes), summary_table(cells, args)]
     first = scaling_table(cells) if args.suite == "scaling" else gpu_table(cells, args.peers)
-    return [first, gpu_summary(cells, args.peers)]
+    by_case = [ratio_table(cells, args.peers)] if args.suite == "varlen" else []
+    return [first, *by_case, gpu_summary(cells, args.peers)]
 
 
 def main() -> None:

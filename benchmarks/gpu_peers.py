@@ -1,4 +1,4 @@
-"""The peers that flash_ext is measured against on a GPU: PyTorch's backends, FlexAttention, FlashAttention-3.
+"""The peers that flash_ext is measured against on a GPU: PyTorch's backends, FlexAttention, FlashAttention-3 and -4.
 
 Each is a function of (Case, Inputs) that returns out with autograd, or raises a RuntimeError with the reason why it
 cannot serve the case, which becomes the cell's row.
@@ -6,9 +6,13 @@ cannot serve the case, which becomes the cell's row.
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +40,7 @@ def sdpa_peer(sdpa: Callable[..., Tensor]) -> Peer:
 
     def run(case: Case, x: Inputs) -> Tensor:
         if case.beyond_sdpa:
-            raise RuntimeError("takes no window, softcap or ALiBi")
+            raise RuntimeError("takes no window, softcap, ALiBi or packed sequences")
         gqa = {"enable_gqa": True} if case.hkv != case.h else {}
         mask = x.mask if x.mask is None else x.mask[(None,) * (4 - x.mask.dim())]
         return sdpa(x.query, x.key, x.value, mask, case.dropout, case.causal, **gqa)
@@ -105,6 +109,18 @@ def flex_call(case: Case, x: Inputs, flex: Callable[..., Tensor]) -> Callable[[]
     """FlexAttention's form of a case: what changes a score, and which blocks of scores there are."""
     from torch.nn.attention.flex_attention import create_block_mask
 
+    gqa = case.hkv != case.h
+    if case.lengths:
+        lengths, causal = torch.tensor(case.lengths, device=x.query.device), case.causal
+        document = torch.arange(case.b, device=x.query.device).repeat_interleave(lengths)
+
+        def within(b, h, q, k):
+            same = document[q] == document[k]
+            return same & (q >= k) if causal else same
+
+        create = torch.compile(create_block_mask) if x.query.is_cuda else create_block_mask  # eager writes all pairs
+        block_mask = create(within, None, None, case.rows, case.rows, device=x.query.device)
+        return lambda: flex(x.query, x.key, x.value, enable_gqa=gqa, block_mask=block_mask)
     if case.dropout:
         raise RuntimeError("takes no dropout")
     mask, slopes, softcap, window = x.mask, x.slopes, case.softcap, case.window or case.sk
@@ -134,7 +150,6 @@ def flex_call(case: Case, x: Inputs, flex: Callable[..., Tensor]) -> Callable[[]
         batches = case.b if case.mask_dims == "b11k" else None
         keep = seen if case.causal else allowed
         options["block_mask"] = create_block_mask(keep, batches, None, case.sq, case.sk, device=x.query.device)
-    gqa = case.hkv != case.h
     return lambda: flex(x.query, x.key, x.value, enable_gqa=gqa, **options)
 
 
@@ -165,10 +180,72 @@ def fa3_peer() -> Peer:
     def run(case: Case, x: Inputs) -> Tensor:
         if case.mask != "none" or case.dropout or case.alibi or (case.causal and case.sq != case.sk):
             raise RuntimeError("takes no mask, dropout or ALiBi, and no top-left diagonal")
+        if case.lengths:
+            raise RuntimeError("its call for packed sequences is the peer fa3-varlen")
         window = (case.window, 0) if case.window else (-1, -1)
         query, key, value = (t.transpose(1, 2) for t in (x.query, x.key, x.value))
         out = flash_attn_func(query, key, value, causal=case.causal, window_size=window, softcap=case.softcap)
         return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+    return run
+
+
+def padded_peer(dense: Peer) -> Peer:
+    """A dense peer on packed sequences that shapes.pad padded; to pad them is no part of the time."""
+
+    def run(case: Case, x: Inputs) -> Tensor:
+        if not case.lengths:
+            raise RuntimeError("pads packed sequences only")
+        if x.query.shape[2] != case.sq:
+            gib = case.b * case.h * case.sq * case.d * x.query.element_size() / 2**30
+            raise RuntimeError(f"padded, its query would take {gib:.0f} GiB")
+        return dense(replace(case, lengths=()), x)
+
+    return run
+
+
+def torch_varlen_peer(repeated: bool) -> Peer:
+    """PyTorch's attention of packed sequences, causal from torch 2.11 on by a window.
+
+    Grouped heads are either its own or, where this torch has none, key heads repeated within the time.
+    """
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError as error:
+        raise BenchmarkError(f"The peer torch-varlen cannot be imported ({error}).") from None
+    known = inspect.signature(varlen_attn).parameters
+
+    def run(case: Case, x: Inputs) -> Tensor:
+        grouped = case.hkv != case.h
+        if not case.lengths or not x.query.is_cuda:
+            raise RuntimeError("takes packed sequences on a GPU only")
+        if repeated != (grouped and "enable_gqa" not in known):
+            why = "takes only grouped heads, and only where torch has none of its own"
+            raise RuntimeError(why if repeated else f"has no grouped heads in torch {torch.__version__}")
+        query, key, value = x.packed()
+        if repeated:
+            key, value = (t.repeat_interleave(case.h // case.hkv, dim=1) for t in (key, value))
+        options = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+        options = {**(options if case.causal else {}), **({"enable_gqa": True} if grouped and not repeated else {})}
+        out = varlen_attn(query, key, value, x.cu_seqlens, x.cu_seqlens, case.sq, case.sq, **options)
+        return out.transpose(0, 1)[None]
+
+    return run
+
+
+def flash_attention_varlen_peer(name: str, module: str) -> Peer:
+    """FlashAttention's call for packed sequences, of version 3 or 4."""
+    try:
+        attend = import_module(module).flash_attn_varlen_func
+    except Exception as error:  # whatever a package raises whose own needs are of other versions
+        raise BenchmarkError(f"The peer {name} cannot be imported ({error}).") from None
+
+    def run(case: Case, x: Inputs) -> Tensor:
+        if not case.lengths:
+            raise RuntimeError("takes packed sequences only")
+        rows = {"cu_seqlens_q": x.cu_seqlens, "cu_seqlens_k": x.cu_seqlens}
+        out = attend(*x.packed(), **rows, max_seqlen_q=case.sq, max_seqlen_k=case.sq, causal=case.causal)
+        return (out[0] if isinstance(out, tuple) else out).transpose(0, 1)[None]
 
     return run
 
@@ -182,4 +259,10 @@ GPU_PEERS: dict[str, Callable[[], Peer]] = {
     "compiled-eager": compiled_eager_peer,
     "flex": flex_peer,
     "fa3": fa3_peer,
+    "torch-varlen": partial(torch_varlen_peer, repeated=False),
+    "torch-varlen-repeated": partial(torch_varlen_peer, repeated=True),
+    "fa3-varlen": partial(flash_attention_varlen_peer, "fa3-varlen", "flash_attn_interface"),
+    "fa4-varlen": partial(flash_attention_varlen_peer, "fa4-varlen", "flash_attn.cute"),
 }
+# What may be missing: a suite goes without it
+OPTIONAL = ("fa3", "torch-varlen", "torch-varlen-repeated", "fa3-varlen", "fa4-varlen")

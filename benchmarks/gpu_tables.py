@@ -83,6 +83,16 @@ def scaling_table(cells: list[Cell]) -> Table:
     return table
 
 
+def ratio_table(cells: list[Cell], peers: list[str]) -> Table:
+    """One line a case, dtype and pass: the ratio to each peer, for suites whose cases have little in common."""
+    headers = [name.replace("-", "-\n") for name in peers[:-1]]
+    table = make_table("B x H x S x D", "dtype", "pass", right=headers, title=f"time of a peer / time of {peers[-1]}")
+    for (case, dtype, direction), (*others, ours) in groups(cells, "case", "dtype", "direction").items():
+        ratios = (coloured(other.timing.median / ours.timing.median, 1.0) for other in others)
+        table.add_row(case.name, str(dtype).removeprefix("torch."), direction, *ratios)
+    return table
+
+
 def gpu_summary(cells: list[Cell], peers: list[str]) -> Table:
     """Per dtype, head dim and pass: geometric mean (lowest) of the ratios to each peer and to the best one."""
     title = f"time of a peer / time of {peers[-1]}: geometric mean (lowest)"

@@ -6,6 +6,7 @@ SUITES maps a suite's name to its Suite; a new one is one function and one entry
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -13,9 +14,11 @@ from shapes import Case
 
 OURS = "flash_ext"
 DETERMINISTIC = f"{OURS}-deterministic"
+PADDED = f"{OURS}-padded"
 BY_NAME = tuple(f"{OURS}-{backend}" for backend in ("sm80", "sm90"))  # that backend alone
 FUSED = ("torch-flash", "torch-cudnn", "torch-efficient")
 PYTORCH = (*FUSED, "torch-math")
+PACKED = ("torch-varlen", "torch-varlen-repeated", "flex", "fa3-varlen", "fa4-varlen")
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,7 @@ class Suite:
     passes: tuple[str, ...] = ("fwd", "bwd")
     device: str = "cuda"
     calls: int | None = None
+    cpu_cases: Callable[[], list[Case]] | None = None  # on a CPU instead of those cases that are small enough there
 
 
 def cpu_cases() -> list[Case]:
@@ -163,17 +167,64 @@ def scaling_cases() -> list[Case]:
     return [Case(8, 1, s, d) for d in (16, 32, 64, 128) for s in (256, 1024, 4096, 8192, 16384)]
 
 
+def log_normal(total: int, least: int, most: int, seed: int = 6) -> tuple[int, ...]:
+    """Lengths that add up to `total`; `least` and `most` are two deviations from the median, and none lies outside.
+
+    The last one is cut to fit.
+    """
+    draw, lengths = random.Random(seed), []
+    while sum(lengths) < total:
+        length = round(draw.lognormvariate(math.log(least * most) / 2, math.log(most / least) / 4))
+        if least <= length <= most:
+            lengths.append(length)
+    lengths[-1] -= sum(lengths) - total
+    return tuple(lengths)
+
+
+def packed_cases(equal: int, spread: tuple[int, ...], width: int, heads: int, short: int, long: int) -> list[Case]:
+    """16 sequences of one length and hidden size `width`, some of all lengths, many of 8 tokens and a long one."""
+
+    def packed(lengths: tuple[int, ...], h: int, d: int, causal: bool = True, hkv: int = 0) -> Case:
+        return Case(len(lengths), h, max(lengths), d, causal, hkv, lengths=lengths)
+
+    return [
+        *(packed((equal,) * 16, width // d, d, causal) for d in (64, 128) for causal in (False, True)),
+        packed(spread, heads, 128, hkv=heads // 4),
+        packed(spread, heads, 128),
+        packed((*(8,) * short, long), 8, 128),
+    ]
+
+
+def varlen_cases() -> list[Case]:
+    """Packed sequences, 16k tokens and more."""
+    return packed_cases(1024, log_normal(16384, 64, 8192), width=2048, heads=32, short=4095, long=65536)
+
+
+def cpu_varlen_cases() -> list[Case]:
+    """The same kinds, of 500 to 2000 tokens."""
+    return packed_cases(128, log_normal(1024, 8, 512), width=512, heads=8, short=63, long=512)
+
+
 def quick(cases: list[Case]) -> list[Case]:
     """One small case of each kind, for CI: one batch of 4 heads, at most 256 queries and keys."""
     seen, chosen = set(), []
     for case in cases:
-        option = (case.mask, case.mask_dims, case.dropout > 0, case.window, case.softcap, case.alibi)
+        option = (
+            case.mask,
+            case.mask_dims,
+            case.dropout > 0,
+            case.window,
+            case.softcap,
+            case.alibi,
+            len({*case.lengths}),
+        )
         kind = (*option, case.hkv != case.h, case.dv != case.d, case.causal, case.sq == 1)
         if kind not in seen:
             seen.add(kind)
             small = {"b": 1, "h": 4, "hkv": 4 if case.hkv == case.h else 1}
             sizes = {"sq": min(case.sq, 256), "sk": min(case.sk, 256), "window": min(case.window, 64)}
-            chosen.append(replace(case, **small, **sizes))
+            lengths = tuple(min(length, 128) for length in case.lengths[-4:])
+            chosen.append(replace(case, **small, **sizes, lengths=lengths))
     return chosen
 
 
@@ -189,11 +240,14 @@ SUITES: dict[str, Suite] = {
     "decode": Suite(decode_cases, ("torch-flash", "torch-cudnn", "torch-math", OURS), passes=("fwd",), device="both"),
     "flash": Suite(flash_cases, (*FUSED, OURS), ("bf16", "fp32"), ("fwd", "bwd", "e2e"), device="both"),
     "deterministic": Suite(grid_cases, (DETERMINISTIC, OURS), passes=("bwd",)),
+    "varlen": Suite(varlen_cases, (*PACKED, "torch-padded", PADDED, OURS), device="both", cpu_cases=cpu_varlen_cases),
     "scaling": Suite(scaling_cases, ("eager", "compiled-eager", "torch", OURS), ("fp32",), device="both", calls=100),
 }
 
 
 def cases_of(name: str, small: bool = False, most_flop: float = math.inf) -> list[Case]:
     """The cases of a suite of at most so much work, each with the suite's name; --quick's small ones if asked."""
-    cases = [replace(case, suite=name) for case in SUITES[name].cases() if case.flop("fwd") <= most_flop]
+    suite = SUITES[name]
+    cases = suite.cpu_cases if suite.cpu_cases and most_flop < math.inf else suite.cases
+    cases = [replace(case, suite=name) for case in cases() if case.flop("fwd") <= most_flop]
     return quick(cases) if small else cases

@@ -109,14 +109,14 @@ def test_every_suite_is_made_of_its_own_cases_and_of_known_names(bench):
         cases, small = bench.suites.cases_of(name), bench.suites.cases_of(name, small=True)
         assert len({case.name for case in cases}) == len(cases), name
         assert {case.suite for case in cases} == {name}
-        assert all(case.sq * case.sk <= 2**16 and case.b * case.h <= 4 for case in small)
+        assert all(case.sq * case.sk <= 2**16 and case.b * case.h <= (16 if case.lengths else 4) for case in small)
         assert set(suite.peers) <= bench.attention.PEERS.keys()
         assert suite.peers[-1] == "flash_ext"
         assert set(suite.dtypes) <= bench.attention.DTYPES.keys() and set(suite.passes) <= {*bench.attention.PASSES}
 
 
 def test_err_is_small_for_a_right_result_and_large_for_a_wrong_one(bench):
-    for case in (c for suite in ("cpu", "masks", "extras") for c in bench.suites.cases_of(suite, small=True)):
+    for case in (c for suite in ("cpu", "masks", "extras", "varlen") for c in bench.suites.cases_of(suite, small=True)):
         if case.dropout:
             continue
         x = bench.shapes.make_inputs(case, torch.float32, "cpu")
@@ -135,7 +135,7 @@ def test_our_calls_and_flex_attentions_mean_the_same_as_eager(bench):
     from torch.nn.attention.flex_attention import flex_attention
 
     ours = bench.attention.our_peer()
-    for case in (c for suite in ("masks", "extras") for c in bench.suites.cases_of(suite, small=True)):
+    for case in (c for suite in ("masks", "extras", "varlen") for c in bench.suites.cases_of(suite, small=True)):
         if case.dropout:
             continue
         x = bench.shapes.make_inputs(case, torch.float32, "cpu")
