@@ -202,16 +202,14 @@ Result with_cache(const CacheInputs& in, const CacheOptions& given, bool return_
   const nvtx::Range range(nvtx::Op::kAttentionWithCache);
   const auto guard = in.query.is_cpu() ? c10::OptionalDeviceGuard() : c10::OptionalDeviceGuard(in.query.device());
   const Shape64 shape = check_cache<int64_t>(in, given);
-  check_cache_entries(in, shape);
+  check_cache_entries(in, given, shape);
   const Tensor length = in.cache_seqlens.to(at::kLong);
   Tensor query = in.query, key = in.key;
   if (in.rotary_cos.defined()) {
-    const auto& options = given.attention;
-    const bool moves = options.causal || options.window_left.has_value() || options.window_right.has_value();
     const Tensor start = length.unsqueeze(1);
     const auto at = [&](int64_t rows) { return start + at::arange(rows, length.options()); };
     key = rotated(key, in, at(shape.added), given.rotary_interleaved);
-    query = rotated(query, in, moves ? at(shape.len_q) : start, given.rotary_interleaved);
+    query = rotated(query, in, given.queries_have_positions() ? at(shape.len_q) : start, given.rotary_interleaved);
   }
   append(in, shape, length, key);
   const auto wide = accumulate_type(query.scalar_type());

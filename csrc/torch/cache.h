@@ -45,6 +45,11 @@ inline constexpr size_t kRequiredCacheInputs = 4;
 struct CacheOptions {
   Options attention;
   bool rotary_interleaved = false;
+
+  // Whether rotary turns each query by a position of its own, and not all of a sequence by one.
+  bool queries_have_positions() const {
+    return attention.causal || attention.window_left.has_value() || attention.window_right.has_value();
+  }
 };
 
 // Sizes of a checked call.
@@ -66,7 +71,7 @@ void check_pages(const Tensor& query, const Tensor& key, const Tensor& value, co
                  const Tensor& seqused_k);
 
 // With FLASH_EXT_CHECK=1 in the environment: throws AttentionError for a wrong entry, and waits for the device.
-void check_cache_entries(const CacheInputs& in, const CacheShape<int64_t>& shape);
+void check_cache_entries(const CacheInputs& in, const CacheOptions& options, const CacheShape<int64_t>& shape);
 void check_page_entries(const Tensor& block_table, const char* lengths_name, const Tensor& lengths, int64_t added,
                         int64_t pages, int64_t rows);
 

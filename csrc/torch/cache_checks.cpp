@@ -210,7 +210,7 @@ void check_page_entries(const Tensor& block_table, const char* lengths_name, con
   }
 }
 
-void check_cache_entries(const CacheInputs& in, const CacheShape<int64_t>& shape) {
+void check_cache_entries(const CacheInputs& in, const CacheOptions& options, const CacheShape<int64_t>& shape) {
   if (!packed::entries_are_checked()) return;
   if (in.block_table.defined()) {
     check_page_entries(in.block_table, "cache_seqlens", in.cache_seqlens, shape.added, shape.slots, shape.rows);
@@ -228,7 +228,8 @@ void check_cache_entries(const CacheInputs& in, const CacheShape<int64_t>& shape
   check("cache_seqlens", in.cache_seqlens, shape.capacity - shape.added, ", rows of a sequence" + room);
   check("cache_batch_index", in.cache_batch_index, shape.slots - 1, concat(", one of the ", shape.slots, " slots"));
   if (in.rotary_cos.defined()) {
-    const int64_t positions = in.rotary_cos.size(0), last = std::max(shape.added, shape.len_q);
+    const int64_t positions = in.rotary_cos.size(0), queries = options.queries_have_positions() ? shape.len_q : 1;
+    const int64_t last = std::max(shape.added, queries);
     check("cache_seqlens", in.cache_seqlens, positions - last,
           concat(", where rotary_cos has the ", positions, " positions that are rotated"));
   }

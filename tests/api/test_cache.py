@@ -13,6 +13,7 @@ import torch
 from helpers import rand
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import flash_ext
 from flash_ext import reference
@@ -322,6 +323,28 @@ def test_one_length_for_all_and_autocast(device: str) -> None:
     assert torch.equal(flash_ext.attention_with_cache(**call | {"cache_seqlens": 7}), expected)
     with torch.autocast(device, dtype=torch.float16):  # the cache decides
         assert torch.equal(flash_ext.attention_with_cache(**call | {"query": call["query"].float()}), expected)
+
+
+def test_flops_are_those_of_the_rows_that_there_are() -> None:
+    with FlopCounterMode(display=False) as counter:
+        flash_ext.attention_with_cache(**example(queries=2, added=3, page=16))
+    assert counter.get_total_flops() == 2 * 2 * HQ * (8 + 3 + 33) * (E + EV)
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_is_replayed_with_other_lengths(device: str, backend: str) -> None:
+    call = example(added=1, page=16, dtype=torch.bfloat16, device=device)
+    other = {name: x.clone() if isinstance(x, Tensor) else x for name, x in call.items()}
+    flash_ext.attention_with_cache(**call)  # what is made once is made before the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = flash_ext.attention_with_cache(**call)
+    for lengths in ((5, 0, 30), (2, 1, 47), (-1, 48, 17)):
+        for given in (call, other):
+            given["cache_seqlens"].copy_(ints(lengths))
+        graph.replay()
+        assert torch.equal(out.nan_to_num(), flash_ext.attention_with_cache(**other).nan_to_num())
+        assert torch.equal(call["key_cache"].nan_to_num(), other["key_cache"].nan_to_num())
 
 
 def test_autograd_sees_the_write() -> None:
