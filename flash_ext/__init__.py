@@ -12,6 +12,7 @@ from flash_ext import partitioner as _partitioner
 from flash_ext import torch_varlen as _torch_varlen
 from flash_ext import vmap as _vmap
 from flash_ext.attention import FlashAttention, attention, merge_attention
+from flash_ext.cache import attention_with_cache
 from flash_ext.checkpoint import checkpoint_ops
 from flash_ext.control import disable, enable, enabled_calls, use_backend, why_not
 from flash_ext.errors import AttentionError
@@ -47,6 +48,7 @@ __all__ = [
     "FlashAttention",
     "attention",
     "attention_varlen",
+    "attention_with_cache",
     "build_info",
     "checkpoint_ops",
     "disable",

@@ -73,6 +73,7 @@ def register() -> None:
         ours.attention,
         ours.attention_with_rng_state,
         ours.attention_backward,
+        ours.attention_with_cache,
     ):
         handlers[packet] = handlers[packet.default] = _note
     # NOTE: the second stays one call in Dynamo's graph, and calls the first.

@@ -19,8 +19,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 
+def _has_no_data(tensor: Tensor) -> bool:
+    return tensor.is_meta or isinstance(tensor, (FakeTensor, FunctionalTensor))
+
+
 def _lengths(cu_seqlens: Tensor, used: Tensor | None, longest: int) -> list[int]:
-    if cu_seqlens.is_meta or isinstance(cu_seqlens, (FakeTensor, FunctionalTensor)):
+    if _has_no_data(cu_seqlens):
         return [longest] * (cu_seqlens.size(0) - 1)
     return (cu_seqlens.diff() if used is None else used).tolist()
 
@@ -48,6 +52,16 @@ def _forward_of(target: Any) -> Callable[..., int]:
     return flops
 
 
+def _with_cache(*args: Any, out_val: tuple[Tensor, ...], **kwargs: Any) -> int:
+    call = _call(torch.ops.flash_ext.attention_with_cache.default, args, kwargs)
+    query, key, table = call["query"], call.get("key"), call.get("block_table")
+    rows = call["key_cache"].shape[1] * (1 if table is None else table.shape[1])
+    added = 0 if key is None else key.shape[1]
+    lengths = [rows] * query.shape[0] if _has_no_data(call["cache_seqlens"]) else call["cache_seqlens"].tolist()
+    keys = sum(min(n + added, rows) for n in lengths if n >= 0)
+    return 2 * query.shape[1] * query.shape[2] * keys * (query.shape[3] + call["value_cache"].shape[3])
+
+
 def _backward_of(target: Any) -> Callable[..., int]:
     def flops(*args: Any, out_val: Any, **kwargs: Any) -> int:
         call = _call(target, args, kwargs)
@@ -68,3 +82,5 @@ def register() -> None:
         for target in targets:
             flop_registry.pop(target, None)
             register_flop_formula(target, get_raw=True)(formula_of(target.default))
+    flop_registry.pop(operators.attention_with_cache, None)
+    register_flop_formula(operators.attention_with_cache, get_raw=True)(_with_cache)

@@ -8,15 +8,35 @@ from torch import Tensor
 from flash_ext import ops, script
 from flash_ext import sinks as _sinks
 from flash_ext.arguments import Window, check_band, flag, number
+from flash_ext.errors import AttentionError
 
 _eager = ops.C.attention if ops.C else None
 _operator = torch.ops.flash_ext.attention.default
+_eager_pages = ops.C.gather_pages if ops.C else None
+_pages = torch.ops.flash_ext.gather_pages.default
 
 
 def _length(value: int, name: str) -> int:
     if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
         return value
     raise TypeError(f"{name} is of type {type(value).__name__}; it must be an int, a number of rows")
+
+
+def _gather(
+    query: Tensor, key: Tensor, value: Tensor, block_table: Tensor, cu_seqlens_k: Tensor | None, used: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Key and value as packed rows, and cu_seqlens_k."""
+    if used is None:
+        raise AttentionError(
+            "seqused_k is None; with block_table it must say how many rows of its pages a sequence has"
+        )
+    if cu_seqlens_k is not None:
+        raise AttentionError("cu_seqlens_k is given beside block_table, which already says where keys lie")
+    if _eager_pages is not None and not torch.compiler.is_compiling():
+        result = _eager_pages(query, key, value, block_table, used)
+        if result is not NotImplemented:
+            return result
+    return _pages(query, key, value, block_table, used)
 
 
 def attention_varlen(
@@ -30,6 +50,7 @@ def attention_varlen(
     max_k: int | None = None,
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
     causal: bool = False,
     window: Window | None = None,
     align: str = "top_left",
@@ -57,6 +78,9 @@ def attention_varlen(
         cu_seqlens_k: the same of key and value; None: that of query.
         max_q, max_k: the length of the longest sequence, or more; max_k is max_q by default. Sequences end there.
         seqused_q, seqused_k: (B,) int32, how many rows of each sequence are in use, from its first; None: all.
+        block_table: (B, pages of a sequence) int32: key is then (pages, rows of a page, Hk, E) and value (pages, rows
+            of a page, Hv, Ev), sequence b has the first ``seqused_k[b]`` rows of its pages, cu_seqlens_k is None, and
+            max_k is all rows of its pages by default. Forward only.
         causal, window, align, sinks, softcap, dropout_p, scale, deterministic: as in :func:`attention`.
         mask, bias: as in :func:`attention`, broadcastable to (B, Hq, max_q, max_k); the bias has its gradient.
         alibi_slopes: (Hq,) or (B, Hq) float32, with gradient.
@@ -74,6 +98,10 @@ def attention_varlen(
     left, right = check_band(window, align)
     bottom_right = align == "bottom_right"
     max_q = _length(max_q, "max_q")
+    if block_table is not None:
+        key, value, cu_seqlens_k = _gather(query, key, value, block_table, cu_seqlens_k, seqused_k)
+        longest = key.shape[0] // max(block_table.shape[0], 1)
+        max_k = longest if max_k is None else max_k
     max_k = max_q if max_k is None else _length(max_k, "max_k")
     if not isinstance(cu_seqlens_q, Tensor):
         raise TypeError(f"cu_seqlens_q is of type {type(cu_seqlens_q).__name__}; it must be a torch.Tensor")

@@ -7,6 +7,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "torch/cache.h"
 #include "torch/checks.h"
 #include "torch/dispatch.h"
 #include "torch/enable.h"
@@ -209,6 +210,50 @@ struct Call<std::index_sequence<kInput...>, std::index_sequence<kOption...>> {
   }
 };
 
+py::object wrapped(Tensor tensor) { return py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(tensor))); }
+
+// The inputs in the order of the schema, then its options but for the backend.
+py::object attention_with_cache(const py::args& args) {
+  return guarded([&]() -> py::object {
+    if (at::impl::torch_function_mode_enabled()) throw Overridden();
+    CacheInputs in;
+    size_t next = 0;
+    for (const CacheInput& input : kCacheInputs) {
+      const py::handle given = args[next];
+      in.*input.tensor = next++ < kRequiredCacheInputs ? tensor(given, input.name)
+                                                       : optional_tensor(given, input.name).value_or(Tensor());
+    }
+    CacheOptions options;
+    const auto take = [&](const char* name, auto& to) { convert(args[next++], name, to); };
+    bool return_lse = false;
+    take("rotary_interleaved", options.rotary_interleaved);
+    take("causal", options.attention.causal);
+    take("window_left", options.attention.window_left);
+    take("window_right", options.attention.window_right);
+    take("softcap", options.attention.softcap);
+    take("scale", options.attention.scale);
+    take("return_lse", return_lse);
+    std::tuple<Tensor, Tensor> result;
+    {
+      py::gil_scoped_release release;
+      result = call_attention_with_cache(in, options, return_lse);
+    }
+    if (!return_lse) return wrapped(std::get<0>(result));
+    return py::make_tuple(wrapped(std::get<0>(result)), wrapped(std::get<1>(result)));
+  });
+}
+
+py::object gather_pages(py::handle query, py::handle key, py::handle value, py::handle block_table,
+                        py::handle seqused_k) {
+  return guarded([&]() -> py::object {
+    if (at::impl::torch_function_mode_enabled()) throw Overridden();
+    const Tensor q = tensor(query, "query"), k = tensor(key, "key"), v = tensor(value, "value");
+    const Tensor table = tensor(block_table, "block_table"), used = tensor(seqused_k, "seqused_k");
+    const auto [key_rows, value_rows, cu] = call_gather_pages(q, k, v, table, used);
+    return py::make_tuple(wrapped(key_rows), wrapped(value_rows), wrapped(cu));
+  });
+}
+
 std::optional<std::string> set_backend(const std::optional<std::string>& name) {
   try {
     const auto before = set_requested_backend(name);
@@ -229,6 +274,8 @@ PYBIND11_MODULE(_C, m) {
   using namespace flash_ext;
   m.def("scaled_dot_product_attention", &sdpa, "NotImplemented where __torch_function__ must decide.");
   m.def("attention", &Call<>::attention, "NotImplemented where __torch_function__ must decide.");
+  m.def("attention_with_cache", &attention_with_cache, "NotImplemented where __torch_function__ must decide.");
+  m.def("gather_pages", &gather_pages, "NotImplemented where __torch_function__ must decide.");
   m.def("explain", &Call<>::explained, "JSON, see flash_ext/explain.py.");
   m.def("set_backend", &set_backend, "Sets this thread's backend (None: any) and returns the one before.");
   m.def("set_enabled", &set_enabled);

@@ -1,91 +1,59 @@
 // Shape algebra and the texts of errors, see checks.h. Instantiated for int64_t and for SymInt.
-//
-// A symbolic size may be unbacked: nobody knows it before the program runs (rows that a mask keeps). Such a size is
-// never guarded on. As in torch: it is taken not to be 0 or 1 by chance, and what must be equal is checked when it is
-// known.
 #include "torch/checks.h"
 
 #include <algorithm>
 #include <cmath>
 
+#include "torch/check_parts.h"
+
 namespace flash_ext {
-namespace {
 
-template <class... Parts>
-[[noreturn]] void fail(const char* argument, const Parts&... parts) {
-  throw AttentionError(argument, concat(parts...));
-}
-
-template <class Int>
-std::string shape_text(c10::ArrayRef<Int> sizes) {
-  std::string result = "(";
-  for (size_t i = 0; i < sizes.size(); ++i) result += (i ? ", " : "") + text(sizes[i]);
-  return result + (sizes.size() == 1 ? ",)" : ")");
-}
-
-template <class Int>
-std::string shape_text(const Tensor& tensor) {
-  return shape_text<Int>(sizes_of<Int>(tensor));
-}
-
-template <class Int>
-c10::ArrayRef<Int> strides_of(const Tensor& tensor) {
-  if constexpr (std::is_same_v<Int, c10::SymInt>) {
-    return tensor.sym_strides();
-  } else {
-    return tensor.strides();
+void check_options(const Options& options) {
+  if (!(options.dropout_p >= 0.0 && options.dropout_p <= 1.0)) {
+    fail("dropout_p", "is ", options.dropout_p, "; it must be a probability from 0 to 1");
+  }
+  if (options.scale.has_value() && !std::isfinite(*options.scale)) {
+    fail("scale", "is ", *options.scale, "; it must be a finite number");
+  }
+  if (!(options.softcap >= 0.0) || !std::isfinite(options.softcap)) {
+    fail("softcap", "is ", options.softcap, "; it must be finite and not negative (0 = off)");
+  }
+  for (const auto& [side, size] : {std::pair{"left", options.window_left}, std::pair{"right", options.window_right}}) {
+    if (size.has_value() && *size < 0) {
+      fail("window", "has ", *size, " on the ", side,
+           "; a side is None (unbounded) or a number of keys that is not negative");
+    }
   }
 }
 
-bool expect(bool condition) { return condition; }
-bool expect(const c10::SymBool& condition) { return condition.expect_true(__FILE__, __LINE__); }
-
-bool known(bool condition) { return condition; }
-bool known(const c10::SymBool& condition) { return condition.guard_or_false(__FILE__, __LINE__); }
-
-// Whether two sizes are equal, as far as that is known now.
 template <class Int>
-bool known_equal(const Int& a, const Int& b) {
-  return known(c10::sym_eq(a, b));
+void check_grouped_heads(const Shape<Int>& shape) {
+  const Int& hq = shape.heads_q;
+  for (const auto& [name, heads] : {std::pair{"key", &shape.heads_k}, std::pair{"value", &shape.heads_v}}) {
+    const bool divides = known_equal(*heads, Int(0)) ? must_equal(hq, Int(0)) : must_equal<Int>(hq % *heads, Int(0));
+    if (!divides) {
+      fail(name, "has ", *heads, " heads, which does not divide the ", hq, " heads of query (grouped-query attention)");
+    }
+  }
 }
 
-// The same, where anything else is an error; of sizes that are not known yet it is checked when the program runs.
 template <class Int>
-bool must_equal(const Int& a, const Int& b) {
-  return known_equal(a, b) || expect(c10::sym_eq(a, b));
+void check_alibi(const Tensor& slopes, const Shape<Int>& shape) {
+  if (!slopes.defined()) return;
+  const Sizes<Int> heads = shape.heads_sizes();
+  const auto sizes = sizes_of<Int>(slopes);
+  bool fits =
+      shape.rank > 2 && !sizes.empty() && sizes.size() <= heads.size() && must_equal(sizes.back(), heads.back());
+  for (size_t i = 1; fits && i <= sizes.size(); ++i) {
+    fits = broadcasts_to(sizes[sizes.size() - i], heads[heads.size() - i]);
+  }
+  if (!fits) {
+    fail("alibi_slopes", "of shape ", shape_text<Int>(slopes), " is neither (", shape.heads_q, ",) [heads] nor ",
+         shape_text<Int>(heads), " [batch, heads]");
+  }
 }
 
-// A size of a tensor that is broadcast to `target`.
-template <class Int>
-bool broadcasts_to(const Int& size, const Int& target) {
-  return known_equal(size, target) || known_equal(size, Int(1)) || expect(c10::sym_eq(size, target));
-}
-
-// Whether stride a is the larger one. Of products of unknown sizes a multiple is, as in torch's elementwise operators.
-bool is_outside(int64_t a, int64_t b) { return a > b; }
-bool is_outside(const c10::SymInt& a, const c10::SymInt& b) {
-  if (known(a.sym_gt(b))) return true;
-  if (known(a.sym_lt(b)) || known_equal(a, b)) return false;
-  return known_equal<c10::SymInt>(a % b, 0);
-}
-
-int64_t at_least_one(int64_t size) { return std::max<int64_t>(size, 1); }
-c10::SymInt at_least_one(const c10::SymInt& size) { return known(size.sym_ne(0)) ? size : size.max(1); }
-
-bool is_supported(at::ScalarType type) {
-  return type == at::kHalf || type == at::kBFloat16 || type == at::kFloat || type == at::kDouble;
-}
-
-// torch.float32 rather than Float.
-std::string dtype_text(at::ScalarType type) { return concat("torch.", at::getDtypeNames(type).first); }
-
-// Size of dimension `from_right` (1 = last), 1 where the tensor has fewer dimensions.
-template <class Int>
-Int size_from_right(const Tensor& tensor, int64_t from_right) {
-  const auto sizes = sizes_of<Int>(tensor);
-  const auto rank = static_cast<int64_t>(sizes.size());
-  return from_right <= rank ? sizes[rank - from_right] : Int(1);
-}
+namespace {
 
 void check_dtypes_and_devices(const Inputs& in) {
   const auto dtype = in.query.scalar_type();
@@ -121,24 +89,6 @@ void check_dtypes_and_devices(const Inputs& in) {
   }
 }
 
-void check_options(const Options& options) {
-  if (!(options.dropout_p >= 0.0 && options.dropout_p <= 1.0)) {
-    fail("dropout_p", "is ", options.dropout_p, "; it must be a probability from 0 to 1");
-  }
-  if (options.scale.has_value() && !std::isfinite(*options.scale)) {
-    fail("scale", "is ", *options.scale, "; it must be a finite number");
-  }
-  if (!(options.softcap >= 0.0) || !std::isfinite(options.softcap)) {
-    fail("softcap", "is ", options.softcap, "; it must be finite and not negative (0 = off)");
-  }
-  for (const auto& [side, size] : {std::pair{"left", options.window_left}, std::pair{"right", options.window_right}}) {
-    if (size.has_value() && *size < 0) {
-      fail("window", "has ", *size, " on the ", side,
-           "; a side is None (unbounded) or a number of keys that is not negative");
-    }
-  }
-}
-
 // The common size of a broadcast dimension, or an error that names the tensors.
 template <class Int>
 Int broadcast(const Int& a, const Int& b, const Inputs& in) {
@@ -147,18 +97,6 @@ Int broadcast(const Int& a, const Int& b, const Inputs& in) {
   if (expect(c10::sym_eq(a, b))) return a;
   fail("query, key and value", "of shapes ", shape_text<Int>(in.query), ", ", shape_text<Int>(in.key), " and ",
        shape_text<Int>(in.value), " do not broadcast together in their leading dimensions");
-}
-
-// Key and value heads divide the query heads.
-template <class Int>
-void check_grouped_heads(const Shape<Int>& shape) {
-  const Int& hq = shape.heads_q;
-  for (const auto& [name, heads] : {std::pair{"key", &shape.heads_k}, std::pair{"value", &shape.heads_v}}) {
-    const bool divides = known_equal(*heads, Int(0)) ? must_equal(hq, Int(0)) : must_equal<Int>(hq % *heads, Int(0));
-    if (!divides) {
-      fail(name, "has ", *heads, " heads, which does not divide the ", hq, " heads of query (grouped-query attention)");
-    }
-  }
 }
 
 template <class Int>
@@ -188,22 +126,6 @@ void check_scores_like(const char* name, const Tensor& tensor, const Shape<Int>&
     fail(name, "of shape ", shape_text<Int>(tensor), " does not broadcast to ", shape_text<Int>(scores),
          shape.rank > 3 ? " [batch, heads, queries, keys]"
                         : (shape.rank == 3 ? " [heads, queries, keys]" : " [queries, keys]"));
-  }
-}
-
-template <class Int>
-void check_alibi(const Tensor& slopes, const Shape<Int>& shape) {
-  if (!slopes.defined()) return;
-  const Sizes<Int> heads = shape.heads_sizes();
-  const auto sizes = sizes_of<Int>(slopes);
-  bool fits =
-      shape.rank > 2 && !sizes.empty() && sizes.size() <= heads.size() && must_equal(sizes.back(), heads.back());
-  for (size_t i = 1; fits && i <= sizes.size(); ++i) {
-    fits = broadcasts_to(sizes[sizes.size() - i], heads[heads.size() - i]);
-  }
-  if (!fits) {
-    fail("alibi_slopes", "of shape ", shape_text<Int>(slopes), " is neither (", shape.heads_q, ",) [heads] nor ",
-         shape_text<Int>(heads), " [batch, heads]");
   }
 }
 
@@ -422,6 +344,10 @@ Sizes<Int> strides_in_order_of(const Sizes<Int>& sizes, const Tensor& like) {
 
 template Shape<int64_t> check_call(const Inputs&, const Options&);
 template Shape<c10::SymInt> check_call(const Inputs&, const Options&);
+template void check_grouped_heads(const Shape<int64_t>&);
+template void check_grouped_heads(const Shape<c10::SymInt>&);
+template void check_alibi(const Tensor&, const Shape<int64_t>&);
+template void check_alibi(const Tensor&, const Shape<c10::SymInt>&);
 template void check_saved(const Shape<int64_t>&, const Inputs&, const Tensor&, const Tensor&, const ForwardResult&,
                           double);
 template void check_saved(const Shape<c10::SymInt>&, const Inputs&, const Tensor&, const Tensor&, const ForwardResult&,

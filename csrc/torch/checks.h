@@ -78,6 +78,14 @@ struct Shape {
 template <class Int>
 Shape<Int> check_call(const Inputs& in, const Options& options);
 
+// Parts of it, which attention_with_cache has as well: numbers; key and value heads that divide the query heads;
+// slopes.
+void check_options(const Options& options);
+template <class Int>
+void check_grouped_heads(const Shape<Int>& shape);
+template <class Int>
+void check_alibi(const Tensor& slopes, const Shape<Int>& shape);
+
 // The drop-in's own errors, which only it can make.
 void check_drop_in(const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& attn_mask,
                    bool is_causal, bool enable_gqa);

@@ -60,14 +60,15 @@ nvtxPayloadSchemaEntry_t number(const char* name, size_t offset) {
 struct Registry {
   nvtxDomainHandle_t domain = nvtxDomainCreateA("flash_ext");  // null where no tool was injected
   uint64_t schema = 0;                                         // 0 where the tool does not know extended payloads
-  nvtxStringHandle_t ops[4] = {};
+  nvtxStringHandle_t ops[5] = {};
   std::mutex mutex;
   std::unordered_map<std::string, nvtxStringHandle_t> names;
 
   Registry() {
     if (domain == nullptr) return;
-    const char* const op_names[] = {"attention", "attention_backward", "attention_double_backward", "dropout_mask"};
-    for (int i = 0; i < 4; ++i) ops[i] = nvtxDomainRegisterStringA(domain, op_names[i]);
+    const char* const op_names[] = {"attention", "attention_backward", "attention_double_backward", "dropout_mask",
+                                    "attention_with_cache"};
+    for (int i = 0; i < 5; ++i) ops[i] = nvtxDomainRegisterStringA(domain, op_names[i]);
     register_schema();
   }
 

@@ -372,6 +372,8 @@ TORCH_LIBRARY(flash_ext, m) {
   m.def(torch::schema(schemas::kScaledDotProductAttention.c_str()), {at::Tag::pt2_compliant_tag});
   m.impl("scaled_dot_product_attention",
          torch::dispatch(c10::DispatchKey::CompositeImplicitAutograd, TORCH_FN(scaled_dot_product_attention)));
+  m.def(torch::schema(schemas::kAttentionWithCache.c_str()), {at::Tag::pt2_compliant_tag});
+  m.def(torch::schema(schemas::kGatherPages.c_str()), {at::Tag::pt2_compliant_tag});
   m.def(torch::schema(schemas::kExplain.c_str()));
   m.def(schemas::kBuildInfo.c_str(), build_info);
 }

@@ -10,8 +10,14 @@ namespace flash_ext::packed {
 namespace {
 
 // Of one side of a call. `cu` and `used` are named as the arguments are.
+// A sequence without queries, of `queries`, has no wrong keys: cache.cpp has such between others.
 void check_side(std::string_view cu_name, const Tensor& cu_seqlens, std::string_view used_name, const Tensor& used,
-                int64_t rows, std::string_view longest_name, int64_t longest) {
+                int64_t rows, std::string_view longest_name, int64_t longest, const Tensor& queries) {
+  const Tensor cu_queries = queries.cpu().to(at::kLong).contiguous();
+  const auto is_empty = [&](int64_t b) {
+    const auto* const start = cu_queries.const_data_ptr<int64_t>();
+    return start[b] == start[b + 1];
+  };
   const Tensor cu = cu_seqlens.cpu().to(at::kLong).contiguous();
   const auto* const at = cu.const_data_ptr<int64_t>();
   const auto fail = [](std::string_view name, int64_t entry, int64_t value, const std::string& rest) {
@@ -19,7 +25,7 @@ void check_side(std::string_view cu_name, const Tensor& cu_seqlens, std::string_
   };
   for (int64_t i = 0; i < cu.size(0); ++i) {
     if (at[i] < 0 || at[i] > rows) fail(cu_name, i, at[i], concat("it must be from 0 to the ", rows, " rows"));
-    if (i == 0) continue;
+    if (i == 0 || is_empty(i - 1)) continue;
     if (at[i] < at[i - 1]) fail(cu_name, i, at[i], concat("it must not be less than the ", at[i - 1], " before it"));
     if (at[i] - at[i - 1] > longest) {
       fail(cu_name, i, at[i],
@@ -31,7 +37,7 @@ void check_side(std::string_view cu_name, const Tensor& cu_seqlens, std::string_
   const Tensor in_use = used.cpu().to(at::kLong).contiguous();
   for (int64_t b = 0; b < in_use.size(0); ++b) {
     const int64_t count = in_use.const_data_ptr<int64_t>()[b], length = at[b + 1] - at[b];
-    if (count < 0 || count > length) {
+    if (!is_empty(b) && (count < 0 || count > length)) {
       fail(used_name, b, count, concat("it must be from 0 to the ", length, " rows of the sequence"));
     }
   }
@@ -39,16 +45,21 @@ void check_side(std::string_view cu_name, const Tensor& cu_seqlens, std::string_
 
 }  // namespace
 
-void check_entries(const Inputs& in, const Shape<int64_t>& shape) {
+bool entries_are_checked() {
   static const bool wanted = [] {
     const char* const value = std::getenv("FLASH_EXT_CHECK");
     return value != nullptr && std::string_view(value) == "1";
   }();
-  if (!wanted || !in.packed()) return;
-  check_side("cu_seqlens_q", in.cu_seqlens_q, "seqused_q", in.seqused_q, shape.rows_q, "max_q", shape.len_q);
+  return wanted;
+}
+
+void check_entries(const Inputs& in, const Shape<int64_t>& shape) {
+  if (!entries_are_checked() || !in.packed()) return;
+  check_side("cu_seqlens_q", in.cu_seqlens_q, "seqused_q", in.seqused_q, shape.rows_q, "max_q", shape.len_q,
+             in.cu_seqlens_q);
   const bool shared = !in.cu_seqlens_k.defined();
   check_side(shared ? "cu_seqlens_q" : "cu_seqlens_k", shared ? in.cu_seqlens_q : in.cu_seqlens_k, "seqused_k",
-             in.seqused_k, shape.rows_k, "max_k", shape.len_k);
+             in.seqused_k, shape.rows_k, "max_k", shape.len_k, in.cu_seqlens_q);
 }
 
 Options dense_options(Options options) {

@@ -13,7 +13,10 @@ namespace flash_ext::packed {
 // The options of the dense call that has the same meaning.
 Options dense_options(Options options);
 
-// With FLASH_EXT_CHECK=1 in the environment: throws AttentionError for an entry of cu_seqlens or seqused that no kernel
+// FLASH_EXT_CHECK=1 in the environment.
+bool entries_are_checked();
+
+// With it: throws AttentionError for an entry of cu_seqlens or seqused that no kernel
 // should be given, and waits for the device to read it.
 void check_entries(const Inputs& in, const Shape<int64_t>& shape);
 

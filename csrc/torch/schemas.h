@@ -63,6 +63,22 @@ inline const std::string kScaledDotProductAttention =
     "scaled_dot_product_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, float dropout_p=0., "
     "bool is_causal=False, *, float? scale=None, bool enable_gqa=False) -> Tensor";
 
+// Appends key and value to the caches, in place, and attends to them, see cache.h. The caches are (slots, S, heads,
+// cols) or, with block_table, (pages, page rows, heads, cols); query (B, L, Hq, E); out (B, L, Hq, Ev); lse (B, Hq, L).
+inline const std::string kAttentionWithCache =
+    "attention_with_cache(Tensor query, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor cache_seqlens, "
+    "Tensor? key=None, Tensor? value=None, Tensor? block_table=None, Tensor? cache_batch_index=None, "
+    "Tensor? rotary_cos=None, Tensor? rotary_sin=None, Tensor? k_descale=None, Tensor? v_descale=None, "
+    "Tensor? alibi_slopes=None, *, bool rotary_interleaved=False, bool causal=True, int? window_left=None, "
+    "int? window_right=None, float softcap=0., float? scale=None, str? backend=None, bool return_lse=False) -> "
+    "(Tensor out, Tensor lse)";
+
+// Paged keys and values as packed rows, a copy: (B * pages of a sequence * page rows, heads, cols), and where sequences
+// start in them. query only says on which device, and that nobody wants its gradient.
+inline const std::string kGatherPages =
+    "gather_pages(Tensor query, Tensor key, Tensor value, Tensor block_table, Tensor seqused_k) -> (Tensor key_rows, "
+    "Tensor value_rows, Tensor cu_seqlens_k)";
+
 // JSON: what would run and why; launches nothing. `device` plans for a card that is not there ("" = the tensors').
 inline const std::string kExplain =
     "explain(" + ExplainSignature::schema("", "", "str device=\"\", " + kGradMask) + ") -> str";

@@ -138,7 +138,10 @@ def test_the_commands_that_the_ci_takes_from_the_readme() -> None:
         assert re.search(rf"^pip install -q uv && uv run {pattern}", text, re.MULTILINE), pattern
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs/use/api.md", *LESSONS], ids=name_of)
+RUN = [ROOT / "README.md", ROOT / "docs/use/api.md", ROOT / "docs/use/decode.md", *LESSONS]
+
+
+@pytest.mark.parametrize("page", RUN, ids=name_of)
 def test_the_python_of_a_page_runs(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, object] = {}
     programs = blocks(page, "python")
