@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from flash_ext import ops, script
+from flash_ext import sinks as _sinks
 from flash_ext.arguments import Window, check_band, flag, number
+from flash_ext.errors import AttentionError
 
 _eager = ops.C.attention_with_cache if ops.C else None
 _operator = torch.ops.flash_ext.attention_with_cache.default
@@ -30,6 +32,7 @@ def attention_with_cache(
     causal: bool = True,
     window: Window | None = None,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     scale: float | None = None,
     return_lse: bool = False,
@@ -58,12 +61,13 @@ def attention_with_cache(
         k_descale, v_descale: (B, Hk) and (B, Hv) float32, factors of fp8 caches; new rows are divided by them, and end
             at 448, the largest number of float8_e4m3fn. None: 1.
         causal, window, softcap, scale: as in :func:`attention`, with ``align="bottom_right"``.
+        sinks: (Hq,) float32, as in :func:`attention`, without gradient.
         alibi_slopes: (Hq,) or (B, Hq) float32.
         return_lse: return (out, lse).
 
     Returns:
         out (B, q, Hq, Ev), contiguous, in query's dtype; with ``return_lse`` also lse (B, Hq, q), natural logarithm,
-        float32 (float64 for float64). A row with nothing to attend to has out 0 and lse -inf: so has a sequence whose
+        float32 (float64 for float64). A row with nothing to attend to has out 0 and lse -inf (or its sink): so has a sequence whose
         length is negative, or whose slot is not one of the cache.
 
     Raises:
@@ -72,6 +76,22 @@ def attention_with_cache(
         TypeError: an argument of a wrong type.
     """
     left, right = check_band(window, "bottom_right")
+    if sinks is not None:
+        if isinstance(query, Tensor) and query.dim() == 4:  # else the call itself says so
+            _sinks.check(sinks, query[:, 0])
+        if torch.is_grad_enabled() and getattr(sinks, "requires_grad", False):
+            raise AttentionError(
+                "sinks wants a gradient, which attention_with_cache does not have; pass sinks.detach()"
+            )
+        out, lse = attention_with_cache(
+            query, key_cache, value_cache, key=key, value=value, cache_seqlens=cache_seqlens, block_table=block_table,
+            cache_batch_index=cache_batch_index, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
+            rotary_interleaved=rotary_interleaved, k_descale=k_descale, v_descale=v_descale, causal=causal,
+            window=window, softcap=softcap, alibi_slopes=alibi_slopes, scale=scale, return_lse=True,
+        )  # fmt: skip
+        out, lse = _sinks.join(out.transpose(1, 2), lse, sinks)
+        out = out.transpose(1, 2).contiguous()
+        return (out, lse) if flag(return_lse, "return_lse") else out
     if isinstance(cache_seqlens, int) and not isinstance(cache_seqlens, bool) and isinstance(query, Tensor):
         cache_seqlens = torch.full(query.shape[:1], cache_seqlens, dtype=torch.int32, device=query.device)
     tensors = (

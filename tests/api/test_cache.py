@@ -42,7 +42,7 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, positions: list[int], interleave
 def example(
     queries: int = 1, added: int | None = None, lengths: tuple[int, ...] = (5, 0, 30), page: int = 0,
     index: tuple[int, ...] | None = None, rotary: int = 0, fp8: bool = False, slopes: bool = False,
-    dtype: torch.dtype = torch.float64, device: str = "cpu", **options: Any,
+    sinks: bool = False, dtype: torch.dtype = torch.float64, device: str = "cpu", **options: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """Arguments of a call, poison in every row of the caches that no sequence has."""
     batch, slots = len(lengths), len(lengths) + 2 if index else len(lengths)
@@ -73,6 +73,8 @@ def example(
             call[scale] = torch.rand(batch, HK, device=device) + 0.5
     if slopes:
         call["alibi_slopes"] = torch.rand(batch, HQ, device=device)
+    if sinks:
+        call["sinks"] = rand(HQ, dtype=torch.float64 if dtype == torch.float64 else torch.float32, device=device)
     return call | {"cache_seqlens": ints(lengths, device)} | options
 
 
@@ -117,7 +119,7 @@ def plain(call: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         slopes = wide.get("alibi_slopes")
         out, lse = reference.attention(
             *(x.transpose(0, 1)[None] for x in (query, k, v)), **options, align="bottom_right", return_lse=True,
-            alibi_slopes=None if slopes is None else slopes[b],
+            alibi_slopes=None if slopes is None else slopes[b], sinks=wide.get("sinks"),
         )  # fmt: skip
         outs.append(out[0].transpose(0, 1))
         lses.append(lse[0])
@@ -134,6 +136,7 @@ CASES: dict[str, dict[str, Any]] = {
     "window": {"queries": 4, "added": 4, "window": (6, 0), "causal": False},
     "softcap and scale": {"queries": 2, "softcap": 3.0, "scale": 0.4},
     "slopes": {"queries": 3, "slopes": True},
+    "sinks": {"queries": 3, "added": 2, "sinks": True},
     "slots": {"queries": 2, "added": 2, "index": (4, 0, 2)},
     "one slot for all": {"queries": 2, "index": (3, 3, 3), "lengths": (9, 9, 9)},
     "slots and slopes": {"index": (1, 4, 0), "slopes": True},
