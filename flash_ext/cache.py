@@ -67,8 +67,8 @@ def attention_with_cache(
 
     Returns:
         out (B, q, Hq, Ev), contiguous, in query's dtype; with ``return_lse`` also lse (B, Hq, q), natural logarithm,
-        float32 (float64 for float64). A row with nothing to attend to has out 0 and lse -inf (or its sink): so has a sequence whose
-        length is negative, or whose slot is not one of the cache.
+        float32 (float64 for float64). A row with nothing to attend to has out 0 and lse -inf (or its sink): so has a
+        sequence whose length is negative, or whose slot is not one of the cache.
 
     Raises:
         AttentionError: shapes, dtypes, devices or options that do not fit, or an input that wants a gradient. Nothing

@@ -152,3 +152,15 @@ def test_nested(device: str) -> None:
         expected = flash_ext.attention(t[None], t[None], t[None], sinks=sinks, causal=True, return_lse=True)
         torch.testing.assert_close(got, expected[0][0])
         torch.testing.assert_close(of_rows, expected[1][0])
+
+
+def test_a_cache_gives_no_gradient() -> None:
+    cache = torch.zeros(1, 8, 4, 16)
+    with pytest.raises(AttentionError, match=r"^sinks wants a gradient, which attention_with_cache does not have;"):
+        flash_ext.attention_with_cache(
+            cache[:, :1],
+            cache,
+            cache,
+            cache_seqlens=torch.tensor([3], dtype=torch.int32),
+            sinks=torch.zeros(4).requires_grad_(),
+        )
