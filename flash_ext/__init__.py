@@ -9,7 +9,7 @@ from flash_ext import late as _late
 from flash_ext import nested as _nested
 from flash_ext import ops as _ops
 from flash_ext import partitioner as _partitioner
-from flash_ext import torch_varlen as _torch_varlen
+from flash_ext import pytorch_varlen as _pytorch_varlen
 from flash_ext import vmap as _vmap
 from flash_ext.attention import FlashAttention, attention, merge_attention
 from flash_ext.cache import attention_with_cache
@@ -30,7 +30,7 @@ _late.when_imported(
     "torch.distributed.tensor", lambda: _importlib.import_module("flash_ext.sharding").register(_library)
 )
 _late.when_imported("torch.nested._internal.ops", _nested.register)
-_late.when_imported("torch.nn.attention.varlen", _torch_varlen.register)
+_late.when_imported("torch.nn.attention.varlen", _pytorch_varlen.register)
 _late.when_imported("torch.utils.flop_counter", _flops.register)
 
 __version__ = build_info()["version"]

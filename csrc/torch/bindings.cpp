@@ -285,7 +285,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("choice_text", &choice_text);
   m.def("enabled_calls", &enabled_calls);
   m.def("takes_nested_call", &takes_nested_call, "For flash_ext/nested.py.");
-  m.def("takes_varlen_call", &takes_varlen_call, "For flash_ext/torch_varlen.py.");
+  m.def("takes_varlen_call", &takes_varlen_call, "For flash_ext/pytorch_varlen.py.");
   m.def("calls_left", &calls_left);
   m.def("listeners", &listeners, "For flash_ext.profiling.range, as are the next two.");
   m.def("nvtx_push", &nvtx::push);
