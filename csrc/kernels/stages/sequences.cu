@@ -2,7 +2,7 @@
 // do, in steps of half a power of two, then a thread finds each entry's sequence in that order by a binary search.
 // Tiles of a sequence follow each other, those of queries from the longest on, those of keys from the first on, which
 // is the order that sums wait for. Where the numbers in memory do not ascend, sequences overlap, and there are no
-// tiles: an order of sums has no end there.
+// tiles: an order of sums has no end there. But keys may overlap in a list of queries: slots of a cache do.
 #include <cmath>
 
 #include "core/tile_schedule.h"
@@ -73,7 +73,8 @@ __global__ void __launch_bounds__(32 * kSortWarps)
   const int64_t share = block_count(block_count(problem.batch, kSortWarps), 32) * 32;
   const int64_t begin = warp * share, end = min(begin + share, problem.batch);
   for (int64_t b = begin + lane; b < end; b += 32) {
-    if (sequences.cu_q[b] > sequences.cu_q[b + 1] || sequences.cu_k[b] > sequences.cu_k[b + 1]) descends = 1;
+    const bool of_keys = of == TilesOf::kKeys && sequences.cu_k[b] > sequences.cu_k[b + 1];
+    if (of_keys || sequences.cu_q[b] > sequences.cu_q[b + 1]) descends = 1;
     const Tiles own = tiles_of(problem, sequence_of(problem, sequences, b), of, block);
     const int bucket = bucket_of(own.longest);
     atomicAdd(&tiles[bucket][warp], static_cast<unsigned>(own.count));

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <map>
 #include <random>
 #include <vector>
@@ -140,6 +141,24 @@ TEST(PackedTiles, EndWhateverIsInMemory) {
     cuda::clear_unused_lse(s.problem, s.used(), lse.data() + 1, nullptr);
     EXPECT_TRUE(lse.front() == 7.f && lse.back() == 7.f);
   }
+}
+
+TEST(PackedTiles, QueriesMayShareKeys) {
+  Sequences32 s = make_sequences(3, 1);
+  s.cu_q = {0, 70, 70, 90};
+  s.cu_k = {40, 50, 0, 50};  // the last one has keys of the first one's, and the second one none
+  s.problem.len_q = s.problem.rows_q = 90;
+  s.problem.len_k = s.problem.rows_k = 50;
+  const std::vector<PackedTile> tiles = list(s.problem, s.all(), TilesOf::kQueries, 64);
+  const auto places = [&] {
+    std::vector<std::array<int, 4>> result;
+    for (const PackedTile& tile : tiles) {
+      if (tile.b >= 0) result.push_back({tile.b, tile.block, tile.sequence.row_k, tile.sequence.len_k});
+    }
+    return result;
+  }();
+  EXPECT_EQ(places, (std::vector<std::array<int, 4>>{{2, 0, 0, 50}, {0, 0, 40, 10}, {0, 1, 40, 10}}));
+  EXPECT_EQ(list(s.problem, s.all(), TilesOf::kKeys, 64).front().b, -1);
 }
 
 TEST(PackedTiles, RowsOfNoSequenceAreCleared) {
