@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
-
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples/generate.py"
+from commands import load_example
 
 
 @pytest.fixture
 def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("generate", EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "generate", module)  # where its dataclass looks for its annotations
-    spec.loader.exec_module(module)
-    monkeypatch.setattr(sys, "argv", "generate.py --device cpu --requests 5 --batch 2".split())
+    module = load_example("generate", "--device cpu --requests 5 --batch 2", monkeypatch)
     monkeypatch.setitem(module.LENGTHS, "cpu", (40, 20, 16))
     return module
 

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
-
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples/packed_lm.py"
+from commands import load_example
 
 
 @pytest.fixture
 def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("packed_lm", EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "packed_lm", module)  # where its dataclass looks for its annotations
-    spec.loader.exec_module(module)
-    monkeypatch.setattr(sys, "argv", "packed_lm.py --device cpu --steps 2 --documents 4".split())
-    return module
+    return load_example("packed_lm", "--device cpu --steps 2 --documents 4", monkeypatch)
 
 
 def test_both_losses_agree(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
