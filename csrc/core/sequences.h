@@ -45,6 +45,10 @@ FLASH_DEVICE Sequence sequence_of(const Problem& problem, const Sequences& seque
   return result;
 }
 
+// Where tiles of `block` queries of a sequence stand in an array of most_packed_tiles of all sequences; those of the
+// next one begin behind them.
+FLASH_DEVICE int first_packed_tile(const Sequence& sequence, int b, int block) { return sequence.row_q / block + b; }
+
 // The band of one sequence.
 FLASH_DEVICE Band make_band(const Problem& problem, const Sequence& sequence) {
   return make_band(problem, sequence.len_q, sequence.len_k);

@@ -211,11 +211,13 @@ void prepare_packed(const BackwardArgs& args, const BackwardScratch& scratch) {
   const Sequences& sequences = args.fwd.sequences;
   constexpr int kMeasured = measure_tile(sizeof(typename Traits::T), Traits::kHeadDim).block_m;
   void* const stream = args.fwd.stream;
-  cuda::list_packed_tiles(problem, sequences, cuda::TilesOf::kKeys, Traits::kBlockN, scratch.tiles, stream);
+  const PackedTile* const tiles =
+      cuda::list_packed_tiles(problem, sequences, cuda::TilesOf::kKeys, Traits::kBlockN, scratch.tiles, stream);
   cuda::list_packed_tiles(problem, sequences, cuda::TilesOf::kQueries, kMeasured, scratch.measured_tiles, stream);
   const auto clear = [&](const TensorView& view, int64_t heads, int64_t cols, bool in_accum) {
     const int64_t bytes = in_accum ? 4 : sizeof(typename Traits::T);
-    if (view) cuda::clear_unused_rows(problem, sequences, cuda::TilesOf::kKeys, view, heads, cols, bytes, stream);
+    if (!view) return;
+    cuda::clear_unused_rows(problem, sequences, cuda::TilesOf::kKeys, tiles, view, heads, cols, bytes, stream);
   };
   clear(args.dk, problem.heads_k, problem.head_dim, args.dk_in_accum);
   clear(args.dv, problem.heads_v, problem.head_dim_v, args.dv_in_accum);

@@ -78,8 +78,8 @@ std::string refuses_views(const ForwardArgs& args, const BackwardArgs* backward)
     if (in_accum) return std::string("the gradient of a broadcast ") + name + " is not supported";
   }
   if (!backward->d_out) return "a backward without grad_out is not supported";
-  ask("grad_out", backward->d_out, problem.heads_q, problem.len_q);
-  ask("out", args.out, problem.heads_q, problem.len_q);
+  ask("grad_out", backward->d_out, problem.heads_q, rows_q);
+  ask("out", args.out, problem.heads_q, rows_q);
   return reason;
 }
 
@@ -206,6 +206,7 @@ Plan plan_backward(const Problem& problem, const DeviceInfo& device) {
   const char* const kernel = has_bias_gradient(problem) ? "sm90.backward.scored, sm90.bias_gradient"
                              : scored                   ? "sm90.backward.scored"
                              : added == Added::kCap     ? "sm90.backward.softcap"
+                             : problem.packed           ? "sm90.backward.packed"
                                                         : "sm90.backward";
   Plan plan = plan_of(kernel, shape.threads, shape.consumer_registers(), shape.producer_registers(), device);
   const bool persistent = ordered || is_backward_persistent(problem, device.multiprocessors);
@@ -338,6 +339,7 @@ constexpr Kernel kKernels[] = {
     backward_row("sm90.backward.scored", kScores.with({Feature::kBiasGradient, Feature::kWholeBiasGradient}), kScores,
                  kLeastScores),
     backward_row("sm90.backward.softcap", {Feature::kSoftcap}, {Feature::kSoftcap}, kLeastScores),
+    backward_row("sm90.backward.packed", {Feature::kPacked}, {Feature::kPacked}),
     backward_row("sm90.backward", {Feature::kDeterministic}, {}),
 };
 

@@ -1,7 +1,7 @@
-// Which packed sequence a row belongs to: a binary search among the sequences' first rows.
+// Which packed sequence a row, or a tile of queries, belongs to: a binary search among the sequences' first rows.
 //
-// Called by kernels/stages/sequences.cu and rows.cu. Invariant: whatever the numbers in memory are, nothing beyond
-// cu[batch] is read.
+// Called by kernels/stages/sequences.cu and rows.cu and by sm90/backward/far.cuh. Invariant: whatever the numbers in
+// memory are, nothing beyond cu[batch] is read.
 #pragma once
 
 #include "core/sequences.h"
@@ -16,6 +16,20 @@ __device__ __forceinline__ int64_t sequence_before(const Problem& problem, const
   while (low < high) {
     const int64_t middle = (low + high) / 2;
     (cu[middle] <= row ? low : high) = cu[middle] <= row ? middle + 1 : middle;
+  }
+  return low - 1;
+}
+
+// The last sequence whose tiles of `block` queries begin at `tile` or before it, of an array as first_packed_tile has
+// it, or -1. The tile may lie behind its last one.
+__device__ __forceinline__ int packed_tile_before(const Problem& problem, const Sequences& sequences, int tile,
+                                                  int block) {
+  int low = 0, high = static_cast<int>(problem.batch);
+  while (low < high) {
+    const int middle = (low + high) / 2;
+    const int row = static_cast<int>(max(int64_t{0}, min(int64_t{sequences.cu_q[middle]}, problem.rows_q)));
+    const bool before = row / block + middle <= tile;
+    (before ? low : high) = before ? middle + 1 : middle;
   }
   return low - 1;
 }

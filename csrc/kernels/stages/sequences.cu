@@ -177,10 +177,10 @@ __device__ bool is_unused(const Problem& problem, const Sequences& sequences, Ti
 // A thread asks for each row; a warp clears those of its 32 that are not used.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
-    clear_rows_kernel(const __grid_constant__ Problem problem, Sequences sequences, TilesOf of, int64_t rows,
-                      const __grid_constant__ TensorView view, int64_t heads, int64_t cols) {
+    clear_rows_kernel(const __grid_constant__ Problem problem, Sequences sequences, TilesOf of, const PackedTile* tiles,
+                      int64_t rows, const __grid_constant__ TensorView view, int64_t heads, int64_t cols) {
   const int64_t row = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  const unsigned unused = __ballot_sync(~0u, row < rows && is_unused(problem, sequences, of, row));
+  const unsigned unused = __ballot_sync(~0u, row < rows && (tiles->b < 0 || is_unused(problem, sequences, of, row)));
   const int lane = static_cast<int>(threadIdx.x) % 32;
   for (int i = 0; i < 32 && unused >> i != 0; ++i) {
     if ((unused >> i & 1) == 0) continue;
@@ -191,10 +191,11 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-__global__ void __launch_bounds__(kThreads)
-    clear_lse_kernel(const __grid_constant__ Problem problem, Sequences sequences, float* lse) {
+__global__ void __launch_bounds__(kThreads) clear_lse_kernel(const __grid_constant__ Problem problem,
+                                                             Sequences sequences, const PackedTile* tiles, float* lse) {
   const int64_t row = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  if (row >= problem.rows_q || !is_unused(problem, sequences, TilesOf::kQueries, row)) return;
+  if (row >= problem.rows_q) return;
+  if (tiles->b >= 0 && !is_unused(problem, sequences, TilesOf::kQueries, row)) return;
   for (int64_t head = 0; head < problem.heads_q; ++head) lse[head * problem.rows_q + row] = -INFINITY;
 }
 
@@ -220,20 +221,21 @@ const PackedTile* list_packed_tiles(const Problem& problem, const Sequences& seq
   return scratch.tiles;
 }
 
-void clear_unused_rows(const Problem& problem, const Sequences& sequences, TilesOf of, const TensorView& view,
-                       int64_t heads, int64_t cols, int64_t element_bytes, void* stream) {
+void clear_unused_rows(const Problem& problem, const Sequences& sequences, TilesOf of, const PackedTile* tiles,
+                       const TensorView& view, int64_t heads, int64_t cols, int64_t element_bytes, void* stream) {
   const int64_t rows = rows_of(problem, of);
   if (rows == 0) return;
   const auto clear = [&]<class T>(T) {
-    launch(clear_rows_kernel<T>, grid_of_threads(rows), kThreads, 0, stream, problem, sequences, of, rows, view, heads,
-           cols);
+    launch(clear_rows_kernel<T>, grid_of_threads(rows), kThreads, 0, stream, problem, sequences, of, tiles, rows, view,
+           heads, cols);
   };
   element_bytes == 2 ? clear(uint16_t()) : element_bytes == 4 ? clear(uint32_t()) : clear(uint64_t());
 }
 
-void clear_unused_lse(const Problem& problem, const Sequences& sequences, float* lse, void* stream) {
+void clear_unused_lse(const Problem& problem, const Sequences& sequences, const PackedTile* tiles, float* lse,
+                      void* stream) {
   if (problem.rows_q == 0) return;
-  launch(clear_lse_kernel, grid_of_threads(problem.rows_q), kThreads, 0, stream, problem, sequences, lse);
+  launch(clear_lse_kernel, grid_of_threads(problem.rows_q), kThreads, 0, stream, problem, sequences, tiles, lse);
 }
 
 }  // namespace flash_ext::cuda

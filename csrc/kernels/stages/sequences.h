@@ -18,11 +18,13 @@ int64_t packed_tiles_bytes(const Problem& problem, TilesOf of, int64_t block);
 const PackedTile* list_packed_tiles(const Problem& problem, const Sequences& sequences, TilesOf of, int64_t block,
                                     void* scratch, void* stream);
 
-// Zeros in rows of `view` that belong to no sequence, of all its heads and `cols` columns of `element_bytes`.
-void clear_unused_rows(const Problem& problem, const Sequences& sequences, TilesOf of, const TensorView& view,
-                       int64_t heads, int64_t cols, int64_t element_bytes, void* stream);
+// Zeros in rows of `view` that belong to no sequence, of all its heads and `cols` columns of `element_bytes`; in all of
+// them where the list of the kernel that writes the others, `tiles`, has no tile.
+void clear_unused_rows(const Problem& problem, const Sequences& sequences, TilesOf of, const PackedTile* tiles,
+                       const TensorView& view, int64_t heads, int64_t cols, int64_t element_bytes, void* stream);
 
 // -inf in lse [h_q, rows_q], float, of such rows.
-void clear_unused_lse(const Problem& problem, const Sequences& sequences, float* lse, void* stream);
+void clear_unused_lse(const Problem& problem, const Sequences& sequences, const PackedTile* tiles, float* lse,
+                      void* stream);
 
 }  // namespace flash_ext::cuda

@@ -10,6 +10,7 @@
 
 #include "core/tile_schedule.h"
 #include "gpu/host/launch.h"
+#include "kernels/stages/find_sequence.cuh"
 #include "kernels/stages/sequences.h"
 
 namespace flash_ext {
@@ -137,9 +138,11 @@ TEST(PackedTiles, EndWhateverIsInMemory) {
       }
       EXPECT_LE(rows, of == TilesOf::kQueries ? s.problem.rows_q : s.problem.rows_k) << "no two overlap";
     }
+    const std::vector<PackedTile> tiles = list(s.problem, s.used(), TilesOf::kQueries, 64);
     std::vector<float> lse(s.problem.rows_q + 2, 7.f);
-    cuda::clear_unused_lse(s.problem, s.used(), lse.data() + 1, nullptr);
+    cuda::clear_unused_lse(s.problem, s.used(), tiles.data(), lse.data() + 1, nullptr);
     EXPECT_TRUE(lse.front() == 7.f && lse.back() == 7.f);
+    if (tiles.front().b < 0) EXPECT_EQ(std::count(lse.begin(), lse.end(), -INFINITY), s.problem.rows_q);
   }
 }
 
@@ -169,13 +172,41 @@ TEST(PackedTiles, RowsOfNoSequenceAreCleared) {
   view.row_stride = 15;
   view.head_stride = 5;
   view.col_stride = 1;
-  cuda::clear_unused_rows(s.problem, s.used(), TilesOf::kKeys, view, 3, 5, 2, nullptr);
+  PackedTile tile = {};
+  cuda::clear_unused_rows(s.problem, s.used(), TilesOf::kKeys, &tile, view, 3, 5, 2, nullptr);
   std::vector<uint16_t> expected(rows.size(), 0);
   for (int64_t b = 0; b < s.problem.batch; ++b) {
     const Sequence own = sequence_of(s.problem, s.used(), b);
     std::fill_n(expected.begin() + own.row_k * 15, own.len_k * 15, 7);
   }
   EXPECT_EQ(rows, expected);
+  tile.b = -1;  // of a list without tiles: all
+  cuda::clear_unused_rows(s.problem, s.used(), TilesOf::kKeys, &tile, view, 3, 5, 2, nullptr);
+  EXPECT_EQ(rows, std::vector<uint16_t>(rows.size(), 0));
+}
+
+// As kernels have them that ask for a place of theirs in an array of all tiles of queries.
+TEST(PackedTiles, OfAnArrayEachIsFound) {
+  for (const int batch : {1, 31, 700}) {
+    const Sequences32 s = make_sequences(batch, batch);
+    for (const int block : {64, 128}) {
+      int last = -1;
+      std::vector<int> owner(most_packed_tiles(s.problem, s.problem.rows_q, block), -1);
+      for (int b = 0; b < batch; ++b) {
+        const Sequence own = sequence_of(s.problem, s.all(), b);
+        const int first = first_packed_tile(own, b, block);
+        EXPECT_GT(first, last);
+        for (int i = 0; i * block < own.len_q; ++i) owner.at(last = first + i) = b;
+        last = std::max(last, first);
+      }
+      for (int i = 0; i < static_cast<int>(owner.size()); ++i) {
+        const int b = cuda::packed_tile_before(s.problem, s.all(), i, block);
+        if (owner[i] >= 0) EXPECT_EQ(b, owner[i]);
+        const Sequence own = b < 0 ? Sequence() : sequence_of(s.problem, s.all(), b);
+        EXPECT_EQ(owner[i] >= 0, b >= 0 && (i - first_packed_tile(own, b, block)) * block < own.len_q);
+      }
+    }
+  }
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// Packed sequences in sm90's forward: each has, bit for bit, what a call of its own has with the same tiles, whatever
-// stands in its neighbours' rows. Part of sm90_kernels_test.cpp, which has the backend.
+// Packed sequences on sm90: in forward each has, bit for bit, what a call of its own has with the same tiles, whatever
+// stands in its neighbours' rows; backward as check_packed says. Part of sm90_kernels_test.cpp, which has the backend.
 #pragma once
 
 #include "packed_call.h"
@@ -136,6 +136,43 @@ TEST(Sm90Packed, ManyShortSequences) {
     EXPECT_TRUE(std::all_of(own.lse.begin(), own.lse.end(), is_number));
   }
 }
+
+// The rows of both passes, however few keys there are.
+Rows any_keys() {
+  static const std::vector<Kernel> kernels = [] {
+    std::vector<Kernel> rows(sm90::kernels().begin(), sm90::kernels().end());
+    for (Kernel& row : rows) row.limits.least_keys = 1;
+    return rows;
+  }();
+  return Rows(kernels);
+}
+
+const PackedCase kPackedBackward[] = {
+    {{.name = "plain", .d_lse = true}, kLong},
+    {{.name = "plain_128", .head_dim = 128, .heads_q = 2, .heads_k = 2, .heads_v = 2}, kLong},
+    {{.name = "grouped", .heads_q = 4, .heads_k = 2, .heads_v = 2, .causal = true, .d_lse = true}, kLong},
+    {{.name = "bottom_right_128",
+      .head_dim = 128,
+      .d = 72,
+      .d_v = 104,
+      .heads_q = 4,
+      .heads_k = 2,
+      .heads_v = 2,
+      .causal = true,
+      .bottom_right = true},
+     kLong},
+    {{.name = "window", .causal = true, .bottom_right = true, .window = 40, .d_lse = true}, kLong},
+    {{.name = "window_128", .head_dim = 128, .heads_q = 2, .heads_k = 1, .heads_v = 1, .causal = true, .window = 60},
+     kLong},
+};
+
+class Sm90PackedBackward : public testing::TestWithParam<PackedCase> {};
+
+TEST_P(Sm90PackedBackward, Bf16) { check_packed<__nv_bfloat16>(any_keys(), GetParam()); }
+TEST_P(Sm90PackedBackward, Fp16) { check_packed<__half>(any_keys(), GetParam()); }
+
+INSTANTIATE_TEST_SUITE_P(All, Sm90PackedBackward, testing::ValuesIn(kPackedBackward),
+                         [](const auto& info) { return info.param.options.name; });
 
 }  // namespace
 }  // namespace flash_ext

@@ -9,6 +9,7 @@
 
 #include "core/band.h"
 #include "core/portable.h"
+#include "core/sequences.h"
 #include "core/tile_schedule.h"
 #include "kernels/sm90/config.h"
 #include "kernels/sm90/descriptor.h"
@@ -118,7 +119,8 @@ struct TileRanges {
   }
 };
 
-constexpr int kKeyWorkBytes = 32;  // of a tile of keys that one thread tells the others of, see parts.cuh
+constexpr int kKeyWorkBytes = 32;        // of a tile of keys that one thread tells the others of, see work.cuh
+constexpr int kPackedKeyWorkBytes = 64;  // of packed sequences; a block has one
 
 struct BackwardSmem {
   int k = 0, v = 0, q = 0, d_out = 0, ds = 0, dq = 0, scores = 0, drops = 0, drop_keys = 0, stats = 0;  // offsets
@@ -157,9 +159,18 @@ constexpr BackwardSmem backward_smem(BackwardShape shape, int head_dim) {
 
 // Tiles of keys, those with the most queries first, inside sections of heads whose Q, dO and dQ stay in L2.
 // processors: as set_sections says.
+//
+// Of packed sequences a head has the tiles of their list (core/sequences.h), which has its order, or fewer.
 inline TileSchedule backward_schedule(const Problem& problem, int block_n, int64_t processors) {
   constexpr int64_t kL2Budget = 24 << 20;
   TileSchedule schedule;
+  if (problem.packed) {
+    schedule.blocks = most_packed_tiles(problem, problem.rows_k, block_n);
+    schedule.heads_k = schedule.kv_heads = problem.heads_k;
+    const int64_t bytes = problem.rows_q * (problem.head_dim * (2 + 4) + problem.head_dim_v * 2);
+    schedule.section = heads_per_section(bytes * problem.heads_q / problem.heads_k, kL2Budget);
+    return schedule;
+  }
   schedule.blocks = block_count(problem.len_k, block_n);
   schedule.heads_k = problem.heads_k;
   schedule.kv_heads = problem.batch * problem.heads_k;
@@ -197,6 +208,7 @@ inline bool has_few_queries(const Problem& problem) {
 constexpr int kMostStoredScores = 64;  // head dim
 inline bool is_dq_stored(const Problem& problem) {
   constexpr int64_t kFewest = 64;  // queries of a tile
+  if (problem.packed) return false;
   const Added added = added_of(problem);
   if (problem.len_k > BackwardShape::block_n || added == Added::kDrops || added == Added::kCap) return false;
   if (added == Added::kScores && std::max(problem.head_dim, problem.head_dim_v) > kMostStoredScores) return false;
@@ -212,6 +224,7 @@ inline bool is_dq_stored(const Problem& problem) {
 // same time, with 6 the other way took 12 % less, with 2 up to 28 %.
 inline bool is_even(const Problem& problem) { return queries_of(problem, 0) == queries_of(problem, problem.len_k - 1); }
 inline bool is_backward_persistent(const Problem& problem, int64_t processors) {
+  if (problem.packed) return false;
   const int64_t tiles = problem.batch * problem.heads_k * block_count(problem.len_k, BackwardShape::block_n);
   if (is_dq_stored(problem)) return has_few_queries(problem) && tiles >= 2 * processors;
   return has_few_queries(problem) && !is_even(problem) && tiles >= 8 * processors;
@@ -225,7 +238,7 @@ inline bool is_backward_persistent(const Problem& problem, int64_t processors) {
 inline bool is_ordered(const Problem& problem) {
   if (is_dq_stored(problem)) return false;
   if (problem.deterministic) return true;
-  if (is_scored(problem)) return false;
+  if (is_scored(problem) || problem.packed) return false;
   const int64_t length = problem.len_q > problem.len_k ? problem.len_q : problem.len_k;
   if (is_even(problem) && length <= 512) return true;
   const int64_t tiles = problem.batch * problem.heads_k * block_count(problem.len_k, BackwardShape::block_n);

@@ -10,28 +10,70 @@
 
 #include "core/args.h"
 #include "kernels/sm90/backward/parts.cuh"
+#include "kernels/stages/find_sequence.cuh"
 
 namespace flash_ext::sm90 {
 
 constexpr int kRowThreads = 256;
 
-// Which tile of queries a block works on.
+// Which tile of queries a block works on: number `index` of the scratch's [b, h_q, m_blocks]; of packed sequences,
+// whose batch is one, m_blocks is most_packed_tiles of them, and some tiles do not exist.
 template <class Traits>
 struct QueryTile {
   int64_t bh, b, head;
   int first_query;
-  __device__ __forceinline__ QueryTile(const Problem& problem, int m_blocks, unsigned index) {
+  bool exists = true;
+  Sequence sequence;  // kPacked
+  __device__ __forceinline__ QueryTile(const Problem& problem, const Sequences& sequences, int m_blocks,
+                                       unsigned index) {
     const unsigned m_block = index % m_blocks, flat = index / m_blocks;
     const unsigned heads = static_cast<unsigned>(problem.heads_q);
-    bh = flat;
-    b = flat / heads;
-    head = flat % heads;
-    first_query = static_cast<int>(m_block) * Traits::kBlockM;
+    if constexpr (Traits::kPacked) {
+      const int element = cuda::packed_tile_before(problem, sequences, static_cast<int>(m_block), Traits::kBlockM);
+      exists = element >= 0;
+      if (!exists) return;
+      sequence = sequence_of(problem, sequences, element);
+      b = element;
+      head = flat;
+      bh = b * heads + head;
+      first_query =
+          (static_cast<int>(m_block) - first_packed_tile(sequence, element, Traits::kBlockM)) * Traits::kBlockM;
+      exists = first_query < sequence.len_q;
+    } else {
+      bh = flat;
+      b = flat / heads;
+      head = flat % heads;
+      first_query = static_cast<int>(m_block) * Traits::kBlockM;
+    }
   }
+  // Of the query tensors, from the tile's first row on.
   template <class T>
   __device__ __forceinline__ T* rows(const Problem& problem, const TensorView& view) const {
+    if constexpr (Traits::kPacked) {
+      return static_cast<T*>(view.data) + head * view.head_stride + (sequence.row_q + first_query) * view.row_stride;
+    }
     return static_cast<T*>(view.data) + batch_offset(problem, view, b) + head * view.head_stride +
            first_query * view.row_stride;
+  }
+  // Of its head of keys, from the first key on.
+  template <class T>
+  __device__ __forceinline__ const T* key_rows(const Problem& problem, const TensorView& view) const {
+    const int64_t first = Traits::kPacked ? sequence.row_k * view.row_stride : batch_offset(problem, view, b);
+    return static_cast<const T*>(view.data) + first + head / (problem.heads_q / problem.heads_k) * view.head_stride;
+  }
+  // Of lse, from query 0 on.
+  __device__ __forceinline__ int64_t lse_rows(const Problem& problem) const {
+    return Traits::kPacked ? head * problem.rows_q + sequence.row_q : bh * problem.len_q;
+  }
+  __device__ __forceinline__ int64_t len_q(const Problem& problem) const {
+    return Traits::kPacked ? sequence.len_q : problem.len_q;
+  }
+  __device__ __forceinline__ int64_t len_k(const Problem& problem) const {
+    return Traits::kPacked ? sequence.len_k : problem.len_k;
+  }
+  __device__ __forceinline__ Band band(const Problem& problem) const {
+    if constexpr (Traits::kPacked) return make_band(problem, sequence);
+    return make_band(problem);
   }
 };
 
@@ -46,7 +88,7 @@ __device__ __forceinline__ float score_of(const ForwardArgs& args, const QueryTi
                                           float slope, int query, int key, float& added, float& steep) {
   using T = typename Traits::T;
   const Problem& problem = args.problem;
-  if (!make_band(problem).keep(query, key)) return kMinusInf;
+  if (!tile.band(problem).keep(query, key)) return kMinusInf;
   float more = 0.f;
   if constexpr (Traits::kScored) {
     const auto at = [&](const TensorView& view) {
@@ -60,7 +102,7 @@ __device__ __forceinline__ float score_of(const ForwardArgs& args, const QueryTi
                                                    : static_cast<float>(static_cast<const T*>(args.bias.data)[i]);
     }
     if (problem.has_alibi) {
-      const int offset = problem.bottom_right ? static_cast<int>(problem.len_k - problem.len_q) : 0;
+      const int offset = problem.bottom_right ? static_cast<int>(tile.len_k(problem) - tile.len_q(problem)) : 0;
       more = fmaf(-slope, fabsf(static_cast<float>(query + offset - key)), more);
     }
     added = fabsf(more);
@@ -102,12 +144,11 @@ __device__ __forceinline__ void measure_rows(const BackwardArgs& args, const Que
   __shared__ float largest[kWarps][16], margins[kWarps][16], sums[kWarps][16], slope;  // of 16 queries
   const Problem& problem = args.fwd.problem;
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  const int len_q = static_cast<int>(problem.len_q), len_k = static_cast<int>(problem.len_k);
+  const int len_q = static_cast<int>(tile.len_q(problem)), len_k = static_cast<int>(tile.len_k(problem));
   const int head_dim = static_cast<int>(problem.head_dim);
-  const float* const lse = static_cast<const float*>(args.fwd.lse) + tile.bh * len_q;
+  const float* const lse = static_cast<const float*>(args.fwd.lse) + tile.lse_rows(problem);
   const T* const q_rows = tile.template rows<const T>(problem, args.fwd.q);
-  const T* const k_rows = static_cast<const T*>(args.fwd.k.data) + batch_offset(problem, args.fwd.k, tile.b) +
-                          tile.head / (problem.heads_q / problem.heads_k) * args.fwd.k.head_stride;
+  const T* const k_rows = tile.template key_rows<T>(problem, args.fwd.k);
   if (threadIdx.x == 0 && problem.has_alibi) {
     const int64_t at = batch_offset(problem, args.fwd.alibi, tile.b) + tile.head * args.fwd.alibi.head_stride;
     slope = static_cast<const float*>(args.fwd.alibi.data)[at];

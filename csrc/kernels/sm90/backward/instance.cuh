@@ -52,6 +52,9 @@ void run_backward(const BackwardArgs& args, const BackwardLaunch& how, void* wor
   if constexpr (kHeadDim <= kNarrow) {
     static_assert(backward_smem(backward_shape(kHeadDim), kHeadDim).total <= kSharedMemoryLimit);
     const Added added = added_of(args.fwd.problem);
+    if (args.fwd.problem.packed) {
+      return launch_backward<BackwardTraits<T, kHeadDim, Walk::kOne, Added::kNothing, true>>(args, how, workspace);
+    }
     if (added == Added::kDrops) {
       launch_backward<BackwardTraits<T, kHeadDim, Walk::kEvery, Added::kDrops>>(args, how, workspace);
     } else if (added == Added::kCap) {

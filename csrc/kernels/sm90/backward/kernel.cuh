@@ -128,6 +128,11 @@ __global__ void __launch_bounds__(Traits::kShape.threads, 1)
     backward_kernel(const __grid_constant__ typename Traits::Params params) {
   constexpr BackwardShape kShape = Traits::kShape;
   const typename Traits::Tiles tiles{tile_base()};
+  if constexpr (Traits::kPacked) {
+    const auto work = Traits::Work::template at<Traits::kBlockM, Traits::kBlockN>(params, blockIdx.x);
+    if (work.b0 < 0) return;
+    if (threadIdx.x == 0) store_shared(tiles.packed_work(), work);
+  }
   if (threadIdx.x == 0) {
     constexpr int kWarps = Traits::kWarps;
     init_ring(tiles.k(), 1, kWarps);

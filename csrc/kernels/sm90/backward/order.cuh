@@ -101,7 +101,7 @@ __device__ __forceinline__ void load_queries_in_order(const BackwardParams& para
         barrier_expect(full, Traits::kQBytes + (part == 0 ? Traits::kStatsBytes : 0));
         load_panels<kBlockM, Traits::kPanels>(
             ring.tile(place.stage()), full, map,
-            work.box(map.steps, work.head_k * params.group_size + member, m * kBlockM));
+            work.query_box(map.steps, work.head_k * params.group_size + member, m * kBlockM));
         if (part == 1) continue;
         const int tile = (work.row + member) * params.m_blocks + m;
         bulk_load(tiles.stats(place.stage()), params.stats + int64_t{tile} * (kQueryStats * kBlockM), full,
@@ -139,7 +139,7 @@ __device__ __forceinline__ void load_keys_in_order(const BackwardParams& params,
         load_shared(work, told);
         barrier_expect(ring.full(0), Traits::kKvBytes);
         load_panels<Traits::kBlockN, Traits::kPanels>(ring.tile(0), ring.full(0), map,
-                                                      work.box(map.steps, work.head_k, work.first_key));
+                                                      work.key_box(map.steps, work.head_k, work.first_key));
       };
       const auto load_k = [&] {
         barrier_wait(tiles.k().empty(0), phase ^ 1);

@@ -1,5 +1,5 @@
-// What the backward kernel is made of beside its two roles: parameters, shared memory, the tiles of the grid, P and dS
-// of a tile, stores, and the scale of dS in fp16.
+// What the backward kernel is made of beside its two roles: shared memory, P and dS of a tile, stores, and the scale of
+// dS in fp16.
 //
 // Called by kernel.cuh, producer.cuh, order.cuh, rows.cuh and backward_two_pass. Invariant: fragments are [keys,
 // queries], as wgmma.cuh says for 64 rows.
@@ -11,76 +11,27 @@
 #include "kernels/sm90/backward/config.h"
 #include "kernels/sm90/backward/hidden.cuh"
 #include "kernels/sm90/backward/products.cuh"
-#include "kernels/sm90/pipeline.cuh"
-#include "kernels/sm90/scores.cuh"
-#include "kernels/sm90/softmax.cuh"
+#include "kernels/sm90/backward/work.cuh"
 
 namespace flash_ext::sm90 {
 
-struct BackwardParams {
-  TensorMap q, k, v, d_out, dk, dv;
-  TensorMap dq_rows;    // Walk::kStored
-  const float* stats;   // [b, h_q, m_blocks, kQueryStats, block_m], see rows.cuh
-  const float* bounds;  // [b, h_q, 2], fp16: largest |dO row| and |delta|
-  float* dq;            // [b, h_q, m_blocks, block_m * head dim], in the order of the fragments; not Walk::kStored
-  TileSchedule schedule;
-  TileBand band;
-  int tiles;
-  int len_q, m_blocks;
-  int heads_q, group_size;  // query heads; of a key head
-  int inner_batch;
-  int head_dim_v;
-  float scale, to_log2;
-  float inverse_scale;  // of a score, in units of q k^T
-  // Walk::kOrdered
-  uint32_t* turns;  // [b, h_q, m_blocks]: tiles of keys that dq has; and one more: those that are handed out
-  int turn_count;   // without that one
-  bool walks;       // a block takes another when it is through
-
-  template <int kBlockM, int kBlockN>
-  __device__ __forceinline__ TileRanges<kBlockM, kBlockN> tile_ranges() const {
-    return {band.lower, band.upper, len_q, band.len_k};
-  }
-  __device__ __forceinline__ bool is_boundary(int first_query, int queries, int first_key, int keys) const {
-    return band.is_boundary(first_query, queries, first_key, keys) || first_query + queries > len_q;
-  }
-};
-
-// Of dq and dk, made of the dS that the main kernel computes: with dropout it is (1 - p) dS (dropout.cuh).
-__host__ __device__ __forceinline__ float gradient_scale(const Problem& problem) {
-  return static_cast<float>(problem.dropout_p > 0.0 ? problem.scale / (1.0 - problem.dropout_p) : problem.scale);
-}
-
-struct ScoredBackwardParams : BackwardParams {
-  ScoreParams scores;
-};
-
-__device__ __forceinline__ const DropoutParams& dropout_of(const ScoredBackwardParams& params) {
-  return params.scores.dropout;
-}
-__device__ __forceinline__ DropoutParams dropout_of(const BackwardParams&) { return {nullptr, 0, 1.f}; }
-__device__ __forceinline__ bool has_mask(const ScoredBackwardParams& params) {
-  return params.scores.mask.data != nullptr;
-}
-__device__ __forceinline__ constexpr bool has_mask(const BackwardParams&) { return false; }
-
-struct CappedBackwardParams : BackwardParams {
-  SoftcapParams softcap;  // in units of q k^T
-};
-
-template <class T_, int kHeadDim_, Walk kWalk_ = Walk::kOne, Added kAdded = Added::kNothing>
+template <class T_, int kHeadDim_, Walk kWalk_ = Walk::kOne, Added kAdded = Added::kNothing, bool kPacked_ = false>
 struct BackwardTraits {
   using T = T_;
+  static constexpr bool kPacked = kPacked_;
   static constexpr bool kScored = is_scored(kAdded), kDrops = kAdded == Added::kDrops, kCaps = kAdded == Added::kCap;
   static_assert(kDropKeyBytes == 3 * DropoutDraws::kKeyBytes);
   // dP is issued behind the softmax. NOTE: beside P and P (1 - tanh^2) of 128 queries there are no registers for it:
   // bf16 spilled 16 to 90 bytes in all of twelve forms.
   static constexpr bool kLateDp = kCaps && kHeadDim_ <= 64;
-  using Params = std::conditional_t<kScored, ScoredBackwardParams,
-                                    std::conditional_t<kCaps, CappedBackwardParams, BackwardParams>>;
+  using DenseParams = std::conditional_t<kScored, ScoredBackwardParams,
+                                         std::conditional_t<kCaps, CappedBackwardParams, BackwardParams>>;
+  using Params = std::conditional_t<kPacked, PackedBackwardParams<DenseParams>, DenseParams>;
+  using Work = std::conditional_t<kPacked, PackedKeyWork, KeyWork>;
   static constexpr bool kMayBeFar = !kScored && !kCaps;  // which scores see to themselves, and a softcap is not
   static constexpr Walk kWalk = kWalk_;
   static constexpr bool kOrdered = kWalk == Walk::kOrdered, kStored = kWalk == Walk::kStored;
+  static_assert(!kPacked || kWalk == Walk::kOne);
   static constexpr BackwardShape kShape = backward_shape(kHeadDim_, kAdded);
   static constexpr int kHeadDim = kHeadDim_, kBlockM = kShape.block_m, kBlockN = kShape.block_n;
   static constexpr int kPanels = panels(kHeadDim);
@@ -150,43 +101,19 @@ struct BackwardTraits {
       return {base + kSmem.walk + 64, base + kSmem.walk + 32};
     }
     __device__ __forceinline__ uint32_t meets_far() const { return base + kSmem.walk + 64 + 2 * kKeyWorkBytes; }
+    // kPacked: the block's tile of keys.
+    __device__ __forceinline__ uint32_t packed_work() const { return base + kSmem.walk + 64; }
   };
 };
 
-// One tile of the grid: block_n keys of one key head, and the tiles of queries that see them, of each query head.
-struct alignas(16) KeyWork {
-  int head_k, b0, b1;
-  int first_key;
-  int first_m, last_m;  // of queries; equal where there is none
-  int row;              // flat (batch, first query head)
-  int step = 0;         // Walk::kOrdered: from a tile of queries to the next, 1 or -1; 0: there is no tile of keys
-
-  template <int kBlockM, int kBlockN>
-  static __device__ __forceinline__ KeyWork at(const BackwardParams& params, uint32_t linear) {
-    const Tile tile = params.schedule.at<uint32_t>(linear);
-    const int b = static_cast<int>(tile.b);
-    KeyWork work;
-    work.head_k = static_cast<int>(tile.head);
-    work.b1 = b / params.inner_batch;
-    work.b0 = b - work.b1 * params.inner_batch;
-    work.first_key = static_cast<int>(tile.block) * kBlockN;
-    work.step = params.schedule.last_first ? 1 : -1;
-    work.row = b * params.heads_q + work.head_k * params.group_size;
-    const auto met = params.template tile_ranges<kBlockM, kBlockN>().of_keys(work.first_key);
-    work.first_m = met.first;
-    work.last_m = met.last;
-    return work;
-  }
-
-  // The first of the tiles of queries in the order of Walk::kOrdered.
-  __device__ __forceinline__ int begin_m() const { return step > 0 ? first_m : last_m - 1; }
-
-  __device__ __forceinline__ BoxStart box(const BoxSteps& steps, int head, int row_) const {
-    return {0, row_, head * steps.head, b0 * steps.b0, b1 * steps.b1};
-  }
-};
-
-static_assert(sizeof(KeyWork) == kKeyWorkBytes);
+// Walk::kOne of packed sequences: what thread 0 has put there before any warp goes its way. NOTE: whoever has few
+// registers reads it again rather than keeping it.
+template <class Traits>
+__device__ __forceinline__ PackedKeyWork packed_work(const typename Traits::Tiles& tiles) {
+  PackedKeyWork work;
+  load_shared(work, tiles.packed_work());
+  return work;
+}
 
 // A thread's first row of a tile of 64 rows a warpgroup; the compiler does not know that it was known.
 __device__ __forceinline__ int find_row(int consumer) {
@@ -226,9 +153,9 @@ __device__ __forceinline__ bool any_far(const float* stats, int group_size, int 
 }
 
 // The same of a tile of keys. NOTE: asked of each tile of queries, also ahead, it was 2 to 7 % at head dim 128.
-template <int kBlock>
-__device__ __forceinline__ bool any_far(const BackwardParams& params, const KeyWork& work) {
-  return any_far<kBlock>(params.stats + int64_t{work.row} * params.m_blocks * (kQueryStats * kBlock), params.group_size,
+template <int kBlock, class Work>
+__device__ __forceinline__ bool any_far(const BackwardParams& params, const Work& work) {
+  return any_far<kBlock>(params.stats + work.first_tile(params, 0) * (kQueryStats * kBlock), params.group_size,
                          params.m_blocks, work.first_m, work.last_m);
 }
 
@@ -345,7 +272,7 @@ __device__ __forceinline__ float power_below(float bound) {
 // The power of two by which dS is multiplied before it becomes fp16, and what it is made of: |dS| <= |dO| |V| + |delta|
 // stays below 2^15.
 template <class Traits>
-__device__ __forceinline__ float scale_of_ds(const BackwardParams& params, const KeyWork& work,
+__device__ __forceinline__ float scale_of_ds(const BackwardParams& params, const typename Traits::Work& work,
                                              const typename Traits::Tiles& tiles) {
   const int warp = threadIdx.x / 32 - 4, lane = threadIdx.x % 32;
   __half2 most = __float2half2_rn(0.f);

@@ -12,17 +12,31 @@ namespace flash_ext::sm90 {
 // NOTE: K first was worth 1 to 3 % at head dim 128, also where a block runs hundreds of tiles of queries; perhaps how
 // the warpgroups start against each other stays.
 template <class Traits>
-__device__ __forceinline__ void produce_backward(const BackwardParams& params, const typename Traits::Tiles& tiles) {
+__device__ __forceinline__ void produce_backward(const typename Traits::Params& params,
+                                                 const typename Traits::Tiles& tiles) {
   constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN;
   typename Traits::Place place;
   uint32_t phase = 0;
   for (uint32_t linear = blockIdx.x; linear < params.tiles; linear += gridDim.x) {
-    const KeyWork work = KeyWork::at<kBlockM, kBlockN>(params, linear);
+    const typename Traits::Work work = [&] {
+      if constexpr (Traits::kPacked) {
+        return packed_work<Traits>(tiles);
+      } else {
+        return KeyWork::at<kBlockM, kBlockN>(params, linear);
+      }
+    }();
+    const auto now = [&] {  // where it is read for a box
+      if constexpr (Traits::kPacked) {
+        return packed_work<Traits>(tiles);
+      } else {
+        return work;
+      }
+    };
     const auto load_keys = [&](const Ring<Traits::kKvBytes>& ring, const TensorMap& map) {
       barrier_wait(ring.empty(0), phase ^ 1);
       barrier_expect(ring.full(0), Traits::kKvBytes);
       load_panels<kBlockN, Traits::kPanels>(ring.tile(0), ring.full(0), map,
-                                            work.box(map.steps, work.head_k, work.first_key));
+                                            now().key_box(map.steps, work.head_k, work.first_key));
     };
     bool first = true, has_k = false;
     if (linear == blockIdx.x && work.last_m > work.first_m) {
@@ -31,14 +45,14 @@ __device__ __forceinline__ void produce_backward(const BackwardParams& params, c
     }
     for (int member = 0; member < params.group_size; ++member) {
       const int head = work.head_k * params.group_size + member;
-      const float* stats = params.stats + int64_t{work.row + member} * params.m_blocks * (kQueryStats * kBlockM);
+      const float* stats = params.stats + work.first_tile(params, member) * (kQueryStats * kBlockM);
       for (int m = work.first_m; m < work.last_m; ++m) {
         const auto load = [&](const Ring<Traits::kQBytes>& ring, const TensorMap& map, int more) {
           const uint32_t full = ring.full(place.stage);
           barrier_wait(ring.empty(place.stage), place.phase ^ 1);
           barrier_expect(full, Traits::kQBytes + more);
           load_panels<kBlockM, Traits::kPanels>(ring.tile(place.stage), full, map,
-                                                work.box(map.steps, head, m * kBlockM));
+                                                now().query_box(map.steps, head, m * kBlockM));
         };
         load(tiles.q(), params.q, Traits::kStatsBytes);
         bulk_load(tiles.stats(place.stage), stats + m * (kQueryStats * kBlockM), tiles.q().full(place.stage),

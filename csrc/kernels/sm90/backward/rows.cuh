@@ -29,9 +29,10 @@ __global__ void __launch_bounds__(kRowThreads, 2)
   using T = typename Traits::T;
   constexpr int kLanes = Traits::kHeadDim / 8, kRows = kRowThreads / kLanes, kSteps = Traits::kBlockM / kRows;
   const Problem& problem = args.fwd.problem;
-  const QueryTile<Traits> tile(problem, m_blocks, blockIdx.x);
+  const QueryTile<Traits> tile(problem, args.fwd.sequences, m_blocks, blockIdx.x);
+  if (!tile.exists) return;
   const int first_row = threadIdx.x / kLanes, lane = threadIdx.x % kLanes, col = lane * 8;
-  const int rows = static_cast<int>(problem.len_q) - tile.first_query;  // may be more than the tile's
+  const int rows = static_cast<int>(tile.len_q(problem)) - tile.first_query;  // may be more than the tile's
   const T* const out_rows = tile.template rows<const T>(problem, args.fwd.out) + col;
   const T* const d_out_rows = tile.template rows<const T>(problem, args.d_out) + col;
   uint4 out[kSteps], d_out[kSteps];
@@ -53,7 +54,7 @@ __global__ void __launch_bounds__(kRowThreads, 2)
   // A thread a row from here on, so that a warp's rows are one access; asked for before the sums.
   const int own_row = threadIdx.x;
   const bool is_inside = own_row < min(Traits::kBlockM, rows);
-  const int64_t index = tile.bh * problem.len_q + tile.first_query + own_row;
+  const int64_t index = tile.lse_rows(problem) + tile.first_query + own_row;
   const float lse = is_inside ? static_cast<const float*>(args.fwd.lse)[index] : kMinusInf;
   const float d_lse = is_inside && args.d_lse != nullptr ? static_cast<const float*>(args.d_lse)[index] : 0.f;
   __shared__ float sums[Traits::kBlockM], all_squares[Traits::kScaled ? Traits::kBlockM : 1];
@@ -83,8 +84,7 @@ __global__ void __launch_bounds__(kRowThreads, 2)
   // A softcap alone keeps scores where a float tells them apart, and its kernels do not ask.
   const auto is_far_row = [&] { return Traits::kScored ? counts() : is_far(lse) && problem.softcap == 0.0; };
   const bool far = __syncthreads_or(is_inside && is_far_row()) != 0;
-  float* const tile_stats =
-      stats + (tile.bh * m_blocks + tile.first_query / Traits::kBlockM) * (kQueryStats * Traits::kBlockM);
+  float* const tile_stats = stats + int64_t{blockIdx.x} * (kQueryStats * Traits::kBlockM);
   if (own_row < Traits::kBlockM) {
     float delta = lse == kMinusInf ? 0.f : sums[own_row] - d_lse;
     if constexpr (Traits::kScored) delta *= static_cast<float>(1.0 - problem.dropout_p);
@@ -118,14 +118,13 @@ constexpr int kFinishBlocks = 4;  // of finish_kernel that a multiprocessor has 
 template <class Traits>
 __global__ void __launch_bounds__(kRowThreads, kFinishBlocks)
     finish_kernel(const __grid_constant__ BackwardArgs args, const float* dq_accum, const uint32_t* turns,
-                  TileRanges<Traits::kBlockM, Traits::kBlockN> tile_ranges, unsigned tiles) {
+                  TileRanges<Traits::kBlockM, Traits::kBlockN> tile_ranges, int m_blocks, unsigned tiles) {
   if (turns == nullptr) grid_dependency_wait();
   using T = typename Traits::T;
   constexpr int kWarps = kRowThreads / 32, kChunk = 16 * kPanelCols;  // numbers
   static_assert(Traits::kDqCols == kPanelCols && Traits::kBlockM * Traits::kHeadDim == kWarps * kChunk);
   __shared__ __align__(128) char buffer[kWarps][16 * kPanelBytes];
   const Problem& problem = args.fwd.problem;
-  const int m_blocks = (tile_ranges.len_q + Traits::kBlockM - 1) / Traits::kBlockM;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int first_row = (Traits::kSplitsQueries ? warp : warp % 4) * 16;
   const int first_col = Traits::kSplitsQueries ? 0 : warp / 4 * kPanelCols;
@@ -138,7 +137,8 @@ __global__ void __launch_bounds__(kRowThreads, kFinishBlocks)
       const int m = static_cast<int>(index % m_blocks);
       wait_count(turns + index, tile_ranges.last_keys_of(m) - tile_ranges.first_keys_of(m) + 1);
     }
-    const QueryTile<Traits> tile(problem, m_blocks, index);
+    const QueryTile<Traits> tile(problem, args.fwd.sequences, m_blocks, index);
+    if (!tile.exists) continue;
     const float4* const from =
         reinterpret_cast<const float4*>(dq_accum + (int64_t{index} * kWarps + warp) * kChunk) + lane;
     float4 c[8];
@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(kRowThreads, kFinishBlocks)
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int row = first_row + lane / 8 + 4 * i;
-      if (tile.first_query + row >= problem.len_q || first_col + col >= problem.head_dim) continue;
+      if (tile.first_query + row >= tile.len_q(problem) || first_col + col >= problem.head_dim) continue;
       *reinterpret_cast<uint4*>(dq + row * args.dq.row_stride) =
           *reinterpret_cast<const uint4*>(buffer[warp] + tile_offset(16, lane / 8 + 4 * i, col));
     }

@@ -13,13 +13,16 @@
 #include "kernels/sm90/bias_gradient/run.cuh"
 #include "kernels/sm90/kernels.h"
 #include "kernels/sm90/run_scores.cuh"
+#include "kernels/stages/sequences.h"
 
 namespace flash_ext::sm90 {
 
 struct BackwardScratch {
+  int m_blocks = 0;               // tiles of queries of a head; of packed sequences of all of them, and b is 1 then:
   float* stats = nullptr;         // [b, h_q, m_blocks, kQueryStats, block_m]
   float* dq = nullptr;            // [b, h_q, padded queries, head dim of the instance], in the order of the fragments
-  float* bounds = nullptr;        // [b, h_q, 2], fp16
+  float* bounds = nullptr;        // [b, h_q, 2], fp16; b: of packed sequences how many
+  void* packed_tiles = nullptr;   // of keys: list_packed_tiles
   uint32_t* turns = nullptr;      // [b, h_q, m_blocks] and one more, in one order
   float* bias_partial = nullptr;  // bias_partial_elements(), with dbias
   int64_t zeros = 0;              // from here on it must be zero before the kernels run
@@ -30,8 +33,11 @@ struct BackwardScratch {
 template <class Traits>
 BackwardScratch backward_scratch(const Problem& problem, void* workspace) {
   BackwardScratch scratch;
-  const int64_t heads = problem.batch * problem.heads_q;
-  const int64_t padded = block_count(problem.len_q, Traits::kBlockM) * Traits::kBlockM;
+  const int64_t elements = problem.batch * problem.heads_q, heads = problem.packed ? problem.heads_q : elements;
+  const int64_t m_blocks = problem.packed ? most_packed_tiles(problem, problem.rows_q, Traits::kBlockM)
+                                          : block_count(problem.len_q, Traits::kBlockM);
+  const int64_t padded = m_blocks * Traits::kBlockM;
+  scratch.m_blocks = static_cast<int>(m_blocks);
   const auto take = [&]<class T>(T*& pointer, int64_t count) {
     pointer = reinterpret_cast<T*>(static_cast<char*>(workspace) + scratch.bytes);
     scratch.bytes += (count * 4 + 127) / 128 * 128;
@@ -39,35 +45,60 @@ BackwardScratch backward_scratch(const Problem& problem, void* workspace) {
   take(scratch.stats, heads * kQueryStats * padded);
   if (!is_dq_stored(problem)) take(scratch.dq, heads * padded * Traits::kHeadDim);
   if (has_bias_gradient(problem)) take(scratch.bias_partial, bias_partial_elements(problem));
+  if (problem.packed) {
+    scratch.packed_tiles = static_cast<char*>(workspace) + scratch.bytes;
+    scratch.bytes += cuda::packed_tiles_bytes(problem, cuda::TilesOf::kKeys, Traits::kBlockN);
+  }
   scratch.zeros = scratch.bytes;
-  if (Traits::kScaled) take(scratch.bounds, heads * 2);
+  if (Traits::kScaled) take(scratch.bounds, elements * 2);
   if (is_ordered(problem)) take(scratch.turns, heads * padded / Traits::kBlockM + 1);
   return scratch;
+}
+
+// The tiles of keys of packed sequences, and zeros in the rows of gradients that no tile has.
+inline const PackedTile* list_packed_tiles(const BackwardArgs& args, int block_n, void* scratch) {
+  using cuda::TilesOf;
+  const Problem& problem = args.fwd.problem;
+  const PackedTile* const tiles =
+      cuda::list_packed_tiles(problem, args.fwd.sequences, TilesOf::kKeys, block_n, scratch, args.fwd.stream);
+  const auto clear = [&](TilesOf of, const TensorView& view, int64_t heads, int64_t cols) {
+    cuda::clear_unused_rows(problem, args.fwd.sequences, of, tiles, view, heads, cols, 2, args.fwd.stream);
+  };
+  clear(TilesOf::kQueries, args.dq, problem.heads_q, problem.head_dim);
+  clear(TilesOf::kKeys, args.dk, problem.heads_k, problem.head_dim);
+  clear(TilesOf::kKeys, args.dv, problem.heads_k, problem.head_dim_v);
+  return tiles;
 }
 
 // Of the blocks, those beyond one a tile are left out.
 template <class Traits>
 void launch_backward(const BackwardArgs& args, const BackwardLaunch& how, void* workspace) {
   // The same for every Walk, and finish with scores, too.
-  using Rows = BackwardTraits<typename Traits::T, Traits::kHeadDim>;
+  using Rows = BackwardTraits<typename Traits::T, Traits::kHeadDim, Walk::kOne, Added::kNothing, Traits::kPacked>;
   using Prepare = BackwardTraits<typename Traits::T, Traits::kHeadDim, Walk::kOne,
-                                 Traits::kScored ? Added::kScores : Added::kNothing>;
+                                 Traits::kScored ? Added::kScores : Added::kNothing, Traits::kPacked>;
   constexpr int kFar = 1 << 30;  // rows.cpp refuses lengths beyond half of it
   const Problem& problem = args.fwd.problem;
   const BackwardScratch scratch = backward_scratch<Traits>(problem, workspace);
-  const Band band = make_band(problem);
+  const Band band = Traits::kPacked ? make_band(problem, 0, 0) : make_band(problem);
   const auto clamp = [](int64_t x) { return static_cast<int>(std::clamp<int64_t>(x, -kFar, kFar)); };
   typename Traits::Params params;
   const auto map = [&](const TensorView& view, int64_t heads, int64_t rows, int64_t cols, int box_rows) {
-    return make_tensor_map(problem, view, heads, rows, cols, box_rows, Promotion::k256);
+    if constexpr (Traits::kPacked) {
+      return make_packed_map(problem, view, heads, rows, cols, box_rows, Promotion::k256);
+    } else {
+      return make_tensor_map(problem, view, heads, rows, cols, box_rows, Promotion::k256);
+    }
   };
   constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN;
-  params.q = map(args.fwd.q, problem.heads_q, problem.len_q, problem.head_dim, kBlockM);
-  params.d_out = map(args.d_out, problem.heads_q, problem.len_q, problem.head_dim_v, kBlockM);
-  params.k = map(args.fwd.k, problem.heads_k, problem.len_k, problem.head_dim, kBlockN);
-  params.v = map(args.fwd.v, problem.heads_k, problem.len_k, problem.head_dim_v, kBlockN);
-  params.dk = map(args.dk, problem.heads_k, problem.len_k, problem.head_dim, 16);
-  params.dv = map(args.dv, problem.heads_k, problem.len_k, problem.head_dim_v, 16);
+  const int64_t rows_q = Traits::kPacked ? problem.rows_q : problem.len_q;
+  const int64_t rows_k = Traits::kPacked ? problem.rows_k : problem.len_k;
+  params.q = map(args.fwd.q, problem.heads_q, rows_q, problem.head_dim, kBlockM);
+  params.d_out = map(args.d_out, problem.heads_q, rows_q, problem.head_dim_v, kBlockM);
+  params.k = map(args.fwd.k, problem.heads_k, rows_k, problem.head_dim, kBlockN);
+  params.v = map(args.fwd.v, problem.heads_k, rows_k, problem.head_dim_v, kBlockN);
+  params.dk = map(args.dk, problem.heads_k, rows_k, problem.head_dim, 16);
+  params.dv = map(args.dv, problem.heads_k, rows_k, problem.head_dim_v, 16);
   if constexpr (Traits::kStored) {
     params.dq_rows = map(args.dq, problem.heads_q, problem.len_q, problem.head_dim, 16);
   }
@@ -82,7 +113,7 @@ void launch_backward(const BackwardArgs& args, const BackwardLaunch& how, void* 
   params.walks = how.grid < tiles;
   params.tiles = static_cast<int>(tiles);
   params.len_q = static_cast<int>(problem.len_q);
-  params.m_blocks = static_cast<int>(block_count(problem.len_q, kBlockM));
+  params.m_blocks = scratch.m_blocks;
   params.heads_q = static_cast<int>(problem.heads_q);
   params.group_size = static_cast<int>(problem.heads_q / problem.heads_k);
   params.inner_batch = problem.batch_rank > 0 ? static_cast<int>(problem.batch_size[problem.batch_rank - 1]) : 1;
@@ -97,12 +128,16 @@ void launch_backward(const BackwardArgs& args, const BackwardLaunch& how, void* 
   }
   if constexpr (Traits::kCaps) params.softcap = SoftcapParams::of(problem, problem.scale);
 
-  const int64_t query_tiles = problem.batch * problem.heads_q * params.m_blocks;
+  const int64_t query_tiles = (Traits::kPacked ? 1 : problem.batch) * problem.heads_q * params.m_blocks;
   params.turn_count = static_cast<int>(query_tiles);
   if (scratch.zeros < scratch.bytes) {
     cuda::check(cudaMemsetAsync(static_cast<char*>(workspace) + scratch.zeros, 0, scratch.bytes - scratch.zeros,
                                 static_cast<cudaStream_t>(args.fwd.stream)),
                 "memset");
+  }
+  if constexpr (Traits::kPacked) {
+    params.tiles_of_keys = list_packed_tiles(args, kBlockN, scratch.packed_tiles);
+    params.diagonal_mask = problem.bottom_right ? -1 : 0;
   }
   // In order, the first tile of keys stores dQ; only tiles of queries that meet none need zeros.
   const TileRanges<kBlockM, kBlockN> tile_ranges{params.band.lower, params.band.upper, params.len_q, params.band.len_k};
@@ -115,7 +150,7 @@ void launch_backward(const BackwardArgs& args, const BackwardLaunch& how, void* 
     const int64_t rooms = is_stored ? int64_t{kFinishBlocks} * how.processors : query_tiles;
     cuda::launch_dependent(finish_kernel<Rows>, cuda::grid_of(std::min(query_tiles, rooms)), kRowThreads, 0,
                            args.fwd.stream, args, scratch.dq, is_stored ? scratch.turns : nullptr, tile_ranges,
-                           static_cast<unsigned>(query_tiles));
+                           params.m_blocks, static_cast<unsigned>(query_tiles));
   }
   if constexpr (Traits::kScored) {
     if (has_bias_gradient(problem)) {

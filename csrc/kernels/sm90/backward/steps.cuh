@@ -42,7 +42,7 @@ struct BackwardConsumer {
 
   // Of a tile of keys.
   uint32_t linear = 0;
-  KeyWork work;
+  typename Traits::Work work;
   int kept_row;
   int total, left;  // tiles of queries of all its heads; from this one on
   float* dq;        // this warp's part of the next that is added
@@ -75,8 +75,10 @@ struct BackwardConsumer {
 
   // ---- A tile of keys
 
-  __device__ __forceinline__ KeyWork find_work(uint32_t number) const {
-    if constexpr (Traits::kOrdered) {
+  __device__ __forceinline__ typename Traits::Work find_work(uint32_t number) const {
+    if constexpr (Traits::kPacked) {
+      return packed_work<Traits>(tiles);
+    } else if constexpr (Traits::kOrdered) {
       return uniform(read_work<Traits>(tiles, work_place));
     } else {
       KeyWork found = KeyWork::at<kBlockM, kBlockN>(params, number);
@@ -96,15 +98,14 @@ struct BackwardConsumer {
     work = find_work(linear);
     kept_row = work.first_key + warp_row + lane / 4;
     total = left = (work.last_m - work.first_m) * params.group_size;
-    dq = params.dq + (int64_t{work.row} * params.m_blocks + work.first_m) * kTile +
-         (staging - tiles.staging(0)) / sizeof(float);
+    dq = params.dq + (work.first_tile(params, 0) + work.first_m) * kTile + (staging - tiles.staging(0)) / sizeof(float);
     kept_jump = find_jump(params.m_blocks);
     place = {static_cast<int>(done % kShape.stages), done / kShape.stages % 2};
     if constexpr (Traits::kScored) {  // found anew, too
       scores = ScorePlace(params.scores.stages, done * (kBlockM / kScoreRows));
     }
     if constexpr (!Traits::kOrdered) done += total;
-    inside = params.template tile_ranges<kBlockM, 64>().inside(work.first_key + consumer * 64);
+    inside = work.template ranges<kBlockM, 64>(params).inside(work.first_key + consumer * 64);
     if constexpr (Traits::kMayBeFar && !Traits::kOrdered) inside.count *= !any_far<kBlockM>(params, work);
 #pragma unroll
     for (int i = 0; i < kHeadDim / 2; ++i) dk[i] = dv[i] = 0.f;
@@ -140,7 +141,7 @@ struct BackwardConsumer {
 
   // NOTE: the tile is found anew, because keeping it through the loop costs registers.
   __device__ __forceinline__ void store(const Gradient& dk, const Gradient& dv) {
-    const KeyWork end = find_work(linear);
+    const typename Traits::Work end = find_work(linear);
     if constexpr (Traits::kOrdered) {
       __syncwarp();
       if (lane == 0) barrier_arrive(tiles.works().empty(work_place.stage()));
@@ -148,9 +149,9 @@ struct BackwardConsumer {
     }
     const int first_row = end.first_key + warp_row;
     store_gradient<Traits>(dv, (Traits::kScaled ? 1.f / 1024.f : 1.f) * dropout_of(params).scale, staging, params.dv,
-                           end.box(params.dv.steps, end.head_k, first_row));
+                           end.key_box(params.dv.steps, end.head_k, first_row));
     store_gradient<Traits>(dk, params.scale * ds_unscale, staging, params.dk,
-                           end.box(params.dk.steps, end.head_k, first_row));
+                           end.key_box(params.dk.steps, end.head_k, first_row));
   }
 
   // ---- S^T and P^T of a tile of queries
@@ -160,6 +161,14 @@ struct BackwardConsumer {
   __device__ __forceinline__ bool is_boundary() const {
     if constexpr (!Traits::kScored && !(Traits::kCaps && Traits::kScaled)) return !inside.has(at.m);
     return params.is_boundary(at.m * kBlockM, kBlockM, work.first_key + consumer * 64, 64);
+  }
+  __device__ __forceinline__ KeptColumns kept_by_band() const {
+    if constexpr (Traits::kPacked) {
+      const PackedKeyWork now = packed_work<Traits>(tiles);
+      return KeptColumns::of_keys(now.band, now.len_q, row(), at.m * kBlockM);
+    } else {
+      return KeptColumns::of_keys(params.band, params.len_q, row(), at.m * kBlockM);
+    }
   }
   __device__ __forceinline__ bool is_far() const { return is_far_tile(tiles.stats_far(place.stage)); }
   __device__ __forceinline__ int row() const {
@@ -217,7 +226,7 @@ struct BackwardConsumer {
                           });
     if (!kWhole && has_mask(params)) mark_hidden(p, kept);
     if (!kWhole && is_boundary()) {
-      mark_hidden(p, KeptColumns::of_keys(params.band, params.len_q, row(), at.m * kBlockM));
+      mark_hidden(p, kept_by_band());
     }
     fence_registers(p);
   }
@@ -334,8 +343,8 @@ struct BackwardConsumer {
   __device__ __forceinline__ void store_dq(int tile) const {
     const KeyWork now = find_work(no_hoist(linear));
     const int member = tile / params.m_blocks;
-    BoxStart to = now.box(params.dq_rows.steps, now.head_k * params.group_size + member,
-                          (tile - member * params.m_blocks) * kBlockM + warp_row % kBlockM);
+    BoxStart to = now.query_box(params.dq_rows.steps, now.head_k * params.group_size + member,
+                                (tile - member * params.m_blocks) * kBlockM + warp_row % kBlockM);
     if constexpr (!Traits::kSplitsQueries) to.col = consumer * kDqCols;
     tma_store(&params.dq_rows.map, staging, to);
   }

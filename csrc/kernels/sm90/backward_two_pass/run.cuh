@@ -18,7 +18,7 @@ template <class Traits>
 struct TwoPassRows {
   using T = typename Traits::T;
   static constexpr int kHeadDim = Traits::kHeadDim > 128 ? 256 : Traits::kHeadDim, kBlockM = 64;
-  static constexpr bool kScored = Traits::kScored;
+  static constexpr bool kScored = Traits::kScored, kPacked = false;
   static constexpr bool kAccumulates = false, kScaled = Traits::kScaled;
   static constexpr float kPShift = kScaled ? 10.f : 0.f;
 };

@@ -27,14 +27,15 @@ static __global__ void clear_kernel(uint32_t* counter) {
 inline PackedList prepare_packed(const ForwardArgs& args, int block_m, void* list) {
   using cuda::TilesOf;
   const Problem& problem = args.problem;
-  cuda::clear_unused_rows(problem, args.sequences, TilesOf::kQueries, args.out, problem.heads_q, problem.head_dim_v, 2,
-                          args.stream);
+  const PackedTile* const tiles =
+      cuda::list_packed_tiles(problem, args.sequences, TilesOf::kQueries, block_m, list, args.stream);
+  cuda::clear_unused_rows(problem, args.sequences, TilesOf::kQueries, tiles, args.out, problem.heads_q,
+                          problem.head_dim_v, 2, args.stream);
   if (args.lse != nullptr) {
-    cuda::clear_unused_lse(problem, args.sequences, static_cast<float*>(args.lse), args.stream);
+    cuda::clear_unused_lse(problem, args.sequences, tiles, static_cast<float*>(args.lse), args.stream);
   }
-  return {cuda::list_packed_tiles(problem, args.sequences, TilesOf::kQueries, block_m, list, args.stream),
-          static_cast<int>(most_packed_tiles(problem, problem.rows_q, block_m)), static_cast<int>(problem.rows_q),
-          problem.bottom_right ? -1 : 0};
+  return {tiles, static_cast<int>(most_packed_tiles(problem, problem.rows_q, block_m)),
+          static_cast<int>(problem.rows_q), problem.bottom_right ? -1 : 0};
 }
 
 // workspace: the counter where the order is counted, the parts where keys are split; behind a counter's place the list

@@ -1,0 +1,176 @@
+// What a block of backward works on: the parameters of the kernel and the tiles of keys, of dense calls (KeyWork) and
+// of packed sequences (PackedKeyWork), whose lengths and places are their own.
+//
+// Called by parts.cuh and all that reads a tile of keys (device), and by run.cuh (host). Invariant: the numbers and dQ
+// of a tile of queries lie at first_tile() and its own number behind it, those of the next head m_blocks further.
+#pragma once
+
+#include "core/args.h"
+#include "core/sequences.h"
+#include "kernels/sm90/backward/config.h"
+#include "kernels/sm90/pipeline.cuh"
+#include "kernels/sm90/scores.cuh"
+#include "kernels/sm90/softmax.cuh"
+
+namespace flash_ext::sm90 {
+
+struct BackwardParams {
+  TensorMap q, k, v, d_out, dk, dv;
+  TensorMap dq_rows;    // Walk::kStored
+  const float* stats;   // [b, h_q, m_blocks, kQueryStats, block_m], see rows.cuh
+  const float* bounds;  // [b, h_q, 2], fp16: largest |dO row| and |delta|
+  float* dq;            // [b, h_q, m_blocks, block_m * head dim], in the order of the fragments; not Walk::kStored
+  TileSchedule schedule;
+  TileBand band;
+  int tiles;
+  int len_q, m_blocks;
+  int heads_q, group_size;  // query heads; of a key head
+  int inner_batch;
+  int head_dim_v;
+  float scale, to_log2;
+  float inverse_scale;  // of a score, in units of q k^T
+  // Walk::kOrdered
+  uint32_t* turns;  // [b, h_q, m_blocks]: tiles of keys that dq has; and one more: those that are handed out
+  int turn_count;   // without that one
+  bool walks;       // a block takes another when it is through
+
+  template <int kBlockM, int kBlockN>
+  __device__ __forceinline__ TileRanges<kBlockM, kBlockN> tile_ranges() const {
+    return {band.lower, band.upper, len_q, band.len_k};
+  }
+  __device__ __forceinline__ bool is_boundary(int first_query, int queries, int first_key, int keys) const {
+    return band.is_boundary(first_query, queries, first_key, keys) || first_query + queries > len_q;
+  }
+};
+
+// Of dq and dk, made of the dS that the main kernel computes: with dropout it is (1 - p) dS (dropout.cuh).
+__host__ __device__ __forceinline__ float gradient_scale(const Problem& problem) {
+  return static_cast<float>(problem.dropout_p > 0.0 ? problem.scale / (1.0 - problem.dropout_p) : problem.scale);
+}
+
+struct ScoredBackwardParams : BackwardParams {
+  ScoreParams scores;
+};
+
+__device__ __forceinline__ const DropoutParams& dropout_of(const ScoredBackwardParams& params) {
+  return params.scores.dropout;
+}
+__device__ __forceinline__ DropoutParams dropout_of(const BackwardParams&) { return {nullptr, 0, 1.f}; }
+__device__ __forceinline__ bool has_mask(const ScoredBackwardParams& params) {
+  return params.scores.mask.data != nullptr;
+}
+__device__ __forceinline__ constexpr bool has_mask(const BackwardParams&) { return false; }
+
+struct CappedBackwardParams : BackwardParams {
+  SoftcapParams softcap;  // in units of q k^T
+};
+
+// Of packed sequences; band: with a diagonal that begins at the first key, m_blocks: most_packed_tiles of queries, of
+// all sequences behind each other (first_packed_tile), and there is no batch.
+template <class Base>
+struct PackedBackwardParams : Base {
+  const PackedTile* tiles_of_keys;
+  int diagonal_mask;  // -1: a sequence's diagonal ends at its last key; 0: it begins at the first
+};
+
+// One tile of the grid: block_n keys of one key head, and the tiles of queries that see them, of each query head.
+struct alignas(16) KeyWork {
+  int head_k, b0, b1;
+  int first_key;
+  int first_m, last_m;  // of queries; equal where there is none
+  int row;              // flat (batch, first query head)
+  int step = 0;         // Walk::kOrdered: from a tile of queries to the next, 1 or -1; 0: there is no tile of keys
+
+  template <int kBlockM, int kBlockN>
+  static __device__ __forceinline__ KeyWork at(const BackwardParams& params, uint32_t linear) {
+    const Tile tile = params.schedule.at<uint32_t>(linear);
+    const int b = static_cast<int>(tile.b);
+    KeyWork work;
+    work.head_k = static_cast<int>(tile.head);
+    work.b1 = b / params.inner_batch;
+    work.b0 = b - work.b1 * params.inner_batch;
+    work.first_key = static_cast<int>(tile.block) * kBlockN;
+    work.step = params.schedule.last_first ? 1 : -1;
+    work.row = b * params.heads_q + work.head_k * params.group_size;
+    const auto met = params.template tile_ranges<kBlockM, kBlockN>().of_keys(work.first_key);
+    work.first_m = met.first;
+    work.last_m = met.last;
+    return work;
+  }
+
+  // The first of the tiles of queries in the order of Walk::kOrdered.
+  __device__ __forceinline__ int begin_m() const { return step > 0 ? first_m : last_m - 1; }
+
+  // Of queries of the query head of this number among those of the key head.
+  __device__ __forceinline__ int64_t first_tile(const BackwardParams& params, int member) const {
+    return int64_t{row + member} * params.m_blocks;
+  }
+  template <int kBlockM, int kBlockN>
+  __device__ __forceinline__ TileRanges<kBlockM, kBlockN> ranges(const BackwardParams& params) const {
+    return params.template tile_ranges<kBlockM, kBlockN>();
+  }
+
+  // Boxes of q, d_out and dq, and of k, v, dk and dv.
+  __device__ __forceinline__ BoxStart query_box(const BoxSteps& steps, int head, int row_) const {
+    return {0, row_, head * steps.head, b0 * steps.b0, b1 * steps.b1};
+  }
+  __device__ __forceinline__ BoxStart key_box(const BoxSteps& steps, int head, int row_) const {
+    return query_box(steps, head, row_);
+  }
+};
+
+static_assert(sizeof(KeyWork) == kKeyWorkBytes);
+
+// As KeyWork, of one sequence.
+struct alignas(16) PackedKeyWork {
+  int head_k, b0;  // b0: the sequence; -1: there is no tile of keys
+  int first_key;
+  int first_m, last_m;
+  int row;
+  int first;  // the sequence's tiles of queries begin there
+  int row_q, row_k, len_q;
+  TileBand band;
+
+  static constexpr int b1 = 0;
+
+  template <int kBlockM, int kBlockN, class Params>
+  static __device__ __forceinline__ PackedKeyWork at(const Params& params, uint32_t linear) {
+    const Tile tile = params.schedule.template at<uint32_t>(linear);
+    const PackedTile entry = params.tiles_of_keys[static_cast<uint32_t>(tile.block)];
+    const Sequence& sequence = entry.sequence;
+    PackedKeyWork work;
+    work.head_k = static_cast<int>(tile.head);
+    work.b0 = entry.b;
+    work.first_key = entry.block * kBlockN;
+    work.row = entry.b * params.heads_q + work.head_k * params.group_size;
+    work.first = first_packed_tile(sequence, entry.b, kBlockM);
+    work.row_q = sequence.row_q;
+    work.row_k = sequence.row_k;
+    work.len_q = sequence.len_q;
+    const int diagonal = (sequence.len_k - sequence.len_q) & params.diagonal_mask;
+    work.band = {params.band.lower + diagonal, params.band.upper + diagonal, sequence.len_k};
+    const auto met = work.ranges<kBlockM, kBlockN>(params).of_keys(work.first_key);
+    work.first_m = met.first;
+    work.last_m = met.last;
+    return work;
+  }
+
+  __device__ __forceinline__ int64_t first_tile(const BackwardParams& params, int member) const {
+    return int64_t{head_k * params.group_size + member} * params.m_blocks + first;
+  }
+  template <int kBlockM, int kBlockN>
+  __device__ __forceinline__ TileRanges<kBlockM, kBlockN> ranges(const BackwardParams&) const {
+    return {band.lower, band.upper, len_q, band.len_k};
+  }
+
+  __device__ __forceinline__ BoxStart query_box(const BoxSteps& steps, int head, int row_) const {
+    return {0, cuda::kPackedEnd - len_q + row_, head * steps.head, row_q + len_q, cuda::kPackedEnd};
+  }
+  __device__ __forceinline__ BoxStart key_box(const BoxSteps& steps, int head, int row_) const {
+    return {0, cuda::kPackedEnd - band.len_k + row_, head * steps.head, row_k + band.len_k, cuda::kPackedEnd};
+  }
+};
+
+static_assert(sizeof(PackedKeyWork) == kPackedKeyWorkBytes);
+
+}  // namespace flash_ext::sm90
