@@ -163,7 +163,7 @@ class Inputs:
 
     def packed(self) -> list[Tensor]:
         """Query, key and value of packed sequences as (rows, heads, head dim), contiguous."""
-        return [t[0].transpose(0, 1) for t in (self.query, self.key, self.value)]
+        return [t.squeeze(0).transpose(0, 1) for t in (self.query, self.key, self.value)]
 
     def wanting_gradients(self) -> list[Tensor]:
         """The tensors whose gradient a backward pass computes."""

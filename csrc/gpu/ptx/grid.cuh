@@ -8,6 +8,11 @@ namespace flash_ext {
 __device__ __forceinline__ void grid_dependency_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // griddepcontrol.launch_dependents: the kernel launched behind may begin, once all blocks have said so or ended.
-__device__ __forceinline__ void grid_dependency_launch() { asm volatile("griddepcontrol.launch_dependents;"); }
+// Before 9.0, where none may, nothing.
+__device__ __forceinline__ void grid_dependency_launch() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
 
 }  // namespace flash_ext

@@ -207,20 +207,18 @@ Plan plan_backward(const Problem& problem, const DeviceInfo& device) {
 // The lists of tiles, and zeros in the rows of dK and dV that no tile has.
 template <class Traits>
 void prepare_packed(const BackwardArgs& args, const BackwardScratch& scratch) {
+  using cuda::TilesOf;
   const Problem& problem = args.fwd.problem;
-  const Sequences& sequences = args.fwd.sequences;
   constexpr int kMeasured = measure_tile(sizeof(typename Traits::T), Traits::kHeadDim).block_m;
-  void* const stream = args.fwd.stream;
-  const PackedTile* const tiles =
-      cuda::list_packed_tiles(problem, sequences, cuda::TilesOf::kKeys, Traits::kBlockN, scratch.tiles, stream);
-  cuda::list_packed_tiles(problem, sequences, cuda::TilesOf::kQueries, kMeasured, scratch.measured_tiles, stream);
-  const auto clear = [&](const TensorView& view, int64_t heads, int64_t cols, bool in_accum) {
-    const int64_t bytes = in_accum ? 4 : sizeof(typename Traits::T);
-    if (!view) return;
-    cuda::clear_unused_rows(problem, sequences, cuda::TilesOf::kKeys, tiles, view, heads, cols, bytes, stream);
+  const auto bytes = [](bool in_accum) { return in_accum ? 4 : static_cast<int>(sizeof(typename Traits::T)); };
+  const cuda::PackedResults results = {
+      .rows = {{args.dk, TilesOf::kKeys, problem.heads_k, problem.head_dim, bytes(args.dk_in_accum)},
+               {args.dv, TilesOf::kKeys, problem.heads_v, problem.head_dim_v, bytes(args.dv_in_accum)}}};
+  const auto list = [&](TilesOf of, int64_t block, PackedTile* tiles, const cuda::PackedResults& ready) {
+    cuda::prepare_packed(problem, args.fwd.sequences, of, block, tiles, ready, args.fwd.stream);
   };
-  clear(args.dk, problem.heads_k, problem.head_dim, args.dk_in_accum);
-  clear(args.dv, problem.heads_v, problem.head_dim_v, args.dv_in_accum);
+  list(TilesOf::kKeys, Traits::kBlockN, scratch.tiles, results);
+  list(TilesOf::kQueries, kMeasured, scratch.measured_tiles, {});
 }
 
 template <class Traits>

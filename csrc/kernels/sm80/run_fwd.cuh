@@ -113,13 +113,12 @@ void launch_forward(const ForwardArgs& args, const ForwardChoice& choice, void* 
   const Problem& problem = args.problem;
   const PackedTile* tiles = nullptr;
   if (problem.packed) {
-    tiles = cuda::list_packed_tiles(problem, args.sequences, cuda::TilesOf::kQueries, Traits::kBlockM, workspace,
-                                    args.stream);
-    cuda::clear_unused_rows(problem, args.sequences, cuda::TilesOf::kQueries, tiles, args.out, problem.heads_q,
-                            problem.head_dim_v, sizeof(typename Traits::T), args.stream);
-    if (args.lse != nullptr) {
-      cuda::clear_unused_lse(problem, args.sequences, tiles, static_cast<float*>(args.lse), args.stream);
-    }
+    constexpr int kBytes = sizeof(typename Traits::T);
+    const cuda::PackedResults results = {
+        .rows = {{args.out, cuda::TilesOf::kQueries, problem.heads_q, problem.head_dim_v, kBytes}},
+        .lse = static_cast<float*>(args.lse)};
+    tiles = cuda::prepare_packed(problem, args.sequences, cuda::TilesOf::kQueries, Traits::kBlockM, workspace, results,
+                                 args.stream);
   }
   TileSchedule schedule = forward_schedule(problem, Traits::kBlockM, sizeof(typename Traits::T), choice.processors);
   schedule.batch_inner = batch_shares_scores(problem, args);

@@ -204,9 +204,9 @@ Plan plan_backward(const Problem& problem, const DeviceInfo& device) {
   const bool ordered = is_ordered(problem);
   const TileSchedule schedule = narrow_schedule(problem, shape.block_n, device.multiprocessors);
   const char* const kernel = has_bias_gradient(problem) ? "sm90.backward.scored, sm90.bias_gradient"
+                             : problem.packed           ? "sm90.backward.packed"
                              : scored                   ? "sm90.backward.scored"
                              : added == Added::kCap     ? "sm90.backward.softcap"
-                             : problem.packed           ? "sm90.backward.packed"
                                                         : "sm90.backward";
   Plan plan = plan_of(kernel, shape.threads, shape.consumer_registers(), shape.producer_registers(), device);
   const bool persistent = ordered || is_backward_persistent(problem, device.multiprocessors);
@@ -339,7 +339,7 @@ constexpr Kernel kKernels[] = {
     backward_row("sm90.backward.scored", kScores.with({Feature::kBiasGradient, Feature::kWholeBiasGradient}), kScores,
                  kLeastScores),
     backward_row("sm90.backward.softcap", {Feature::kSoftcap}, {Feature::kSoftcap}, kLeastScores),
-    backward_row("sm90.backward.packed", {Feature::kPacked}, {Feature::kPacked}),
+    backward_row("sm90.backward.packed", kScores.with({Feature::kPacked}), {Feature::kPacked}),
     backward_row("sm90.backward", {Feature::kDeterministic}, {}),
 };
 

@@ -1,19 +1,23 @@
-// Two kernels make a list, see sequences.h: one block of threads sorts the sequences by what their longest tile has to
-// do, in steps of half a power of two, then a thread finds each entry's sequence in that order by a binary search.
-// Tiles of a sequence follow each other, those of queries from the longest on, those of keys from the first on, which
-// is the order that sums wait for. Where the numbers in memory do not ascend, sequences overlap, and there are no
-// tiles: an order of sums has no end there. But keys may overlap in a list of queries: slots of a cache do.
+// One launch makes a list and clears rows, see sequences.h. Its first block sorts the sequences by what their longest
+// tile has to do, in steps of half a power of two; then a thread finds each entry's sequence in that order by a binary
+// search, in the same block or, of a long list, in a kernel of its own. Tiles of a sequence follow each other, those of
+// queries from the longest on, those of keys from the first on, which is the order that sums wait for. Where the
+// numbers in memory do not ascend, sequences overlap, and there are no tiles: an order of sums has no end there. But
+// keys may overlap in a list of queries: slots of a cache do.
 #include <cmath>
 
 #include "core/tile_schedule.h"
 #include "gpu/host/launch.h"
+#include "gpu/ptx/grid.cuh"
 #include "kernels/stages/find_sequence.cuh"
 #include "kernels/stages/sequences.h"
 
 namespace flash_ext::cuda {
 namespace {
 
-constexpr int kThreads = 256, kSortWarps = 32, kBuckets = 64;
+constexpr int kThreads = 256, kSortWarps = 32, kSortThreads = 32 * kSortWarps, kBuckets = 64;
+constexpr int64_t kShortList = 4 * kSortThreads;  // entries that one block finds
+constexpr int kMostCleared = 3;
 
 struct ListScratch {
   PackedTile* tiles;  // [most_packed_tiles]
@@ -22,7 +26,7 @@ struct ListScratch {
   int64_t count;      // most_packed_tiles
 };
 
-int64_t rows_of(const Problem& problem, TilesOf of) {
+FLASH_DEVICE int64_t rows_of(const Problem& problem, TilesOf of) {
   return of == TilesOf::kQueries ? problem.rows_q : problem.rows_k;
 }
 
@@ -55,26 +59,43 @@ __device__ int bucket_of(int64_t work) {
   return kBuckets - 2 - (2 * exponent + half);
 }
 
-// A warp has successive sequences, 32 at a time. NOTE: counters are 32-bit and wrap where sequences overlap, which have
-// no tiles then.
-__global__ void __launch_bounds__(32 * kSortWarps)
-    sort_kernel(const __grid_constant__ Problem problem, Sequences sequences, TilesOf of, int64_t block,
-                ListScratch scratch) {
+// The sum over the lanes before this one, and of all in `total`.
+__device__ unsigned sum_before(unsigned x, unsigned& total) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  unsigned sum = x;
+  for (int step = 1; step < 32; step *= 2) {
+    const unsigned other = __shfl_up_sync(~0u, sum, step);
+    if (lane >= step) sum += other;
+  }
+  total = __shfl_sync(~0u, sum, 31);
+  return sum - x;
+}
+
+// Whether numbers that a list of tiles needs in ascending order are not; by all threads of a block of kSortThreads.
+__device__ bool descend(const Problem& problem, const Sequences& sequences, TilesOf of) {
+  bool found = false;
+  for (int64_t b = threadIdx.x; b < problem.batch; b += kSortThreads) {
+    found |= sequences.cu_q[b] > sequences.cu_q[b + 1];
+    if (of == TilesOf::kKeys) found |= sequences.cu_k[b] > sequences.cu_k[b + 1];
+  }
+  return __syncthreads_or(found) != 0;
+}
+
+// A block. A warp has successive sequences, 32 at a time. NOTE: counters are 32-bit and wrap where sequences overlap,
+// which have no tiles then.
+__device__ void sort_sequences(const Problem& problem, const Sequences& sequences, TilesOf of, int64_t block,
+                               const ListScratch& scratch) {
   __shared__ unsigned tiles[kBuckets][kSortWarps], counts[kBuckets][kSortWarps];  // then where the next one stands
-  __shared__ unsigned tiles_before[kBuckets + 1], counts_before[kBuckets + 1];
-  __shared__ int descends;
+  __shared__ unsigned tiles_before[kBuckets], counts_before[kBuckets];
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-  for (int i = static_cast<int>(threadIdx.x); i < kBuckets * kSortWarps; i += 32 * kSortWarps) {
+  for (int i = static_cast<int>(threadIdx.x); i < kBuckets * kSortWarps; i += kSortThreads) {
     tiles[i / kSortWarps][i % kSortWarps] = counts[i / kSortWarps][i % kSortWarps] = 0;
   }
-  if (threadIdx.x == 0) descends = 0;
-  __syncthreads();
+  const bool descends = descend(problem, sequences, of);  // behind a barrier
 
   const int64_t share = block_count(block_count(problem.batch, kSortWarps), 32) * 32;
   const int64_t begin = warp * share, end = min(begin + share, problem.batch);
   for (int64_t b = begin + lane; b < end; b += 32) {
-    const bool of_keys = of == TilesOf::kKeys && sequences.cu_k[b] > sequences.cu_k[b + 1];
-    if (of_keys || sequences.cu_q[b] > sequences.cu_q[b + 1]) descends = 1;
     const Tiles own = tiles_of(problem, sequence_of(problem, sequences, b), of, block);
     const int bucket = bucket_of(own.longest);
     atomicAdd(&tiles[bucket][warp], static_cast<unsigned>(own.count));
@@ -82,28 +103,23 @@ __global__ void __launch_bounds__(32 * kSortWarps)
   }
   __syncthreads();
 
-  const auto begin_after = [](unsigned& x, unsigned& sum) {
-    const unsigned size = x;
-    x = sum;
-    sum += size;
-  };
-  if (threadIdx.x < kBuckets) {
-    unsigned of_tiles = 0, of_counts = 0;
-    for (int i = 0; i < kSortWarps; ++i) {
-      begin_after(tiles[threadIdx.x][i], of_tiles);
-      begin_after(counts[threadIdx.x][i], of_counts);
-    }
-    tiles_before[threadIdx.x] = of_tiles;
-    counts_before[threadIdx.x] = of_counts;
+  for (int bucket = warp; bucket < kBuckets; bucket += kSortWarps) {  // a lane a warp's numbers
+    unsigned of_tiles, of_counts;
+    tiles[bucket][lane] = sum_before(tiles[bucket][lane], of_tiles);
+    counts[bucket][lane] = sum_before(counts[bucket][lane], of_counts);
+    if (lane == 0) tiles_before[bucket] = of_tiles, counts_before[bucket] = of_counts;
   }
   __syncthreads();
-  if (threadIdx.x == 0) {
-    unsigned of_tiles = 0, of_counts = 0;
-    for (int i = 0; i < kBuckets; ++i) {
-      begin_after(tiles_before[i], of_tiles);
-      begin_after(counts_before[i], of_counts);
+  if (warp == 0) {
+    unsigned all_tiles = 0, all_counts = 0;
+    for (int bucket = lane; bucket < kBuckets; bucket += 32) {
+      unsigned of_tiles, of_counts;
+      tiles_before[bucket] = all_tiles + sum_before(tiles_before[bucket], of_tiles);
+      counts_before[bucket] = all_counts + sum_before(counts_before[bucket], of_counts);
+      all_tiles += of_tiles;
+      all_counts += of_counts;
     }
-    scratch.first[problem.batch] = descends != 0 ? 0 : of_tiles;
+    if (lane == 0) scratch.first[problem.batch] = descends ? 0 : all_tiles;
   }
   __syncthreads();
 
@@ -116,7 +132,8 @@ __global__ void __launch_bounds__(32 * kSortWarps)
     const unsigned count = static_cast<unsigned>(own.count);
     unsigned before = 0, rank = 0;  // of this warp's in the bucket
     bool is_last = true;
-    for (int other = 0; other < 32; ++other) {
+    const int present = static_cast<int>(min(int64_t{32}, end - at));
+    for (int other = 0; other < present; ++other) {
       const int other_bucket = __shfl_sync(~0u, bucket, other);
       const unsigned other_count = __shfl_sync(~0u, count, other);
       if (other_bucket != bucket) continue;
@@ -142,10 +159,8 @@ __global__ void __launch_bounds__(32 * kSortWarps)
   }
 }
 
-__global__ void __launch_bounds__(kThreads) fill_kernel(const __grid_constant__ Problem problem, Sequences sequences,
-                                                        TilesOf of, int64_t block, ListScratch scratch) {
-  const int64_t index = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  if (index >= scratch.count) return;
+__device__ void fill_entry(const Problem& problem, const Sequences& sequences, TilesOf of, int64_t block,
+                           const ListScratch& scratch, int64_t index) {
   PackedTile tile = {-1, 0, {}};
   if (index < scratch.first[problem.batch]) {
     int64_t low = 0, high = problem.batch;  // the first sequence that begins behind this tile
@@ -162,6 +177,12 @@ __global__ void __launch_bounds__(kThreads) fill_kernel(const __grid_constant__ 
   scratch.tiles[index] = tile;
 }
 
+__global__ void __launch_bounds__(kThreads) fill_kernel(const __grid_constant__ Problem problem, Sequences sequences,
+                                                        TilesOf of, int64_t block, ListScratch scratch) {
+  const int64_t index = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (index < scratch.count) fill_entry(problem, sequences, of, block, scratch, index);
+}
+
 // ---- Rows of no sequence
 
 __device__ bool is_unused(const Problem& problem, const Sequences& sequences, TilesOf of, int64_t row) {
@@ -174,32 +195,56 @@ __device__ bool is_unused(const Problem& problem, const Sequences& sequences, Ti
   return position < 0 || position >= (is_query ? sequence.len_q : sequence.len_k);
 }
 
-// A thread asks for each row; a warp clears those of its 32 that are not used.
+// A warp: zeros in the rows from `first` on that have a bit.
 template <class T>
-__global__ void __launch_bounds__(kThreads)
-    clear_rows_kernel(const __grid_constant__ Problem problem, Sequences sequences, TilesOf of, const PackedTile* tiles,
-                      int64_t rows, const __grid_constant__ TensorView view, int64_t heads, int64_t cols) {
-  const int64_t row = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  const unsigned unused = __ballot_sync(~0u, row < rows && (tiles->b < 0 || is_unused(problem, sequences, of, row)));
+__device__ void clear_rows(const UnusedRows& rows, int64_t first, unsigned unused) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   for (int i = 0; i < 32 && unused >> i != 0; ++i) {
     if ((unused >> i & 1) == 0) continue;
-    T* to = static_cast<T*>(view.data) + (row - lane + i) * view.row_stride;
-    for (int64_t head = 0; head < heads; ++head, to += view.head_stride) {
-      for (int64_t col = lane; col < cols; col += 32) to[col * view.col_stride] = T(0);
+    T* to = static_cast<T*>(rows.view.data) + (first + i) * rows.view.row_stride;
+    for (int64_t head = 0; head < rows.heads; ++head, to += rows.view.head_stride) {
+      for (int64_t col = lane; col < rows.cols; col += 32) to[col * rows.view.col_stride] = T(0);
     }
   }
 }
 
-__global__ void __launch_bounds__(kThreads) clear_lse_kernel(const __grid_constant__ Problem problem,
-                                                             Sequences sequences, const PackedTile* tiles, float* lse) {
-  const int64_t row = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  if (row >= problem.rows_q) return;
-  if (tiles->b >= 0 && !is_unused(problem, sequences, TilesOf::kQueries, row)) return;
-  for (int64_t head = 0; head < problem.heads_q; ++head) lse[head * problem.rows_q + row] = -INFINITY;
+// What block 0 does not, each of the others for kSortThreads rows, of queries and behind them of keys.
+struct Clearing {
+  UnusedRows rows[kMostCleared];  // without data: none
+  float* lse;                     // of queries; null: none
+  int64_t blocks_q, blocks_k;
+};
+
+__device__ void clear_unused(const Problem& problem, const Sequences& sequences, TilesOf listed,
+                             const Clearing& clearing, int64_t block) {
+  const bool all = descend(problem, sequences, listed);
+  const TilesOf of = block < clearing.blocks_q ? TilesOf::kQueries : TilesOf::kKeys;
+  const int64_t row = (block - (of == TilesOf::kKeys ? clearing.blocks_q : 0)) * kSortThreads + threadIdx.x;
+  const bool unused = row < rows_of(problem, of) && (all || is_unused(problem, sequences, of, row));
+  const unsigned of_warp = __ballot_sync(~0u, unused);
+  for (const UnusedRows& rows : clearing.rows) {
+    if (rows.view.data == nullptr || rows.of != of) continue;
+    const int64_t first = row - threadIdx.x % 32;
+    if (rows.element_bytes == 2) clear_rows<uint16_t>(rows, first, of_warp);
+    if (rows.element_bytes == 4) clear_rows<uint32_t>(rows, first, of_warp);
+  }
+  if (!unused || of != TilesOf::kQueries || clearing.lse == nullptr) return;
+  for (int64_t head = 0; head < problem.heads_q; ++head) clearing.lse[head * problem.rows_q + row] = -INFINITY;
 }
 
-dim3 grid_of_threads(int64_t threads) { return grid_of((threads + kThreads - 1) / kThreads); }
+__global__ void __launch_bounds__(kSortThreads)
+    prepare_kernel(const __grid_constant__ Problem problem, Sequences sequences, TilesOf of, int64_t block,
+                   ListScratch scratch, const __grid_constant__ Clearing clearing, uint32_t* counter) {
+  grid_dependency_launch();
+  if (blockIdx.x > 0) return clear_unused(problem, sequences, of, clearing, int64_t{blockIdx.x} - 1);
+  if (counter != nullptr && threadIdx.x == 0) *counter = 0;
+  sort_sequences(problem, sequences, of, block, scratch);
+  if (scratch.count > kShortList) return;
+  __syncthreads();  // all have written
+  for (int64_t i = threadIdx.x; i < scratch.count; i += kSortThreads) {
+    fill_entry(problem, sequences, of, block, scratch, i);
+  }
+}
 
 }  // namespace
 
@@ -209,33 +254,31 @@ int64_t packed_tiles_bytes(const Problem& problem, TilesOf of, int64_t block) {
   return (bytes + 127) / 128 * 128;
 }
 
-const PackedTile* list_packed_tiles(const Problem& problem, const Sequences& sequences, TilesOf of, int64_t block,
-                                    void* memory, void* stream) {
+const PackedTile* prepare_packed(const Problem& problem, const Sequences& sequences, TilesOf of, int64_t block,
+                                 void* memory, const PackedResults& results, void* stream) {
   ListScratch scratch;
   scratch.count = most_packed_tiles(problem, rows_of(problem, of), block);
   scratch.tiles = static_cast<PackedTile*>(memory);
   scratch.first = reinterpret_cast<int64_t*>(scratch.tiles + scratch.count);
   scratch.order = reinterpret_cast<int32_t*>(scratch.first + problem.batch + 1);
-  launch(sort_kernel, dim3(1), 32 * kSortWarps, 0, stream, problem, sequences, of, block, scratch);
-  launch(fill_kernel, grid_of_threads(scratch.count), kThreads, 0, stream, problem, sequences, of, block, scratch);
+  Clearing clearing = {};
+  clearing.lse = results.lse;
+  bool clears[2] = {results.lse != nullptr, false};
+  int count = 0;
+  for (const UnusedRows& rows : results.rows) {
+    if (rows.view.data == nullptr) continue;
+    clearing.rows[count++] = rows;
+    clears[rows.of == TilesOf::kKeys] = true;
+  }
+  clearing.blocks_q = clears[0] ? block_count(problem.rows_q, kSortThreads) : 0;
+  clearing.blocks_k = clears[1] ? block_count(problem.rows_k, kSortThreads) : 0;
+  launch(prepare_kernel, grid_of(1 + clearing.blocks_q + clearing.blocks_k), kSortThreads, 0, stream, problem,
+         sequences, of, block, scratch, clearing, results.counter);
+  if (scratch.count > kShortList) {
+    launch(fill_kernel, grid_of(block_count(scratch.count, kThreads)), kThreads, 0, stream, problem, sequences, of,
+           block, scratch);
+  }
   return scratch.tiles;
-}
-
-void clear_unused_rows(const Problem& problem, const Sequences& sequences, TilesOf of, const PackedTile* tiles,
-                       const TensorView& view, int64_t heads, int64_t cols, int64_t element_bytes, void* stream) {
-  const int64_t rows = rows_of(problem, of);
-  if (rows == 0) return;
-  const auto clear = [&]<class T>(T) {
-    launch(clear_rows_kernel<T>, grid_of_threads(rows), kThreads, 0, stream, problem, sequences, of, tiles, rows, view,
-           heads, cols);
-  };
-  element_bytes == 2 ? clear(uint16_t()) : element_bytes == 4 ? clear(uint32_t()) : clear(uint64_t());
-}
-
-void clear_unused_lse(const Problem& problem, const Sequences& sequences, const PackedTile* tiles, float* lse,
-                      void* stream) {
-  if (problem.rows_q == 0) return;
-  launch(clear_lse_kernel, grid_of_threads(problem.rows_q), kThreads, 0, stream, problem, sequences, tiles, lse);
 }
 
 }  // namespace flash_ext::cuda

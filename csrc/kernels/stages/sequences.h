@@ -13,18 +13,26 @@ enum class TilesOf : uint8_t { kQueries, kKeys };
 // Of the list, for tiles of `block` rows.
 int64_t packed_tiles_bytes(const Problem& problem, TilesOf of, int64_t block);
 
+// Rows of a result, of which those that belong to no sequence become 0.
+struct UnusedRows {
+  TensorView view;  // without data: nothing
+  TilesOf of = TilesOf::kQueries;
+  int64_t heads = 0, cols = 0;
+  int element_bytes = 0;  // 2 or 4
+};
+
+// What else is made ready with a list.
+struct PackedResults {
+  UnusedRows rows[3];
+  float* lse = nullptr;         // [h_q, rows_q]: -inf in rows of no sequence
+  uint32_t* counter = nullptr;  // becomes 0
+};
+
 // Writes the list to scratch of packed_tiles_bytes: first the tiles that have most to do, behind the last one entries
-// whose b is -1, most_packed_tiles in all. The order is a function of the lengths alone.
-const PackedTile* list_packed_tiles(const Problem& problem, const Sequences& sequences, TilesOf of, int64_t block,
-                                    void* scratch, void* stream);
-
-// Zeros in rows of `view` that belong to no sequence, of all its heads and `cols` columns of `element_bytes`; in all of
-// them where the list of the kernel that writes the others, `tiles`, has no tile.
-void clear_unused_rows(const Problem& problem, const Sequences& sequences, TilesOf of, const PackedTile* tiles,
-                       const TensorView& view, int64_t heads, int64_t cols, int64_t element_bytes, void* stream);
-
-// -inf in lse [h_q, rows_q], float, of such rows.
-void clear_unused_lse(const Problem& problem, const Sequences& sequences, const PackedTile* tiles, float* lse,
-                      void* stream);
+// whose b is -1, most_packed_tiles in all. The order is a function of the lengths alone. Where cu_q, or cu_k of a list
+// of keys, does not ascend, there is no tile, and no row of results belongs to a sequence. A kernel that is launched
+// behind it by launch_dependent may read all that once it has waited.
+const PackedTile* prepare_packed(const Problem& problem, const Sequences& sequences, TilesOf of, int64_t block,
+                                 void* scratch, const PackedResults& results, void* stream);
 
 }  // namespace flash_ext::cuda

@@ -129,6 +129,11 @@ T __shfl_sync(unsigned, T value, int source) {
   return flash_ext::emulated::exchange("shfl", value)[source % 32];
 }
 template <class T>
+T __shfl_up_sync(unsigned, T value, int delta) {
+  const int lane = flash_ext::emulated::lane();
+  return flash_ext::emulated::exchange("shfl", value)[lane < delta ? lane : lane - delta];
+}
+template <class T>
 T __shfl_xor_sync(unsigned, T value, int mask) {
   return flash_ext::emulated::exchange("shfl", value)[flash_ext::emulated::lane() ^ mask];
 }

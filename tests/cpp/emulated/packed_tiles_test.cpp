@@ -50,12 +50,13 @@ Sequences32 make_sequences(int batch, unsigned seed) {
   return s;
 }
 
-std::vector<PackedTile> list(const Problem& problem, const Sequences& sequences, TilesOf of, int64_t block) {
+std::vector<PackedTile> list(const Problem& problem, const Sequences& sequences, TilesOf of, int64_t block,
+                             const cuda::PackedResults& results = {}) {
   constexpr int kGuard = 64;
   const int64_t bytes = cuda::packed_tiles_bytes(problem, of, block);
   std::vector<char> memory(bytes + kGuard + 128, 77);
   char* const at = memory.data() + (128 - reinterpret_cast<uintptr_t>(memory.data()) % 128);
-  const PackedTile* const tiles = cuda::list_packed_tiles(problem, sequences, of, block, at, nullptr);
+  const PackedTile* const tiles = cuda::prepare_packed(problem, sequences, of, block, at, results, nullptr);
   for (int i = 0; i < kGuard; ++i) EXPECT_EQ(at[bytes + i], 77);
   const int64_t rows = of == TilesOf::kQueries ? problem.rows_q : problem.rows_k;
   return {tiles, tiles + most_packed_tiles(problem, rows, block)};
@@ -138,9 +139,9 @@ TEST(PackedTiles, EndWhateverIsInMemory) {
       }
       EXPECT_LE(rows, of == TilesOf::kQueries ? s.problem.rows_q : s.problem.rows_k) << "no two overlap";
     }
-    const std::vector<PackedTile> tiles = list(s.problem, s.used(), TilesOf::kQueries, 64);
     std::vector<float> lse(s.problem.rows_q + 2, 7.f);
-    cuda::clear_unused_lse(s.problem, s.used(), tiles.data(), lse.data() + 1, nullptr);
+    s.problem.heads_q = 1;
+    const auto tiles = list(s.problem, s.used(), TilesOf::kQueries, 64, {.lse = lse.data() + 1});
     EXPECT_TRUE(lse.front() == 7.f && lse.back() == 7.f);
     if (tiles.front().b < 0) EXPECT_EQ(std::count(lse.begin(), lse.end(), -INFINITY), s.problem.rows_q);
   }
@@ -165,24 +166,53 @@ TEST(PackedTiles, QueriesMayShareKeys) {
 }
 
 TEST(PackedTiles, RowsOfNoSequenceAreCleared) {
-  const Sequences32 s = make_sequences(200, 5);
-  std::vector<uint16_t> rows(s.problem.rows_k * 3 * 5, 7);
-  TensorView view;
-  view.data = rows.data();
-  view.row_stride = 15;
-  view.head_stride = 5;
-  view.col_stride = 1;
-  PackedTile tile = {};
-  cuda::clear_unused_rows(s.problem, s.used(), TilesOf::kKeys, &tile, view, 3, 5, 2, nullptr);
+  Sequences32 s = make_sequences(200, 5);
+  s.problem.heads_q = 2;
+  std::vector<uint16_t> rows;
+  std::vector<float> queries, lse;
+  uint32_t counter = 0;
+  const auto run = [&](TilesOf of) {
+    rows.assign(s.problem.rows_k * 3 * 5, 7);
+    queries.assign(s.problem.rows_q * 4, 7.f);
+    lse.assign(s.problem.rows_q * 2, 7.f);
+    counter = 7;
+    TensorView view;
+    view.data = rows.data();
+    view.row_stride = 15;
+    view.head_stride = 5;
+    view.col_stride = 1;
+    TensorView wide = view;
+    wide.data = queries.data();
+    wide.row_stride = 4;
+    list(s.problem, s.used(), of, 64,
+         {.rows = {{view, TilesOf::kKeys, 3, 5, 2}, {}, {wide, TilesOf::kQueries, 1, 4, 4}},
+          .lse = lse.data(),
+          .counter = &counter});
+    EXPECT_EQ(counter, 0u);
+  };
+  run(TilesOf::kKeys);
   std::vector<uint16_t> expected(rows.size(), 0);
+  std::vector<float> expected_queries(queries.size(), 0.f), expected_lse(lse.size(), -INFINITY);
   for (int64_t b = 0; b < s.problem.batch; ++b) {
     const Sequence own = sequence_of(s.problem, s.used(), b);
     std::fill_n(expected.begin() + own.row_k * 15, own.len_k * 15, 7);
+    std::fill_n(expected_queries.begin() + own.row_q * 4, own.len_q * 4, 7.f);
+    for (int head = 0; head < 2; ++head) {
+      std::fill_n(expected_lse.begin() + head * s.problem.rows_q + own.row_q, own.len_q, 7.f);
+    }
   }
   EXPECT_EQ(rows, expected);
-  tile.b = -1;  // of a list without tiles: all
-  cuda::clear_unused_rows(s.problem, s.used(), TilesOf::kKeys, &tile, view, 3, 5, 2, nullptr);
+  EXPECT_EQ(queries, expected_queries);
+  EXPECT_EQ(lse, expected_lse);
+
+  std::swap(s.cu_k[7], s.cu_k[170]);  // which a list of keys has no tiles for, and no row of a sequence
+  run(TilesOf::kKeys);
   EXPECT_EQ(rows, std::vector<uint16_t>(rows.size(), 0));
+  EXPECT_EQ(queries, std::vector<float>(queries.size(), 0.f));
+  EXPECT_EQ(lse, std::vector<float>(lse.size(), -INFINITY));
+  run(TilesOf::kQueries);  // which may share keys
+  EXPECT_EQ(queries, expected_queries);
+  EXPECT_EQ(lse, expected_lse);
 }
 
 // As kernels have them that ask for a place of theirs in an array of all tiles of queries.

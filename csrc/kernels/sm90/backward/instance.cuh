@@ -52,8 +52,13 @@ void run_backward(const BackwardArgs& args, const BackwardLaunch& how, void* wor
   if constexpr (kHeadDim <= kNarrow) {
     static_assert(backward_smem(backward_shape(kHeadDim), kHeadDim).total <= kSharedMemoryLimit);
     const Added added = added_of(args.fwd.problem);
+    const auto launch_packed = [&]<Added kAdded>(std::integral_constant<Added, kAdded>) {
+      launch_backward<BackwardTraits<T, kHeadDim, Walk::kOne, kAdded, true>>(args, how, workspace);
+    };
     if (args.fwd.problem.packed) {
-      return launch_backward<BackwardTraits<T, kHeadDim, Walk::kOne, Added::kNothing, true>>(args, how, workspace);
+      if (added == Added::kDrops) return launch_packed(std::integral_constant<Added, Added::kDrops>());
+      if (added == Added::kScores) return launch_packed(std::integral_constant<Added, Added::kScores>());
+      return launch_packed(std::integral_constant<Added, Added::kNothing>());
     }
     if (added == Added::kDrops) {
       launch_backward<BackwardTraits<T, kHeadDim, Walk::kEvery, Added::kDrops>>(args, how, workspace);

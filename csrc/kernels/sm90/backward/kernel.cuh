@@ -59,7 +59,7 @@ __device__ __forceinline__ void take_queries(C& step, typename C::Scores& s, typ
   if (kLast) warp_arrive(step.v_ring.empty(0));
   step.share_ds(ds);
   step.add_last_dq();
-  step.at.advance(step.work.first_m, step.work.last_m);
+  step.at.advance(step.first_m(), step.last_m());
   step.issue_dk(dk, ds);
   if (kHasDq) step.issue_dq(dq);
   wgmma_wait<kHasDq>();

@@ -5,6 +5,7 @@
 // queries], as wgmma.cuh says for 64 rows.
 #pragma once
 
+#include <cstddef>
 #include <type_traits>
 
 #include "core/args.h"
@@ -31,7 +32,8 @@ struct BackwardTraits {
   static constexpr bool kMayBeFar = !kScored && !kCaps;  // which scores see to themselves, and a softcap is not
   static constexpr Walk kWalk = kWalk_;
   static constexpr bool kOrdered = kWalk == Walk::kOrdered, kStored = kWalk == Walk::kStored;
-  static_assert(!kPacked || kWalk == Walk::kOne);
+  // NOTE: a softcap of packed sequences spilled 4 to 12 bytes (bf16), or its products waited for each other (fp16).
+  static_assert(!kPacked || (kWalk == Walk::kOne && !kCaps));
   static constexpr BackwardShape kShape = backward_shape(kHeadDim_, kAdded);
   static constexpr int kHeadDim = kHeadDim_, kBlockM = kShape.block_m, kBlockN = kShape.block_n;
   static constexpr int kPanels = panels(kHeadDim);
@@ -49,7 +51,7 @@ struct BackwardTraits {
   // softcap at head dim 128, and with dropout in fp16 at 64, that spills 20 to 204 bytes.
   static constexpr bool kHasWholeStep = !kStored && (kMayBeFar || (kHeadDim <= 64 && !(kDrops && kScaled)));
   // NOTE: these find their rows anew, because keeping them spilled 8 bytes, and 88 with kStored; in others finding did.
-  static constexpr bool kFindsRow = kAdded == Added::kScores && kScaled && kHeadDim <= 64;
+  static constexpr bool kFindsRow = (kAdded == Added::kScores && kScaled && kHeadDim <= 64) || (kPacked && kScored);
   static constexpr float kPShift = kScaled ? 10.f : 0.f;
   static constexpr int kStagingBytes = 16 * kDqCols * 4;
   static_assert(kStagingBytes >= 16 * kPanels * kPanelBytes, "a warp's rows of dK fit where its dQ was");
@@ -113,6 +115,12 @@ __device__ __forceinline__ PackedKeyWork packed_work(const typename Traits::Tile
   PackedKeyWork work;
   load_shared(work, tiles.packed_work());
   return work;
+}
+template <class Traits>
+__device__ __forceinline__ SequenceEdges packed_edges(const typename Traits::Tiles& tiles) {
+  SequenceEdges edges;
+  load_shared(edges, tiles.packed_work() + static_cast<uint32_t>(offsetof(PackedKeyWork, edges)));
+  return edges;
 }
 
 // A thread's first row of a tile of 64 rows a warpgroup; the compiler does not know that it was known.

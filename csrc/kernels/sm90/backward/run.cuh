@@ -22,7 +22,7 @@ struct BackwardScratch {
   float* stats = nullptr;         // [b, h_q, m_blocks, kQueryStats, block_m]
   float* dq = nullptr;            // [b, h_q, padded queries, head dim of the instance], in the order of the fragments
   float* bounds = nullptr;        // [b, h_q, 2], fp16; b: of packed sequences how many
-  void* packed_tiles = nullptr;   // of keys: list_packed_tiles
+  void* packed_tiles = nullptr;   // of keys, and what prepare_packed needs
   uint32_t* turns = nullptr;      // [b, h_q, m_blocks] and one more, in one order
   float* bias_partial = nullptr;  // bias_partial_elements(), with dbias
   int64_t zeros = 0;              // from here on it must be zero before the kernels run
@@ -56,18 +56,13 @@ BackwardScratch backward_scratch(const Problem& problem, void* workspace) {
 }
 
 // The tiles of keys of packed sequences, and zeros in the rows of gradients that no tile has.
-inline const PackedTile* list_packed_tiles(const BackwardArgs& args, int block_n, void* scratch) {
+inline const PackedTile* prepare_packed(const BackwardArgs& args, int block_n, void* scratch) {
   using cuda::TilesOf;
   const Problem& problem = args.fwd.problem;
-  const PackedTile* const tiles =
-      cuda::list_packed_tiles(problem, args.fwd.sequences, TilesOf::kKeys, block_n, scratch, args.fwd.stream);
-  const auto clear = [&](TilesOf of, const TensorView& view, int64_t heads, int64_t cols) {
-    cuda::clear_unused_rows(problem, args.fwd.sequences, of, tiles, view, heads, cols, 2, args.fwd.stream);
-  };
-  clear(TilesOf::kQueries, args.dq, problem.heads_q, problem.head_dim);
-  clear(TilesOf::kKeys, args.dk, problem.heads_k, problem.head_dim);
-  clear(TilesOf::kKeys, args.dv, problem.heads_k, problem.head_dim_v);
-  return tiles;
+  const cuda::PackedResults results = {.rows = {{args.dq, TilesOf::kQueries, problem.heads_q, problem.head_dim, 2},
+                                                {args.dk, TilesOf::kKeys, problem.heads_k, problem.head_dim, 2},
+                                                {args.dv, TilesOf::kKeys, problem.heads_k, problem.head_dim_v, 2}}};
+  return cuda::prepare_packed(problem, args.fwd.sequences, TilesOf::kKeys, block_n, scratch, results, args.fwd.stream);
 }
 
 // Of the blocks, those beyond one a tile are left out.
@@ -123,7 +118,7 @@ void launch_backward(const BackwardArgs& args, const BackwardLaunch& how, void* 
   params.inverse_scale = static_cast<float>(1.0 / problem.scale);
   if constexpr (Traits::kScored) {
     constexpr BackwardSmem kSmem = Traits::kSmem;
-    params.schedule.batch_inner = batch_shares_scores(problem, args.fwd);
+    params.schedule.batch_inner = !Traits::kPacked && batch_shares_scores(problem, args.fwd);
     params.scores = make_scores(args.fwd, kScoreRows, kBlockN, kMaskBytes, kSmem.drops - kSmem.scores);
   }
   if constexpr (Traits::kCaps) params.softcap = SoftcapParams::of(problem, problem.scale);
@@ -136,7 +131,7 @@ void launch_backward(const BackwardArgs& args, const BackwardLaunch& how, void* 
                 "memset");
   }
   if constexpr (Traits::kPacked) {
-    params.tiles_of_keys = list_packed_tiles(args, kBlockN, scratch.packed_tiles);
+    params.tiles_of_keys = prepare_packed(args, kBlockN, scratch.packed_tiles);
     params.diagonal_mask = problem.bottom_right ? -1 : 0;
   }
   // In order, the first tile of keys stores dQ; only tiles of queries that meet none need zeros.

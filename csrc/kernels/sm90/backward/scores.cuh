@@ -122,11 +122,17 @@ __device__ __forceinline__ void load_bias(uint32_t target, const ScoreView& view
 
 // fn(tile of keys, number of a query head among those of the key head) for all that the block works on.
 template <class Traits, class Fn>
-__device__ __forceinline__ void for_heads(const ScoredBackwardParams& params, const Fn& fn) {
-  for (uint32_t linear = blockIdx.x; linear < params.tiles; linear += gridDim.x) {
+__device__ __forceinline__ void for_heads(const typename Traits::Params& params, const typename Traits::Tiles& tiles,
+                                          const Fn& fn) {
+  if constexpr (Traits::kPacked) {
 #pragma unroll 1
-    for (int member = 0; member < params.group_size; ++member) {
-      fn(KeyWork::at<Traits::kBlockM, Traits::kBlockN>(params, linear), member);
+    for (int member = 0; member < params.group_size; ++member) fn(packed_work<Traits>(tiles), member);
+  } else {
+    for (uint32_t linear = blockIdx.x; linear < params.tiles; linear += gridDim.x) {
+#pragma unroll 1
+      for (int member = 0; member < params.group_size; ++member) {
+        fn(KeyWork::at<Traits::kBlockM, Traits::kBlockN>(params, linear), member);
+      }
     }
   }
 }
@@ -134,11 +140,11 @@ __device__ __forceinline__ void for_heads(const ScoredBackwardParams& params, co
 // fn(slot's number, first query, first key, rows of `view` of the query head) for every `step`-th slot from number
 // `first` on, in the order of the producer's tiles.
 template <class Traits, class Fn>
-__device__ __forceinline__ void for_slots(const ScoredBackwardParams& params, const typename Traits::Tiles& tiles,
+__device__ __forceinline__ void for_slots(const typename Traits::Params& params, const typename Traits::Tiles& tiles,
                                           const ScoreView& view, int first, int step, const Fn& fn) {
   const Ring<0> ring = tiles.scores();
   ScorePlace place(params.scores.stages);
-  for_heads<Traits>(params, [&](const KeyWork& work, int member) {
+  for_heads<Traits>(params, tiles, [&](const typename Traits::Work& work, int member) {
     const char* const from = view.of(work.head_k * params.group_size + member, work.b0, work.b1);
     const int last_row = work.last_m * Traits::kBlockM;
 #pragma unroll 1
@@ -167,7 +173,7 @@ __device__ __forceinline__ int drop_warps(const ScoreParams& scores) {
 
 // A warp, one of `warps`: its share of what is dropped of each tile of queries.
 template <class Traits>
-__device__ __forceinline__ void draw_drops(const ScoredBackwardParams& params, const typename Traits::Tiles& tiles,
+__device__ __forceinline__ void draw_drops(const typename Traits::Params& params, const typename Traits::Tiles& tiles,
                                            int warp, int warps) {
   constexpr int kParts = Traits::kBlockN / 16;  // of the keys, which a warp of the consumers has
   const auto ring = tiles.drops();
@@ -175,7 +181,7 @@ __device__ __forceinline__ void draw_drops(const ScoredBackwardParams& params, c
   const uint32_t keys = tiles.drop_keys(warp);
   draws.store_keys(keys);
   typename Traits::Place place;
-  for_heads<Traits>(params, [&](const KeyWork& work, int member) {
+  for_heads<Traits>(params, tiles, [&](const typename Traits::Work& work, int member) {
     for (int m = work.first_m; m < work.last_m; ++m) {
       barrier_wait(ring.empty(place.stage), place.phase ^ 1);
 #pragma unroll 1
@@ -195,11 +201,16 @@ __device__ __forceinline__ void draw_drops(const ScoredBackwardParams& params, c
 // NOTE: no more take turns than there are slots. Else one that comes back to a slot before its last use but one has
 // been read sees the parity that it waits for, and goes on at once.
 template <class Traits>
-__device__ __forceinline__ void load_backward_scores(const ScoredBackwardParams& params,
+__device__ __forceinline__ void load_backward_scores(const typename Traits::Params& params,
                                                      const typename Traits::Tiles& tiles) {
   constexpr int kBlockN = Traits::kBlockN;
   const ScoreParams& scores = params.scores;
-  const int len_q = params.len_q, len_k = params.band.len_k;
+  int len_q = params.len_q, len_k = params.band.len_k;
+  if constexpr (Traits::kPacked) {
+    const SequenceEdges edges = packed_edges<Traits>(tiles);
+    len_q = edges.len_q;
+    len_k = edges.band.len_k;
+  }
   const int bias_warps = scores.bias.data != nullptr;
   const int mask_warps = scores.mask.data == nullptr ? 0 : Traits::kDrops ? 1 : min(3 - bias_warps, scores.stages);
   const int warp = static_cast<int>(threadIdx.x) / 32 - 1 - bias_warps;  // of those with the mask

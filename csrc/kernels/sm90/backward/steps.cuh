@@ -26,6 +26,10 @@ struct BackwardConsumer {
   using KeyPart = uint32_t[Traits::kKSteps > 0 ? 4 * Traits::kKSteps : 1];  // of K, as S^T takes it from registers
   using Inside = typename TileRanges<kBlockM, 64>::Inside;
 
+  using Work = typename Traits::Work;
+  static constexpr bool kRereads = Traits::kPacked && Traits::kScored;
+  using DqAddress = std::conditional_t<kRereads, int, float*>;
+
   const typename Traits::Params& params;
   const typename Traits::Tiles& tiles;
   const int consumer, lane, warp, warp_row;
@@ -45,7 +49,7 @@ struct BackwardConsumer {
   typename Traits::Work work;
   int kept_row;
   int total, left;  // tiles of queries of all its heads; from this one on
-  float* dq;        // this warp's part of the next that is added
+  DqAddress dq;     // this warp's part of the next that is added; kRereads: the number of that tile
   int64_t kept_jump;
   typename Traits::Place place;
   ScorePlace scores{0};
@@ -75,6 +79,16 @@ struct BackwardConsumer {
 
   // ---- A tile of keys
 
+  // Numbers of `work`. NOTE: kRereads: beside scores there are no registers for them, 4 to 48 bytes were spilled.
+  __device__ __forceinline__ int number(int kept, size_t offset) const {
+    return kRereads ? load_shared_int(tiles.packed_work() + static_cast<uint32_t>(offset)) : kept;
+  }
+  __device__ __forceinline__ int first_key() const { return number(work.first_key, offsetof(Work, first_key)); }
+  __device__ __forceinline__ int first_m() const { return number(work.first_m, offsetof(Work, first_m)); }
+  __device__ __forceinline__ int last_m() const { return number(work.last_m, offsetof(Work, last_m)); }
+  __device__ __forceinline__ int all() const { return kRereads ? (last_m() - first_m()) * params.group_size : total; }
+  __device__ __forceinline__ int element() const { return number(work.b0, offsetof(Work, b0)); }
+
   __device__ __forceinline__ typename Traits::Work find_work(uint32_t number) const {
     if constexpr (Traits::kPacked) {
       return packed_work<Traits>(tiles);
@@ -98,7 +112,12 @@ struct BackwardConsumer {
     work = find_work(linear);
     kept_row = work.first_key + warp_row + lane / 4;
     total = left = (work.last_m - work.first_m) * params.group_size;
-    dq = params.dq + (work.first_tile(params, 0) + work.first_m) * kTile + (staging - tiles.staging(0)) / sizeof(float);
+    if constexpr (kRereads) {
+      dq = static_cast<int>(work.first_tile(params, 0)) + work.first_m;
+    } else {
+      dq = params.dq + (work.first_tile(params, 0) + work.first_m) * kTile +
+           (staging - tiles.staging(0)) / sizeof(float);
+    }
     kept_jump = find_jump(params.m_blocks);
     place = {static_cast<int>(done % kShape.stages), done / kShape.stages % 2};
     if constexpr (Traits::kScored) {  // found anew, too
@@ -160,20 +179,22 @@ struct BackwardConsumer {
   // softcap in bf16 the other way spilled 8.
   __device__ __forceinline__ bool is_boundary() const {
     if constexpr (!Traits::kScored && !(Traits::kCaps && Traits::kScaled)) return !inside.has(at.m);
-    return params.is_boundary(at.m * kBlockM, kBlockM, work.first_key + consumer * 64, 64);
+    const int query = at.m * kBlockM, key = first_key() + consumer * 64;
+    if constexpr (Traits::kPacked) {
+      return uniform(packed_edges<Traits>(tiles).is_boundary(query, kBlockM, key, 64)) != 0;
+    }
+    return params.is_boundary(query, kBlockM, key, 64);
   }
   __device__ __forceinline__ KeptColumns kept_by_band() const {
     if constexpr (Traits::kPacked) {
-      const PackedKeyWork now = packed_work<Traits>(tiles);
-      return KeptColumns::of_keys(now.band, now.len_q, row(), at.m * kBlockM);
+      const SequenceEdges edges = packed_edges<Traits>(tiles);
+      return KeptColumns::of_keys(edges.band, edges.len_q, row(), at.m * kBlockM);
     } else {
       return KeptColumns::of_keys(params.band, params.len_q, row(), at.m * kBlockM);
     }
   }
   __device__ __forceinline__ bool is_far() const { return is_far_tile(tiles.stats_far(place.stage)); }
-  __device__ __forceinline__ int row() const {
-    return Traits::kFindsRow ? work.first_key + find_row(consumer) : kept_row;
-  }
+  __device__ __forceinline__ int row() const { return Traits::kFindsRow ? first_key() + find_row(consumer) : kept_row; }
 
   __device__ __forceinline__ void wait_d_out() {
     barrier_wait(d_out_ring.full(place.stage), place.phase);
@@ -201,9 +222,17 @@ struct BackwardConsumer {
     issue_scores<T, kBlockN, kBlockM, kHeadDim>(dp, v_desc, d_out_ring.tile(place.stage));
   }
 
-  // Of ALiBi.
+  // Of ALiBi: what a distance from the diagonal is less than j - i, and the slope.
+  __device__ __forceinline__ int diagonal() const {
+    if constexpr (Traits::kPacked) {
+      const SequenceEdges edges = packed_edges<Traits>(tiles);
+      return (edges.band.len_k - edges.len_q) & params.diagonal_mask;
+    } else {
+      return params.scores.alibi.offset;
+    }
+  }
   __device__ __forceinline__ float slope() const {
-    if constexpr (Traits::kScored) return params.scores.alibi.of(at.head, work.b0, work.b1);
+    if constexpr (Traits::kScored) return params.scores.alibi.of(at.head, element(), work.b1);
     return 0.f;
   }
 
@@ -213,7 +242,7 @@ struct BackwardConsumer {
                                          [[maybe_unused]] float slope) {
     [[maybe_unused]] KeptOfMask<Traits> kept;
     if constexpr (Traits::kScored) {
-      const int distance = row() - (at.m * kBlockM + lane % 4 * 2) - params.scores.alibi.offset;
+      const int distance = row() - (at.m * kBlockM + lane % 4 * 2) - diagonal();
       take_backward_scores<Traits, !kWhole>(s, dv, kept, params, tiles, place.stage, scores, warp_row, slope, distance);
     }
     if constexpr (Traits::kCaps) cap_scores<T, true>(s, params.softcap);
@@ -349,13 +378,22 @@ struct BackwardConsumer {
     tma_store(&params.dq_rows.map, staging, to);
   }
 
+  __device__ __forceinline__ float* dq_address() const {
+    if constexpr (kRereads) {
+      return params.dq + int64_t{dq} * kTile + (staging - tiles.staging(0)) / sizeof(float);
+    } else {
+      return dq;
+    }
+  }
+
   // Of `dq`, from the end of what a head gets to the start of what the next one does. NOTE: with a softcap at head dim
   // 64 it is found anew, because keeping it spilled 8 bytes.
+  static constexpr int kDqStep = kRereads ? 1 : kTile;
   __device__ __forceinline__ int64_t find_jump(int m_blocks) const {
-    return int64_t{m_blocks - (work.last_m - work.first_m)} * kTile;
+    return int64_t{m_blocks - (last_m() - first_m())} * kDqStep;
   }
   __device__ __forceinline__ int64_t dq_jump() const {
-    if constexpr (Traits::kLateDp) return find_jump(no_hoist(params.m_blocks));
+    if constexpr (Traits::kLateDp || kRereads) return find_jump(no_hoist(params.m_blocks));
     return kept_jump;
   }
 
@@ -369,24 +407,24 @@ struct BackwardConsumer {
         if constexpr (Traits::kStored) {
           store_dq(tile);
         } else {
-          bulk_add(dq, staging, Traits::kStagingBytes);
+          bulk_add(dq_address(), staging, Traits::kStagingBytes);
         }
         bulk_commit();
       }
       if constexpr (kDefers) {
         ++dq_m;
-        dq += kTile + (dq_m == work.last_m ? dq_jump() : 0);
-        if (dq_m == work.last_m) dq_m = work.first_m;
+        dq += kDqStep + (dq_m == last_m() ? dq_jump() : 0);
+        if (dq_m == last_m()) dq_m = first_m();
       } else {
-        dq += kTile;
-        if (at.m == work.first_m) dq += dq_jump();
+        dq += kDqStep;
+        if (at.m == first_m()) dq += dq_jump();
       }
     }
   }
 
   // dQ of the tile before, which share_ds() has fenced.
   __device__ __forceinline__ void add_last_dq() {
-    if (total - left > kDefers) add_dq(place.stage ^ !kDefers, total - left - 1 - kDefers);
+    if (all() - left > kDefers) add_dq(place.stage ^ !kDefers, all() - left - 1 - kDefers);
   }
 
   // Behind the last tile of queries. kStaged: dQ of the tile before it is in the staging (kDefers).
@@ -395,7 +433,7 @@ struct BackwardConsumer {
     if constexpr (kDefers) {
       if constexpr (kStaged) {
         publish();
-        add_dq(place.stage, total - 2);
+        add_dq(place.stage, all() - 2);
       }
       issue_dq(dq_acc);
       wait_staging(place.stage ^ 1);
@@ -404,7 +442,7 @@ struct BackwardConsumer {
     }
     if (lane == 0) barrier_arrive(k_ring.empty(0));
     publish();
-    add_dq(place.stage ^ 1, total - 1);
+    add_dq(place.stage ^ 1, all() - 1);
   }
 };
 

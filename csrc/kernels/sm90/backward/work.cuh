@@ -121,6 +121,16 @@ struct alignas(16) KeyWork {
 
 static_assert(sizeof(KeyWork) == kKeyWorkBytes);
 
+// How far a sequence reaches.
+struct alignas(16) SequenceEdges {
+  int len_q;
+  TileBand band;
+
+  __device__ __forceinline__ bool is_boundary(int first_query, int queries, int first_key, int keys) const {
+    return band.is_boundary(first_query, queries, first_key, keys) || first_query + queries > len_q;
+  }
+};
+
 // As KeyWork, of one sequence.
 struct alignas(16) PackedKeyWork {
   int head_k, b0;  // b0: the sequence; -1: there is no tile of keys
@@ -128,8 +138,8 @@ struct alignas(16) PackedKeyWork {
   int first_m, last_m;
   int row;
   int first;  // the sequence's tiles of queries begin there
-  int row_q, row_k, len_q;
-  TileBand band;
+  int row_q, row_k;
+  SequenceEdges edges;
 
   static constexpr int b1 = 0;
 
@@ -146,9 +156,8 @@ struct alignas(16) PackedKeyWork {
     work.first = first_packed_tile(sequence, entry.b, kBlockM);
     work.row_q = sequence.row_q;
     work.row_k = sequence.row_k;
-    work.len_q = sequence.len_q;
     const int diagonal = (sequence.len_k - sequence.len_q) & params.diagonal_mask;
-    work.band = {params.band.lower + diagonal, params.band.upper + diagonal, sequence.len_k};
+    work.edges = {sequence.len_q, {params.band.lower + diagonal, params.band.upper + diagonal, sequence.len_k}};
     const auto met = work.ranges<kBlockM, kBlockN>(params).of_keys(work.first_key);
     work.first_m = met.first;
     work.last_m = met.last;
@@ -160,14 +169,15 @@ struct alignas(16) PackedKeyWork {
   }
   template <int kBlockM, int kBlockN>
   __device__ __forceinline__ TileRanges<kBlockM, kBlockN> ranges(const BackwardParams&) const {
-    return {band.lower, band.upper, len_q, band.len_k};
+    return {edges.band.lower, edges.band.upper, edges.len_q, edges.band.len_k};
   }
 
   __device__ __forceinline__ BoxStart query_box(const BoxSteps& steps, int head, int row_) const {
-    return {0, cuda::kPackedEnd - len_q + row_, head * steps.head, row_q + len_q, cuda::kPackedEnd};
+    return {0, cuda::kPackedEnd - edges.len_q + row_, head * steps.head, row_q + edges.len_q, cuda::kPackedEnd};
   }
   __device__ __forceinline__ BoxStart key_box(const BoxSteps& steps, int head, int row_) const {
-    return {0, cuda::kPackedEnd - band.len_k + row_, head * steps.head, row_k + band.len_k, cuda::kPackedEnd};
+    const int len_k = edges.band.len_k;
+    return {0, cuda::kPackedEnd - len_k + row_, head * steps.head, row_k + len_k, cuda::kPackedEnd};
   }
 };
 

@@ -332,6 +332,7 @@ __global__ void __launch_bounds__(Traits::kShape.threads(), 1)
   }
   int listed = 0;
   if constexpr (Traits::kPacked) {
+    grid_dependency_wait();  // for the list
     listed = count_tiles<kShape.threads()>(params.packed);
     if (blockIdx.x >= PackedWork::tiles_of(params, listed)) return;
   }

@@ -23,19 +23,16 @@ static __global__ void clear_kernel(uint32_t* counter) {
   *counter = 0;
 }
 
-// Lists the tiles of packed sequences and clears the rows of results that belong to none. list: scratch.
-inline PackedList prepare_packed(const ForwardArgs& args, int block_m, void* list) {
+// What packed sequences need before the kernel: the list of their tiles in scratch, and zeros where they have no row.
+inline PackedList prepare_packed(const ForwardArgs& args, int block_m, void* list, uint32_t* counter) {
   using cuda::TilesOf;
   const Problem& problem = args.problem;
-  const PackedTile* const tiles =
-      cuda::list_packed_tiles(problem, args.sequences, TilesOf::kQueries, block_m, list, args.stream);
-  cuda::clear_unused_rows(problem, args.sequences, TilesOf::kQueries, tiles, args.out, problem.heads_q,
-                          problem.head_dim_v, 2, args.stream);
-  if (args.lse != nullptr) {
-    cuda::clear_unused_lse(problem, args.sequences, tiles, static_cast<float*>(args.lse), args.stream);
-  }
-  return {tiles, static_cast<int>(most_packed_tiles(problem, problem.rows_q, block_m)),
-          static_cast<int>(problem.rows_q), problem.bottom_right ? -1 : 0};
+  const cuda::PackedResults results = {.rows = {{args.out, TilesOf::kQueries, problem.heads_q, problem.head_dim_v, 2}},
+                                       .lse = static_cast<float*>(args.lse),
+                                       .counter = counter};
+  return {cuda::prepare_packed(problem, args.sequences, TilesOf::kQueries, block_m, list, results, args.stream),
+          static_cast<int>(most_packed_tiles(problem, problem.rows_q, block_m)), static_cast<int>(problem.rows_q),
+          problem.bottom_right ? -1 : 0};
 }
 
 // workspace: the counter where the order is counted, the parts where keys are split; behind a counter's place the list
@@ -103,14 +100,15 @@ void launch_forward(const ForwardArgs& args, const ForwardLaunch& how, void* wor
     params.parts.sums = reinterpret_cast<float2*>(params.parts.out + splits.count * part_elements(problem));
   }
   if constexpr (Traits::kPacked) {
-    params.packed = prepare_packed(args, Traits::kBlockM, static_cast<char*>(workspace) + kCounterBytes);
+    params.packed =
+        prepare_packed(args, Traits::kBlockM, static_cast<char*>(workspace) + kCounterBytes, params.counter);
   }
   const auto launch = [&](const auto& how_to) {
     how_to(forward_kernel<Traits>, cuda::grid_of(order.grid), Traits::kShape.threads(), Traits::kSmem.total,
            args.stream, params);
   };
-  if (!order.counted) return launch([](const auto&... x) { cuda::launch(x...); });
-  cuda::launch(clear_kernel, dim3(1), 1, 0, args.stream, params.counter);
+  if (!Traits::kPacked && !order.counted) return launch([](const auto&... x) { cuda::launch(x...); });
+  if (!Traits::kPacked) cuda::launch(clear_kernel, dim3(1), 1, 0, args.stream, params.counter);
   launch([](const auto&... x) { cuda::launch_dependent(x...); });
 }
 
