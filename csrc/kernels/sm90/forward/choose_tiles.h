@@ -52,10 +52,20 @@ struct TileChoice {
   Splits splits;  // of Tiles::kSplit
 };
 
+// How long packed sequences are, as if they were all alike. The host knows the mean and the longest, and most tokens
+// belong to long ones: halfway between.
+inline Problem mean_of_packed(const Problem& problem) {
+  const auto middle = [&](int64_t rows, int64_t longest) { return (rows / problem.batch + longest) / 2; };
+  Problem mean = problem;
+  mean.len_q = middle(problem.rows_q, problem.len_q);
+  mean.len_k = middle(problem.rows_k, problem.len_k);
+  return mean;
+}
+
 // multiprocessors: 0 where unknown.
 inline TileChoice choose_tiles(const Problem& problem, int head_dim, int multiprocessors) {
   if (is_scored(problem)) return {Tiles::kScored, {}};
-  if (problem.packed) return {Tiles::kMany, {}};
+  if (problem.packed) return {has_few_keys(mean_of_packed(problem), head_dim) ? Tiles::kFew : Tiles::kMany, {}};
   const bool few_keys = has_few_keys(problem, head_dim);
   TileChoice best{few_keys ? Tiles::kFew : Tiles::kMany, {}};
   const int64_t heads = problem.heads_q * problem.batch;

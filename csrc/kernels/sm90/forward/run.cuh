@@ -121,6 +121,9 @@ void run_forward(const ForwardArgs& args, const ForwardLaunch& how, void* worksp
     if (how.tiles == Tiles::kScored) {
       return launch_forward<PackedTraits<T, kHeadDim, forward_shape(kHeadDim, Tiles::kScored)>>(args, how, workspace);
     }
+    if constexpr (kFew != kMany) {
+      if (how.tiles == Tiles::kFew) return launch_forward<PackedTraits<T, kHeadDim, kFew>>(args, how, workspace);
+    }
     return launch_forward<PackedTraits<T, kHeadDim, kMany>>(args, how, workspace);
   }
   if (how.tiles == Tiles::kScored) {
