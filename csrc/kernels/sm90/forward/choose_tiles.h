@@ -55,7 +55,7 @@ struct TileChoice {
 // multiprocessors: 0 where unknown.
 inline TileChoice choose_tiles(const Problem& problem, int head_dim, int multiprocessors) {
   if (is_scored(problem)) return {Tiles::kScored, {}};
-  if (problem.packed) return {Tiles::kMany, {}};
+  if (problem.packed || problem.batch_invariant) return {Tiles::kMany, {}};
   const bool few_keys = has_few_keys(problem, head_dim);
   TileChoice best{few_keys ? Tiles::kFew : Tiles::kMany, {}};
   const int64_t heads = problem.heads_q * problem.batch;
