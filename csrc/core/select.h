@@ -135,8 +135,11 @@ inline void ask(const Kernel& kernel, const Asked& asked, const DeviceInfo& devi
     reasons.count += 3;  // another row is for it
   }
   Limits limits = kernel.limits;
-  // Beside a long sequence a short one has the forward that it has alone; what is too short is too slow, not wrong.
-  if (problem.batch_invariant && kernel.pass == Pass::kForward) limits.least_length = 1;
+  // Beside a long sequence a short one has the kernel that it has alone. A length below the least is slow, not wrong;
+  // few keys are wrong in a backward, unless it takes packed sequences, of which some may have few.
+  if (problem.batch_invariant && (kernel.pass == Pass::kForward || problem.packed)) {
+    limits.least_length = limits.least_keys = 1;
+  }
   ask_limits(limits, problem, device, reasons);
   if (reasons.count > 0) return;
   if (kernel.shared_bytes != nullptr) {

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import DTYPES, name_of, rand
+from helpers import DTYPES, check, name_of, rand
 from torch import Tensor
 
 import flash_ext
@@ -280,6 +280,28 @@ def test_dropout_knows_places_but_no_neighbours(dtype: torch.dtype, device: str,
     assert not differing(run([pool[0], *pool[2:]])[0], first[0])
     assert not differing(run([pool[5], pool[1], *pool[2:4]])[1], first[1])
     assert "out" in differing(run([pool[1], pool[0]])[1], first[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_samples_of_a_vmap(dtype: torch.dtype, device: str, backend: str) -> None:
+    """Become batch elements."""
+    of = case(heads=(4, 2, 2))
+    pool = [sequence(of, (70, 90), dtype, device) for _ in range(5)]
+    stacked = [torch.stack([s[name] for s in pool])[:, None] for name in QKV]
+    outs = torch.vmap(lambda q, k, v: flash_ext.attention(q, k, v, causal=True, batch_invariant=True))(*stacked)
+    for b in range(len(pool)):
+        alone = flash_ext.attention(*(t[b] for t in stacked), causal=True, batch_invariant=True)
+        assert torch.equal(bits(outs[b]), bits(alone))
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_error_rule(dtype: torch.dtype, name: str, device: str, backend: str) -> None:
+    of = CASES[name]
+    for lengths in ((1, 200), (33, 70), (257, 300)):
+        one = sequence(of, lengths, dtype, device)
+        inputs = {n: t[None] for n, t in one.items() if not n.startswith("grad_")}
+        check(flash_ext.attention, inputs, dict(of.options) | {"batch_invariant": True, "return_lse": True})
 
 
 # ---- packed, nested -------------------------------------------------------------------------------------------------
