@@ -401,6 +401,20 @@ def test_decode(dtype: torch.dtype, layout: str, queries: int, device: str, back
             assert torch.equal(bits(lse), bits(alone[which][1][0])), (chosen, which)
 
 
+@pytest.mark.parametrize("queries", [1, 5])
+@pytest.mark.parametrize("layout", ["dense", "slots", "pages"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=name_of)
+def test_decode_by_whom_it_may_be(dtype: torch.dtype, layout: str, queries: int, device: str) -> None:
+    """No backend is named: a kernel for decoding alone, where there is one, has bits of its own, of no neighbour."""
+    of, chance = case(heads=(8, 2, 2), dims=(64, 64)), random.Random(queries)
+    pool = [sequence(of, (queries, keys), dtype, device) for keys in (5, 40, 333, 2000)]
+    alone = [decode([one], layout, chance)[0] for one in pool]
+    for _ in range(6):
+        chosen = [chance.randrange(len(pool)) for _ in range(chance.choice([2, 7, 40]))]
+        for got, which in zip(decode([pool[i] for i in chosen], layout, chance), chosen, strict=True):
+            assert all(torch.equal(bits(a), bits(b)) for a, b in zip(got, alone[which], strict=True)), (chosen, which)
+
+
 # ---- that it can fail -----------------------------------------------------------------------------------------------
 
 
