@@ -60,7 +60,7 @@ from harness import (
 from host_overhead import host_overhead, host_table
 from limits import Limits, measure_limits
 from shapes import Case, Inputs, make_inputs, pad, unpad
-from suites import BY_NAME, DETERMINISTIC, OURS, PADDED, SUITES, Suite, cases_of
+from suites import BY_NAME, DETERMINISTIC, INVARIANT, OURS, PADDED, SUITES, Suite, cases_of
 from tables import Table, csv_path, write_csv, write_results
 from torch import Tensor
 from tyro.conf import arg
@@ -71,7 +71,7 @@ CPU_FLOP = 2.2e9  # of a forward: larger cases of suites for both devices are le
 CHECK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 30}  # larger samples of the score matrix are not checked
 
 
-def our_peer(backend: str | None = None, deterministic: bool | None = None) -> Peer:
+def our_peer(backend: str | None = None, **bits: bool) -> Peer:
     """flash_ext: the drop-in, or the native call for what only that one knows; with --backend only that backend."""
     flash_ext = load_flash_ext()
     try:
@@ -87,16 +87,16 @@ def our_peer(backend: str | None = None, deterministic: bool | None = None) -> P
 
     def native(case: Case, x: Inputs) -> Tensor:
         if case.lengths:
-            rows, options = x.packed(), {"causal": case.causal, "deterministic": deterministic}
-            return flash_ext.attention_varlen(*rows, x.cu_seqlens, max_q=case.sq, **options).transpose(0, 1)[None]
+            rows, options = x.packed(), {"causal": case.causal, "max_q": case.sq}
+            return flash_ext.attention_varlen(*rows, x.cu_seqlens, **options, **bits).transpose(0, 1)[None]
         masks = {"mask" if case.mask == "bool" else "bias": x.mask, "alibi_slopes": x.slopes}
         options = {"window": (case.window, 0) if case.window else None, "softcap": case.softcap}
-        more = {"causal": case.causal, "dropout_p": case.dropout, "deterministic": deterministic}
-        return flash_ext.attention(x.query, x.key, x.value, **masks, **options, **more)
+        more = {"causal": case.causal, "dropout_p": case.dropout}
+        return flash_ext.attention(x.query, x.key, x.value, **masks, **options, **more, **bits)
 
     def run(case: Case, x: Inputs) -> Tensor:
         with flash_ext.use_backend(backend) if backend else nullcontext():  # the graph keeps it for backward
-            return native(case, x) if deterministic or case.beyond_sdpa else drop_in(case, x)
+            return native(case, x) if bits or case.beyond_sdpa else drop_in(case, x)
 
     return run
 
@@ -105,6 +105,7 @@ def our_peer(backend: str | None = None, deterministic: bool | None = None) -> P
 OUR_PEERS: dict[str, Callable[..., Peer]] = {
     OURS: our_peer,
     DETERMINISTIC: partial(our_peer, deterministic=True),
+    INVARIANT: partial(our_peer, batch_invariant=True),
     PADDED: lambda backend=None: padded_peer(our_peer(backend)),
     **{name: lambda _, name=name: our_peer(name.removeprefix(f"{OURS}-")) for name in BY_NAME},
 }

@@ -14,6 +14,7 @@ from shapes import Case
 
 OURS = "flash_ext"
 DETERMINISTIC = f"{OURS}-deterministic"
+INVARIANT = f"{OURS}-invariant"
 PADDED = f"{OURS}-padded"
 BY_NAME = tuple(f"{OURS}-{backend}" for backend in ("sm80", "sm90"))  # that backend alone
 FUSED = ("torch-flash", "torch-cudnn", "torch-efficient")
@@ -205,6 +206,11 @@ def cpu_varlen_cases() -> list[Case]:
     return packed_cases(128, log_normal(1024, 8, 512), width=512, heads=8, short=63, long=512)
 
 
+def invariant_cases() -> list[Case]:
+    """Full cards, few queries and packed sequences: who chooses by the batch, and by what."""
+    return [*grid_cases(), *decode_cases(), *varlen_cases()]
+
+
 def quick(cases: list[Case]) -> list[Case]:
     """One small case of each kind, for CI: one batch of 4 heads, at most 256 queries and keys."""
     seen, chosen = set(), []
@@ -240,6 +246,7 @@ SUITES: dict[str, Suite] = {
     "decode": Suite(decode_cases, ("torch-flash", "torch-cudnn", "torch-math", OURS), passes=("fwd",), device="both"),
     "flash": Suite(flash_cases, (*FUSED, OURS), ("bf16", "fp32"), ("fwd", "bwd", "e2e"), device="both"),
     "deterministic": Suite(grid_cases, (DETERMINISTIC, OURS), passes=("bwd",)),
+    "invariant": Suite(invariant_cases, (INVARIANT, OURS), device="both", cpu_cases=cpu_cases),
     "varlen": Suite(varlen_cases, (*PACKED, "torch-padded", PADDED, OURS), device="both", cpu_cases=cpu_varlen_cases),
     "scaling": Suite(scaling_cases, ("eager", "compiled-eager", "torch", OURS), ("fp32",), device="both", calls=100),
 }

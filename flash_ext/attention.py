@@ -58,6 +58,7 @@ def attention(
     dropout_p: float = 0.0,
     scale: float | None = None,
     deterministic: bool | None = None,
+    batch_invariant: bool = False,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention with every option; all combine.
@@ -82,6 +83,8 @@ def attention(
         dropout_p: probability from 0 to 1.
         scale: factor of the scores; ``1 / sqrt(E)`` by default; any finite number.
         deterministic: bit-identical results over runs; None takes ``torch.are_deterministic_algorithms_enabled()``.
+        batch_invariant: the bits of a batch element, of out, lse and gradients, depend on nothing else in the batch,
+            and results are deterministic. Slower (docs/use/determinism.md says how much, and what is left out).
         return_lse: return (out, lse).
 
     Query, key and value may be nested tensors of the jagged layout, (B, H, j, E): see ``attention_varlen``, whose masks
@@ -100,14 +103,15 @@ def attention(
         return nested.attention(
             query, key, value, causal=causal, window=window, align=align, mask=mask, bias=bias, sinks=sinks,
             softcap=softcap, alibi_slopes=alibi_slopes, dropout_p=dropout_p, scale=scale, deterministic=deterministic,
-            return_lse=return_lse,
+            batch_invariant=batch_invariant, return_lse=return_lse,
         )  # fmt: skip
     if sinks is not None:
         check_native(query, key, value, window, align)
         _sinks.check(sinks, query)
         out, lse = attention(
             query, key, value, causal=causal, window=window, align=align, mask=mask, bias=bias, softcap=softcap,
-            alibi_slopes=alibi_slopes, dropout_p=dropout_p, scale=scale, deterministic=deterministic, return_lse=True,
+            alibi_slopes=alibi_slopes, dropout_p=dropout_p, scale=scale, deterministic=deterministic,
+            batch_invariant=batch_invariant, return_lse=True,
         )  # fmt: skip
         out, lse = _sinks.join(out, lse, sinks)
         return (out, lse) if flag(return_lse, "return_lse") else out
@@ -116,18 +120,18 @@ def attention(
     if _eager is not None and not torch.compiler.is_compiling():
         result = _eager(
             query, key, value, mask, bias, alibi_slopes, None, None, None, None, causal, left, right, bottom_right,
-            softcap, dropout_p, scale, True, deterministic, None, 0, 0, return_lse,
+            softcap, dropout_p, scale, True, deterministic, None, 0, 0, batch_invariant, return_lse,
         )  # fmt: skip
         if result is not NotImplemented:
             return result
     softcap, dropout_p = number(softcap, "softcap"), number(dropout_p, "dropout_p")
     scale = None if scale is None else number(scale, "scale")
-    flag(causal, "causal"), flag(return_lse, "return_lse")
+    flag(causal, "causal"), flag(return_lse, "return_lse"), flag(batch_invariant, "batch_invariant")
     deterministic = None if deterministic is None else flag(deterministic, "deterministic")
     out, lse, _ = _operator(
         query, key, value, mask, bias, alibi_slopes, causal=causal, window_left=left, window_right=right,
         bottom_right=bottom_right, softcap=softcap, dropout_p=dropout_p, scale=scale, gqa=True,
-        deterministic=deterministic, return_lse=return_lse,
+        deterministic=deterministic, return_lse=return_lse, batch_invariant=batch_invariant,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 

@@ -35,6 +35,7 @@ def attention_with_cache(
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     scale: float | None = None,
+    batch_invariant: bool = False,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Appends ``key`` and ``value`` to the caches, in place, and attends to what each sequence has then.
@@ -63,6 +64,7 @@ def attention_with_cache(
         causal, window, softcap, scale: as in :func:`attention`, with ``align="bottom_right"``.
         sinks: (Hq,) float32, as in :func:`attention`, without gradient.
         alibi_slopes: (Hq,) or (B, Hq) float32.
+        batch_invariant: as in :func:`attention`.
         return_lse: return (out, lse).
 
     Returns:
@@ -87,7 +89,8 @@ def attention_with_cache(
             query, key_cache, value_cache, key=key, value=value, cache_seqlens=cache_seqlens, block_table=block_table,
             cache_batch_index=cache_batch_index, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
             rotary_interleaved=rotary_interleaved, k_descale=k_descale, v_descale=v_descale, causal=causal,
-            window=window, softcap=softcap, alibi_slopes=alibi_slopes, scale=scale, return_lse=True,
+            window=window, softcap=softcap, alibi_slopes=alibi_slopes, scale=scale,
+            batch_invariant=batch_invariant, return_lse=True,
         )  # fmt: skip
         out, lse = _sinks.join(out.transpose(1, 2), lse, sinks)
         out = out.transpose(1, 2).contiguous()
@@ -99,15 +102,17 @@ def attention_with_cache(
         rotary_sin, k_descale, v_descale, alibi_slopes,
     )  # fmt: skip
     if _eager is not None and not torch.compiler.is_compiling():
-        result = _eager(*tensors, rotary_interleaved, causal, left, right, softcap, scale, return_lse)
+        options = (rotary_interleaved, causal, left, right, softcap, scale, return_lse, batch_invariant)
+        result = _eager(*tensors, *options)
         if result is not NotImplemented:
             return result
     softcap = number(softcap, "softcap")
     scale = None if scale is None else number(scale, "scale")
     flag(rotary_interleaved, "rotary_interleaved"), flag(causal, "causal"), flag(return_lse, "return_lse")
+    flag(batch_invariant, "batch_invariant")
     out, lse = _operator(
         *tensors, rotary_interleaved=rotary_interleaved, causal=causal, window_left=left, window_right=right,
-        softcap=softcap, scale=scale, return_lse=return_lse,
+        softcap=softcap, scale=scale, return_lse=return_lse, batch_invariant=batch_invariant,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 

@@ -66,7 +66,7 @@ class Candidate:
     """A kernel that was considered for a pass. Of those without a reason to refuse, the one of least cost runs.
 
     ``cost_us`` is rough: microseconds, and a penalty for much scratch memory, by which kernels of a pass are compared;
-    0 where no other one serves its calls.
+    0 where no other one serves its calls. Of a batch-invariant call it is that of one size, whatever the lengths are.
     ``bias_gradient`` names the kernel that makes the gradient of the bias for it, where it does not make it itself.
     """
 
@@ -94,6 +94,7 @@ class Explanation:
     backward: Plan
     candidates: tuple[Candidate, ...] = field(default=())
     copies: tuple[Copy, ...] = field(default=())
+    batch_invariant: bool = False
 
     @property
     def refusals(self) -> tuple[Candidate, ...]:
@@ -106,6 +107,8 @@ class Explanation:
             rows.append((label, value(self.forward), value(self.backward)))
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        if self.batch_invariant:
+            lines.append(_INVARIANT)
         lines += _considered(self.candidates)
         lines += [f"copies {c.argument}: {c.bytes:,} bytes, {c.reason}" for c in self.copies]
         return "\n".join(lines)
@@ -164,6 +167,12 @@ _ROWS = (
 )
 
 
+_INVARIANT = (
+    "batch-invariant: kernels and tiles are those of large calls, keys are not split, and sums have one order, "
+    "whatever else is in the batch"
+)
+
+
 def _meta(tensor: Tensor | None) -> Tensor | None:
     if tensor is None:
         return None
@@ -193,6 +202,7 @@ def explain(
     alibi_slopes: Tensor | None = None,
     scale: float | None = None,
     deterministic: bool | None = None,
+    batch_invariant: bool = False,
     enable_gqa: bool = False,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
@@ -217,6 +227,7 @@ def explain(
     scale = None if scale is None else number(scale, "scale")
     deterministic = None if deterministic is None else flag(deterministic, "deterministic")
     flag(causal, "causal"), flag(is_causal, "is_causal"), flag(enable_gqa, "enable_gqa")
+    flag(batch_invariant, "batch_invariant")
     gqa, left, right, bottom_right = True, None, None, False
     if sdpa:
         if attn_mask is not None and is_causal:
@@ -241,7 +252,8 @@ def explain(
     with _disable_current_modes():
         q, k, v, mask, bias, alibi_slopes = (_meta(t) for t in (query, key, value, mask, bias, alibi_slopes))
         lengths = (None if t is None else t.to("meta") for t in (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k))
-        options = (causal, left, right, bottom_right, softcap, dropout_p, scale, gqa, deterministic, None, max_q, max_k)
+        options = (causal, left, right, bottom_right, softcap, dropout_p, scale, gqa, deterministic, None)
+        options += (max_q, max_k, batch_invariant)
         text = require_c().explain(q, k, v, mask, bias, alibi_slopes, *lengths, *options, str(device), wanted)
     parts = json.loads(text)
     plans = []
@@ -252,5 +264,6 @@ def explain(
     return Explanation(
         *plans,
         candidates=tuple(Candidate(*c) for c in parts["considered"]),
+        batch_invariant=batch_invariant,
         copies=tuple(Copy("attn_mask" if sdpa and c[0] in ("mask", "bias") else c[0], *c[1:]) for c in parts["copies"]),
     )

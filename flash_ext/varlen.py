@@ -62,6 +62,7 @@ def attention_varlen(
     dropout_p: float = 0.0,
     scale: float | None = None,
     deterministic: bool | None = None,
+    batch_invariant: bool = False,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`attention` within each of B sequences that are packed one behind the other.
@@ -81,7 +82,8 @@ def attention_varlen(
         block_table: (B, pages of a sequence) int32: key is then (pages, rows of a page, Hk, E) and value (pages, rows
             of a page, Hv, Ev), sequence b has the first ``seqused_k[b]`` rows of its pages, cu_seqlens_k is None, and
             max_k is all rows of its pages by default. Forward only.
-        causal, window, align, sinks, softcap, dropout_p, scale, deterministic: as in :func:`attention`.
+        causal, window, align, sinks, softcap, dropout_p, scale, deterministic, batch_invariant: as in
+            :func:`attention`.
         mask, bias: as in :func:`attention`, broadcastable to (B, Hq, max_q, max_k); the bias has its gradient.
         alibi_slopes: (Hq,) or (B, Hq) float32, with gradient.
         return_lse: return (out, lse).
@@ -111,25 +113,28 @@ def attention_varlen(
         out, lse = attention_varlen(
             query, key, value, cu_seqlens_q, cu_seqlens_k, max_q=max_q, max_k=max_k, seqused_q=seqused_q,
             seqused_k=seqused_k, causal=causal, window=window, align=align, mask=mask, bias=bias, softcap=softcap,
-            alibi_slopes=alibi_slopes, dropout_p=dropout_p, scale=scale, deterministic=deterministic, return_lse=True,
+            alibi_slopes=alibi_slopes, dropout_p=dropout_p, scale=scale, deterministic=deterministic,
+            batch_invariant=batch_invariant, return_lse=True,
         )  # fmt: skip
         out, lse = _sinks.join_packed(out, lse, sinks, _sinks.belongs(query.shape[0], cu_seqlens_q, seqused_q, max_q))
         return (out, lse) if flag(return_lse, "return_lse") else out
     if _eager is not None and not torch.compiler.is_compiling() and type(max_q) is type(max_k) is int:
         result = _eager(
             query, key, value, mask, bias, alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, causal,
-            left, right, bottom_right, softcap, dropout_p, scale, True, deterministic, None, max_q, max_k, return_lse,
+            left, right, bottom_right, softcap, dropout_p, scale, True, deterministic, None, max_q, max_k,
+            batch_invariant, return_lse,
         )  # fmt: skip
         if result is not NotImplemented:
             return result
     softcap, dropout_p = number(softcap, "softcap"), number(dropout_p, "dropout_p")
     scale = None if scale is None else number(scale, "scale")
-    flag(causal, "causal"), flag(return_lse, "return_lse")
+    flag(causal, "causal"), flag(return_lse, "return_lse"), flag(batch_invariant, "batch_invariant")
     deterministic = None if deterministic is None else flag(deterministic, "deterministic")
     out, lse, _ = _operator(
         query, key, value, mask, bias, alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, causal=causal,
         window_left=left, window_right=right, bottom_right=bottom_right, softcap=softcap, dropout_p=dropout_p,
         scale=scale, gqa=True, deterministic=deterministic, return_lse=return_lse, max_q=max_q, max_k=max_k,
+        batch_invariant=batch_invariant,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 

@@ -170,7 +170,8 @@ def check(
     """
     options, extra = dict(options or {}), dict(extra or {})
     narrow = next(iter(inputs.values())).dtype
-    meaning = {name: value for name, value in options.items() if name != "deterministic"} | extra
+    only_bits = ("deterministic", "batch_invariant")
+    meaning = {name: value for name, value in options.items() if name not in only_bits} | extra
     rounding = {"rounded": narrow in HALF} if eager is None else {}
 
     def exact(tensors: Mapping[str, Tensor]) -> Results:

@@ -56,7 +56,8 @@ struct Problem {
   int64_t window_right = kUnbounded;  // keys j <= i + offset + window_right
   double dropout_p = 0.0;
   bool deterministic = false;
-  bool allow_tf32 = false;  // float32 on a GPU: products may round their factors to TF32
+  bool batch_invariant = false;  // bits of a batch element depend on nothing else in the batch; deterministic as well
+  bool allow_tf32 = false;       // float32 on a GPU: products may round their factors to TF32
 
   // Packed sequences (core/sequences.h): how many rows the tensors have. len_q and len_k are then of the longest
   // sequence, at most, and batch is how many there are.

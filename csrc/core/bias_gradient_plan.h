@@ -35,6 +35,7 @@ struct BiasGradientPlan {
   uint32_t parts = 1;                   // that share them
   uint32_t part_items = 1;              // of each part but the last
   uint32_t run = 1;                     // successive units of a block of threads
+  uint32_t turning = 1;                 // 1: odd units run backwards; 0: none, and the order of a sum knows no place
   int64_t part_elements = 0;            // of one partial gradient
   float* partial = nullptr;             // [parts, part_elements]; null with one part
 
@@ -51,7 +52,7 @@ struct BiasGradientPlan {
     const uint32_t count = items_of(unit);
     item.part = unit / tiles;
     item.last = index + 1 == count;
-    uint32_t tile = unit % tiles, member = item.part * part_items + (unit % 2 == 0 ? index : count - 1 - index);
+    uint32_t tile = unit % tiles, member = item.part * part_items + ((unit & turning) == 0 ? index : count - 1 - index);
     const auto take = [&](bool own, uint32_t size) {
       const uint32_t number = own ? tile : member, rest = number / size;
       tile = own ? rest : tile;

@@ -24,6 +24,7 @@ enum class Feature : uint8_t {
   kSoftcap,
   kDropout,
   kPacked,
+  kBatchInvariant,
   // Of backward.
   kDeterministic,
   kOneKeyBand,
@@ -51,6 +52,7 @@ constexpr const char* kFeatureNames[] = {
     "a softcap",
     "dropout",
     "packed sequences",
+    "batch-invariant results",
     "deterministic results",
     "a band of one key",
     "the gradient of a bias",
@@ -113,6 +115,7 @@ inline Features required(const Problem& problem, Pass pass) {
   features.add(Feature::kSoftcap, problem.softcap != 0.0);
   features.add(Feature::kDropout, problem.dropout_p > 0.0);
   features.add(Feature::kPacked, problem.packed);
+  features.add(Feature::kBatchInvariant, problem.batch_invariant);
   if (pass == Pass::kForward) return features;
   const Band band = make_band(problem);
   features.add(Feature::kDeterministic, problem.deterministic);

@@ -18,6 +18,7 @@ inline void fold_heads(ForwardArgs& args) {
   Problem& problem = args.problem;
   if (problem.packed || problem.len_q != 1 || problem.heads_q <= problem.heads_k || problem.heads_k != problem.heads_v)
     return;
+  if (problem.batch_invariant) return;  // packed sequences have no such form
   // What a query head has of its own and a query has not.
   if (problem.has_alibi || problem.dropout_p > 0.0) return;
   const Range keys = make_band(problem).keys({0, 1}, problem.len_k);

@@ -47,7 +47,7 @@ inline BiasGradientPlan make_bias_gradient_plan(const Problem& problem, const Te
   plan.part_elements = bias_elements(problem, dbias);
   const int64_t room = bias_partial_elements(problem) / plan.part_elements;
   const int64_t wanted = std::max(2 * places / tiles, std::min(kWaves * places / tiles, items * 2 / kLongRun));
-  const int64_t parts = std::max<int64_t>(1, std::min({wanted, items, room}));
+  const int64_t parts = problem.batch_invariant ? 1 : std::max<int64_t>(1, std::min({wanted, items, room}));
   const int64_t part_items = block_count(items, parts);
   if (tiles * parts > INT32_MAX || items > INT32_MAX) {
     throw std::runtime_error("flash_ext: more than 2^31 - 1 tiles in one call");
@@ -58,6 +58,7 @@ inline BiasGradientPlan make_bias_gradient_plan(const Problem& problem, const Te
   plan.items = static_cast<uint32_t>(items);
   plan.part_items = static_cast<uint32_t>(part_items);
   plan.parts = static_cast<uint32_t>(block_count(items, part_items));
+  plan.turning = problem.batch_invariant ? 0 : 1;
   const int64_t run = std::min(kLongRun / part_items, int64_t{plan.units()} / (kWaves * places));
   plan.run = static_cast<uint32_t>(std::max<int64_t>(1, run));
   return plan;

@@ -134,7 +134,13 @@ inline void ask(const Kernel& kernel, const Asked& asked, const DeviceInfo& devi
     reasons.add([&] { return "made for calls with " + feature_names(kernel.serves_only, " or "); });
     reasons.count += 3;  // another row is for it
   }
-  ask_limits(kernel.limits, problem, device, reasons);
+  Limits limits = kernel.limits;
+  // Beside a long sequence a short one has the kernel that it has alone. A length below the least is slow, not wrong;
+  // few keys are wrong in a backward, unless it takes packed sequences, of which some may have few.
+  if (problem.batch_invariant && (kernel.pass == Pass::kForward || problem.packed)) {
+    limits.least_length = limits.least_keys = 1;
+  }
+  ask_limits(limits, problem, device, reasons);
   if (reasons.count > 0) return;
   if (kernel.shared_bytes != nullptr) {
     const int64_t bytes = kernel.shared_bytes(problem, device);
@@ -156,8 +162,18 @@ inline bool accepts(const Kernel& kernel, const Asked& asked, const DeviceInfo& 
   return reasons.count == 0;
 }
 
+// A call of one size with all else of the problem: who computes must not follow from lengths or the size of the batch
+// where the call is batch-invariant, and is who is fastest where both are large.
+inline Problem of_one_size(Problem problem) {
+  problem.packed = false;
+  problem.len_q = problem.len_k = 4096;
+  problem.batch = 16;
+  return problem;
+}
+
 inline double cost_of(const Kernel& kernel, const Problem& problem, const DeviceInfo& device) {
-  return kernel.cost == nullptr ? 0.0 : kernel.cost(problem, device);
+  if (kernel.cost == nullptr) return 0.0;
+  return kernel.cost(problem.batch_invariant ? of_one_size(problem) : problem, device);
 }
 
 // `name` is a backend's or a kernel's; where it is that of a kernel of another pass, it means the kernel's backend.

@@ -233,6 +233,7 @@ py::object attention_with_cache(const py::args& args) {
     take("softcap", options.attention.softcap);
     take("scale", options.attention.scale);
     take("return_lse", return_lse);
+    take("batch_invariant", options.attention.batch_invariant);
     std::tuple<Tensor, Tensor> result;
     {
       py::gil_scoped_release release;

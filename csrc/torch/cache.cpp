@@ -271,7 +271,7 @@ using CacheFunction = Result(const Tensor&, const Tensor&, const Tensor&, const 
                              const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
                              const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
                              bool, bool, OptionalInt, OptionalInt, double, std::optional<double>,
-                             std::optional<std::string_view>, bool);
+                             std::optional<std::string_view>, bool, bool);
 using PagesFunction = Pages(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&);
 
 using CacheKernel = Result (*)(c10::DispatchKeySet, const CacheInputs&, const CacheOptions&, bool);
@@ -283,7 +283,7 @@ Result run(c10::DispatchKeySet keys, const Tensor& query, const Tensor& key_cach
            const OptionalTensor& rotary_sin, const OptionalTensor& k_descale, const OptionalTensor& v_descale,
            const OptionalTensor& alibi_slopes, bool rotary_interleaved, bool causal, OptionalInt window_left,
            OptionalInt window_right, double softcap, std::optional<double> scale,
-           std::optional<std::string_view> backend, bool return_lse) {
+           std::optional<std::string_view> backend, bool return_lse, bool batch_invariant) {
   const auto tensor = [](const OptionalTensor& given) { return given.value_or(Tensor()); };
   const CacheInputs in{query,
                        key_cache,
@@ -306,6 +306,7 @@ Result run(c10::DispatchKeySet keys, const Tensor& query, const Tensor& key_cach
   options.attention.softcap = softcap;
   options.attention.scale = scale;
   options.attention.backend = backend;
+  options.attention.batch_invariant = batch_invariant;
   return kernel(keys, in, options, return_lse);
 }
 
@@ -316,7 +317,7 @@ Result flat(const Call& call, const CacheInputs& in, const CacheOptions& options
               optional(in.block_table), optional(in.cache_batch_index), optional(in.rotary_cos),
               optional(in.rotary_sin), optional(in.k_descale), optional(in.v_descale), optional(in.alibi_slopes),
               options.rotary_interleaved, o.causal, o.window_left, o.window_right, o.softcap, o.scale, o.backend,
-              return_lse);
+              return_lse, o.batch_invariant);
 }
 
 const auto& cache_handle() {

@@ -52,8 +52,10 @@ struct Block {
 class Composite {
  public:
   // padding: of packed sequences, whose call padded is `in`; else null.
-  Composite(const Inputs& in, const Tensor& rng_state, const Options& options, const packed::Padding* padding)
+  Composite(const Inputs& in, const Tensor& rng_state, const Options& options, const packed::Padding* padding,
+            int64_t first_head = 0)
       : options_(options),
+        first_head_(first_head),
         rng_state_(rng_state),
         in_(in),
         padding_(padding),
@@ -131,8 +133,9 @@ class Composite {
     b.probability = only_visible(b, exponential / row_sum);
     b.lse = (shift + row_sum.log()).masked_fill(empty, -kInfinity);
     if (options_.dropout_p > 0) {
-      const Tensor keep = call_dropout_mask(rng_state_, options_.dropout_p, flat_heads_, rows.size(), cols.size(),
-                                            rows.first, cols.first);
+      const Tensor all = call_dropout_mask(rng_state_, options_.dropout_p, first_head_ + flat_heads_, rows.size(),
+                                           cols.size(), rows.first, cols.first);
+      const Tensor keep = first_head_ == 0 ? all : all.narrow(0, first_head_, flat_heads_);
       const double factor = options_.dropout_p < 1 ? 1 / (1 - options_.dropout_p) : 0.0;
       b.kept = keep.view_symint(sizes_of_rows(rows, cols.size())).to(dtype_) * factor;
     }
@@ -243,6 +246,7 @@ class Composite {
   }
 
   Options options_;
+  int64_t first_head_;
   Tensor rng_state_;
   Inputs in_;
   const packed::Padding* padding_;
@@ -254,8 +258,9 @@ class Composite {
 
 }  // namespace
 
-Forward forward_of(const Inputs& in, const Tensor& rng_state, const Options& options, const packed::Padding* padding) {
-  const Composite c(in, rng_state, options, padding);
+Forward forward_of(const Inputs& in, const Tensor& rng_state, const Options& options, const packed::Padding* padding,
+                   int64_t first_head) {
+  const Composite c(in, rng_state, options, padding, first_head);
   std::vector<Tensor> out, lse;
   for (const Range rows : c.row_blocks()) {
     const Range cols = c.columns(rows);
@@ -272,8 +277,9 @@ Forward forward_of(const Inputs& in, const Tensor& rng_state, const Options& opt
 }
 
 Gradients backward_of(const Tensor& grad_out, const Tensor& grad_lse, const Inputs& in, const Tensor& rng_state,
-                      const Options& options, const GradMask& grad_mask, const packed::Padding* padding) {
-  const Composite c(in, rng_state, options, padding);
+                      const Options& options, const GradMask& grad_mask, const packed::Padding* padding,
+                      int64_t first_head) {
+  const Composite c(in, rng_state, options, padding, first_head);
   std::vector<Tensor> dq, dbias;
   Tensor dk, dv, dslopes;
   for (const Range rows : c.row_blocks()) {

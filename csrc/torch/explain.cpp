@@ -159,7 +159,8 @@ std::string explain(const Inputs& in, const Options& options, std::string_view d
   const c10::Device planned = planned_device(in.query, device_name);
   const DeviceInfo device = device_info(planned);
   const auto name = options.backend.has_value() ? options.backend : requested_backend();
-  if (in.packed() && planned.is_cpu() && name != kChunked && shape.batch[0] > 0) {
+  const bool one_by_one = name != kChunked || options.batch_invariant;
+  if (in.packed() && planned.is_cpu() && one_by_one && shape.batch[0] > 0) {
     return explain(longest_alone(in, shape), packed::dense_options(options), "cpu", grad_mask);
   }
   const GradMask wanted = existing(grad_mask, in);
@@ -194,6 +195,11 @@ std::string explain(const Inputs& in, const Options& options, std::string_view d
     };
     Plan plan;
     if (refused != nullptr) return add_plan("none", plan, concat("none: ", *name, " refuses: ", refused->reason));
+    if (chosen.empty() && in.packed() && options.batch_invariant) {
+      const AttentionError error("batch_invariant", packed::kNoInvariantComposite);
+      if (pass == Pass::kForward) throw error;
+      return add_plan("none", plan, std::string("none: batch_invariant ") + packed::kNoInvariantComposite);
+    }
     composite = composite || chosen.empty();
     kernels_run = kernels_run || !chosen.empty();
     if (chosen.empty()) {

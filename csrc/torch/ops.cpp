@@ -81,7 +81,10 @@ void compute(const Inputs& in, const Tensor& rng_state, const Options& options, 
     return kernel->forward(args, plan, workspace.defined() ? workspace.mutable_data_ptr() : nullptr);
   }
   warn_without_kernels(in.query);
-  const chunked::Forward whole = chunked::forward(in, rng_state, options);
+  if (options.batch_invariant && in.packed()) throw AttentionError("batch_invariant", packed::kNoInvariantComposite);
+  const chunked::Forward whole = options.batch_invariant
+                                     ? chunked::forward_alone(in, rng_state, options, shape, first_batch)
+                                     : chunked::forward(in, rng_state, options);
   out.copy_(whole.out);
   if (lse.defined()) lse.copy_(whole.lse);
 }
@@ -90,7 +93,7 @@ void compute(const Inputs& in, const Tensor& rng_state, const Options& options, 
 bool runs_one_by_one(const Inputs& in, const Options& options) {
   if (!in.packed() || !in.query.is_cpu()) return false;
   const auto name = options.backend.has_value() ? options.backend : requested_backend();
-  return name != kChunked;
+  return name != kChunked || options.batch_invariant;
 }
 
 void compute_one_by_one(const Inputs& in, const Tensor& rng_state, const Options& given, const Shape<int64_t>& shape,
@@ -194,7 +197,11 @@ Gradients gradients(const Tensor& grad_out, const Tensor& grad_lse, const Inputs
   const DeviceInfo device = device_info(in.query.device());
   const Stages stages = choose_stages(args, device, options.backend);
   if (stages.empty()) {
-    const Gradients whole_grads = chunked::backward(grad_out, grad_lse, in, saved.rng_state, options, asked);
+    if (options.batch_invariant && in.packed()) throw AttentionError("batch_invariant", packed::kNoInvariantComposite);
+    const Gradients whole_grads =
+        options.batch_invariant
+            ? chunked::backward_alone(grad_out, grad_lse, in, saved.rng_state, options, asked, shape, first_batch)
+            : chunked::backward(grad_out, grad_lse, in, saved.rng_state, options, asked);
     Gradients result;
     for (size_t i = 0; i < kGradients; ++i) {
       if (asked[i]) result[i] = GradBuffer::cast_like(whole_grads[i], in.*kDifferentiable[i].tensor);
@@ -273,8 +280,17 @@ Gradients gradients_one_by_one(const Tensor& grad_out, const Tensor& grad_lse, c
     if (asked[kDq]) packed::cut_rows(sums[kDq], s.row_q, s.len_q).copy_(grads[kDq]);
     if (asked[kDk]) packed::cut_rows(sums[kDk], s.row_k, s.len_k).copy_(grads[kDk]);
     if (asked[kDv]) packed::cut_rows(sums[kDv], s.row_k, s.len_k).copy_(grads[kDv]);
-    if (asked[kDbias]) packed::cut_scores(sums[kDbias], b, s).add_(grads[kDbias]);
-    if (asked[kDslopes]) packed::cut_slopes(sums[kDslopes], b).add_(grads[kDslopes]);
+    // Copied where nobody else adds, because 0 + -0 is 0.
+    const auto put = [&](const Tensor& to, const Tensor& given, int64_t rank, const Tensor& grad) {
+      const bool is_own = sequences.size() == 1 || (given.dim() == rank && given.size(0) > 1);
+      if (is_own) {
+        to.copy_(grad);
+      } else {
+        to.add_(grad);
+      }
+    };
+    if (asked[kDbias]) put(packed::cut_scores(sums[kDbias], b, s), in.bias, 4, grads[kDbias]);
+    if (asked[kDslopes]) put(packed::cut_slopes(sums[kDslopes], b), in.alibi_slopes, 2, grads[kDslopes]);
   }
   if (asked[kDbias]) sums[kDbias] = GradBuffer::as_result(sums[kDbias], in.bias);
   return sums;

@@ -118,6 +118,7 @@ struct Options {
   std::optional<bool> deterministic;        // none: torch's global switch, read at forward time
   std::optional<std::string_view> backend;  // none: use_backend, FLASH_EXT_BACKEND, else by cost
   c10::SymInt max_q = 0, max_k = 0;         // packed sequences: the longest ones, at most
+  bool batch_invariant = false;             // bits of a sequence depend on nothing else in the batch
 };
 
 template <class T>
@@ -147,6 +148,7 @@ inline constexpr std::tuple kOptions{
     Option{"str? backend=None", &Options::backend},
     Option{"SymInt max_q=0", &Options::max_q},
     Option{"SymInt max_k=0", &Options::max_k},
+    Option{"bool batch_invariant=False", &Options::batch_invariant},
 };
 inline constexpr size_t kOptionCount = std::tuple_size_v<decltype(kOptions)>, kFirstOptions = 10;
 

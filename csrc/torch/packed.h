@@ -20,6 +20,11 @@ bool entries_are_checked();
 // should be given, and waits for the device to read it.
 void check_entries(const Inputs& in, const Shape<int64_t>& shape);
 
+// Why the composite is no batch-invariant one of packed sequences, which it pads; for AttentionError.
+inline constexpr const char* kNoInvariantComposite =
+    "is True, but no kernel takes these packed sequences, and the composite pads them to the longest; pass "
+    "batch_invariant=False";
+
 // ---- one by one -----------------------------------------------------------------------------------------------------
 
 // The sequences of a call on the CPU.

@@ -71,12 +71,14 @@ ProblemBuilder::ProblemBuilder(const Inputs& in, const Options& options, const S
   p.window_left = options.window_left.value_or(kUnbounded);
   p.window_right = options.window_right.value_or(kUnbounded);
   p.dropout_p = options.dropout_p;
-  p.deterministic = options.deterministic.value_or(false);
+  p.batch_invariant = options.batch_invariant;
+  p.deterministic = options.deterministic.value_or(false) || p.batch_invariant;
   // NOTE: not for few queries or keys, whose products cuBLAS does not always round either: up to 103 the error was up
-  // to 30 times that of eager attention, and PyTorch's own tests failed up to 408.
+  // to 30 times that of eager attention, and PyTorch's own tests failed up to 408. Lengths of a packed call are those
+  // of its longest sequence, so a call that is batch-invariant never rounds.
   constexpr int64_t kLeastTf32 = 512;
-  p.allow_tf32 = p.dtype == DType::kFloat32 && !in.query.is_cpu() && std::min(p.len_q, p.len_k) >= kLeastTf32 &&
-                 tf32_is_allowed(&at::Context::float32Precision);
+  p.allow_tf32 = p.dtype == DType::kFloat32 && !in.query.is_cpu() && !p.batch_invariant &&
+                 std::min(p.len_q, p.len_k) >= kLeastTf32 && tf32_is_allowed(&at::Context::float32Precision);
   p.has_mask = in.mask.defined();
   p.has_bias = in.bias.defined();
   p.has_alibi = in.alibi_slopes.defined();
@@ -161,7 +163,9 @@ void set_wanted(Problem& problem, const GradMask& wanted, const TensorView& dbia
   problem.wants_dv = wanted[kDv];
   problem.wants_dbias = wanted[kDbias];
   problem.wants_dalibi = wanted[kDslopes];
-  problem.whole_dbias = wanted[kDbias] && problem.batch_rank <= kMaxBatchDims && is_whole(problem, dbias);
+  Problem own = problem;  // whether one more batch element shares it must not choose the kernels of the others
+  if (problem.batch_invariant) own.batch_rank = 0;
+  problem.whole_dbias = wanted[kDbias] && problem.batch_rank <= kMaxBatchDims && is_whole(own, dbias);
 }
 
 namespace {

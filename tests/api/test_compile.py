@@ -27,7 +27,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "native": lambda q, k, v, b: flash_ext.attention(q, k, v, bias=b, causal=True, return_lse=True),
     "drop_in": lambda q, k, v, b: flash_ext.scaled_dot_product_attention(q, k, v, b, enable_gqa=True),
     "options": lambda q, k, v, b: flash_ext.attention(
-        q, k, v, window=(3, None), align="bottom_right", softcap=2.0, scale=0.3, mask=b > 0
+        q, k, v, window=(3, None), align="bottom_right", softcap=2.0, scale=0.3, mask=b > 0, batch_invariant=True
     ),
     "around": lambda q, k, v, b: flash_ext.attention(q.sin(), k * 2, v, bias=b).cos().sum(-1),
     "merge": lambda q, k, v, b: flash_ext.merge_attention(

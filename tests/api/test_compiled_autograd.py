@@ -30,6 +30,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "lse": {"return_lse": True, "causal": True},
     "options": {"window": (3, None), "align": "bottom_right", "softcap": 2.0, "scale": 0.3, "deterministic": True},
+    "batch_invariant": {"batch_invariant": True, "return_lse": True},
     "dropout": {"dropout_p": 0.5},
 }
 

@@ -49,6 +49,7 @@ OPTION_SETS: dict[str, dict[str, Any]] = {
     "scores": {"softcap": 2.0, "scale": 0.3},
     "gqa": {"gqa": True, "return_lse": True},
     "deterministic": {"deterministic": True},
+    "batch_invariant": {"batch_invariant": True},
 }
 
 

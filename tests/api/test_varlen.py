@@ -101,6 +101,7 @@ CASES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "scale_learned": ({"scale": leaf(torch.tensor(0.3))}, TypeError, r"scale is a tensor that wants a gradient"),
     "causal": ({"causal": 1}, TypeError, r"causal is of type int.*bool"),
     "deterministic": ({"deterministic": 1}, TypeError, r"deterministic is of type int.*bool"),
+    "batch_invariant": ({"batch_invariant": None}, TypeError, r"batch_invariant is of type NoneType.*bool"),
     "return_lse": ({"return_lse": 1}, TypeError, r"return_lse is of type int.*bool"),
 }  # fmt: skip
 

@@ -51,6 +51,7 @@ OPTION_SETS: dict[str, dict[str, Any]] = {
     "lse": {"return_lse": True},
     "band": {"causal": True, "window_left": 2, "bottom_right": True, "return_lse": True},
     "scores": {"softcap": 2.0, "scale": 0.3, "deterministic": True},
+    "batch_invariant": {"batch_invariant": True},
 }
 
 

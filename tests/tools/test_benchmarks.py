@@ -352,14 +352,15 @@ def test_a_suite_for_gpus_runs_on_a_cpu_when_asked_within_its_budget(tmp_path):
     assert all(float(row["ms"]) > 0 for row in rows)
 
 
-def test_what_deterministic_mode_costs(tmp_path):
-    chosen = ("--device", "cpu", "--quick", "--dtypes", "fp32", "--peers", "flash_ext-deterministic", "flash_ext")
-    done = start("attention.py", "--suite", "deterministic", *chosen, "--out", tmp_path)
+@pytest.mark.parametrize(("suite", "passes"), [("deterministic", ["bwd"]), ("invariant", ["fwd", "bwd"])])
+def test_what_the_same_bits_cost(tmp_path, suite, passes):
+    chosen = ("--device", "cpu", "--quick", "--dtypes", "fp32", "--peers", f"flash_ext-{suite}", "flash_ext")
+    done = start("attention.py", "--suite", suite, *chosen, "--out", tmp_path)
     assert done.returncode == 0, done.stderr
-    rows = rows_of(tmp_path / "attention_deterministic.csv")
-    assert [row["peer"] for row in rows] == ["flash_ext-deterministic", "flash_ext"] * 2
-    assert {row["pass"] for row in rows} == {"bwd"}
-    assert all(float(row["ms"]) > 0 and float(row["err"]) <= 1 for row in rows)
+    rows = rows_of(tmp_path / f"attention_{suite}.csv")
+    assert {row["peer"] for row in rows} == {f"flash_ext-{suite}", "flash_ext"}
+    assert {row["pass"] for row in rows} == set(passes) and len(rows) % (2 * len(passes)) == 0
+    assert all(float(row["ms"]) > 0 and float(row["err"] or 0) <= 1 for row in rows)
 
 
 @pytest.mark.parametrize(

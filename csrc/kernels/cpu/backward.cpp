@@ -299,10 +299,11 @@ class BackwardWorker : BackwardTileWorker<Compute> {
   bool fresh_v_ = false;
 };
 
-// Fewer heads than threads are cut finer: parts of the keys, which share K and V, or shorter blocks of queries.
+// Fewer heads than threads are cut finer: parts of the keys, which share K and V, or shorter blocks of queries. Sums of
+// dQ, dK and dV then have another order, so that a batch-invariant call has one item for each group of heads.
 template <class Compute>
 Partition cut_sweep(const Problem& problem, int64_t threads) {
-  const bool may_split = problem.heads_k == problem.heads_v;
+  const bool may_split = problem.heads_k == problem.heads_v && !problem.batch_invariant;
   const int64_t heads = std::max<int64_t>(problem.batch * problem.heads_q, 1), parts = (threads + heads - 1) / heads;
   int64_t tile_m = Tiles<Compute>::kBackwardM, tile_n = Tiles<Compute>::kBackwardN;
   const bool sums_keys = problem.wants_dbias || problem.wants_dalibi;

@@ -52,7 +52,7 @@ struct BiasRoute {
     } else if (!sums_batch && !sums_heads) {
       kind = kTiles;
     } else {
-      kind = cut.chunks == 1 && owners >= threads ? kTiles : kPass;
+      kind = cut.chunks == 1 && (owners >= threads || problem.batch_invariant) ? kTiles : kPass;
     }
   }
 

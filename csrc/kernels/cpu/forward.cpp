@@ -17,7 +17,9 @@ namespace {
 template <class Compute>
 int tile_m(const Problem& problem, int64_t threads) {
   const int64_t tile = problem.causal ? Tiles<Compute>::kForwardCausalM : Tiles<Compute>::kForwardM;
-  // Fewer heads than threads have shorter tiles, though each packs K and V for itself.
+  // Fewer heads than threads have shorter tiles, though each packs K and V for itself; not where bits may not depend on
+  // the batch.
+  if (problem.batch_invariant) threads = 1;
   const int64_t heads = std::max<int64_t>(problem.batch * problem.heads_q, 1), tiles = (threads + heads - 1) / heads;
   return static_cast<int>(std::min(tile, round_up((problem.len_q + tiles - 1) / tiles, kPad)));
 }

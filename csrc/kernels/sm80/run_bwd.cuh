@@ -127,7 +127,9 @@ BackwardScratch backward_scratch(const Problem& problem, void* workspace) {
   };
   scratch.rows = rows_of_head(problem);
   scratch.m_blocks = query_tiles(problem, Traits::kBlockM);
-  scratch.direct_dq = Traits::kDirectDq && problem.wants_dq && problem.len_k <= Traits::kBlockN;
+  // The longest sequence's length: a batch-invariant call does not ask for it.
+  const bool one_tile = problem.len_k <= Traits::kBlockN && !problem.batch_invariant;
+  scratch.direct_dq = Traits::kDirectDq && problem.wants_dq && one_tile;
   const bool sums_dq = problem.wants_dq && !scratch.direct_dq;
   take(scratch.delta, heads * scratch.rows);
   if (may_be_inexact(problem)) {

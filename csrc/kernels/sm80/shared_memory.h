@@ -86,8 +86,11 @@ inline bool is_inexact(const Problem& problem) {
          band.keys({0, problem.len_q}, problem.len_k).size() < few_keys(false);
 }
 
-// Whether measure.cuh runs. Of packed sequences the shortest may have few keys, which the host does not know.
-inline bool may_be_inexact(const Problem& problem) { return problem.packed || is_inexact(problem); }
+// Whether measure.cuh runs. Of packed sequences the shortest may have few keys, which the host does not know; a
+// batch-invariant call takes their way.
+inline bool may_be_inexact(const Problem& problem) {
+  return problem.packed || problem.batch_invariant || is_inexact(problem);
+}
 
 // Whether dS is P o ((dP - delta) + dlse), with delta from measure.cuh, and not P o (dP - (delta - dlse)). With one key
 // dP - delta is 0 and dS is dlse, bit for bit; the gradients of a bias and of slopes add that up. The others are
@@ -102,7 +105,7 @@ inline bool is_plain_backward(const Problem& problem) {
 inline bool has_dropout_alone(const Problem& problem) {
   Problem rest = problem;
   rest.dropout_p = 0.0;
-  return problem.dropout_p > 0.0 && is_plain_backward(rest) && !is_inexact(problem);
+  return problem.dropout_p > 0.0 && is_plain_backward(rest) && !is_inexact(problem) && !problem.batch_invariant;
 }
 
 // Whether the main kernel has no other way to rows whose lse is far from 0 than what far_rows.cuh finds.
@@ -171,7 +174,8 @@ inline bool takes_small_tiles(const Problem& problem, Pass pass, int head_dim, c
     const int element_bytes = problem.dtype == DType::kFloat32 ? 4 : 2;
     const TileShape large = forward_tile(element_bytes, head_dim, false, is_plain(problem));
     const int64_t tiles = query_tiles(problem, large.block_m) * elements_of(problem) * problem.heads_q;
-    if (problem.len_q <= 64 || 2 * tiles <= device.multiprocessors) return true;
+    const bool few = problem.len_q <= 64 || 2 * tiles <= device.multiprocessors;
+    if (few && !problem.batch_invariant) return true;
     const bool may_pair = large.warps == 8 && element_bytes == 2 && is_plain(problem);
     if (may_pair && device.compute_capability >= 90 &&
         resident_blocks(shared_bytes(problem, pass, head_dim, true, device), device) >= 2) {

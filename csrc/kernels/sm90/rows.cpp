@@ -70,7 +70,9 @@ std::string refuses_views(const ForwardArgs& args, const BackwardArgs* backward)
   ask("query", args.q, problem.heads_q, rows_q);
   ask("key", args.k, problem.heads_k, rows_k);
   ask("value", args.v, problem.heads_v, rows_k);
-  if (reason.empty()) reason = refuses_bias(args);
+  // How long a bias's rows are is the longest sequence's; a batch-invariant forward reads them however they lie.
+  const bool reads_any_bias = problem.batch_invariant && backward == nullptr;
+  if (reason.empty() && !reads_any_bias) reason = refuses_bias(args);
   if (backward == nullptr || !reason.empty()) return reason;
   for (const auto& [name, in_accum] :
        {std::pair{"query", backward->dq_in_accum}, std::pair{"key", backward->dk_in_accum},
@@ -283,7 +285,9 @@ constexpr Limits limits(Pass pass, int64_t least_length, int64_t least_head_dim,
 }
 
 constexpr Kernel forward_row(const char* name, Features features, int64_t least_length) {
-  const Features always = dtypes(Pass::kForward).with({Feature::kGroupedHeads, Feature::kValueHeads, Feature::kPacked});
+  const Features always =
+      dtypes(Pass::kForward)
+          .with({Feature::kGroupedHeads, Feature::kValueHeads, Feature::kPacked, Feature::kBatchInvariant});
   return {.name = name,
           .backend = "sm90",
           .device = DeviceType::kCuda,
@@ -302,7 +306,7 @@ constexpr Kernel backward_row(const char* name, Features features, Features only
           .backend = "sm90",
           .device = DeviceType::kCuda,
           .pass = Pass::kBackward,
-          .supports = dtypes(Pass::kBackward).with({Feature::kGroupedHeads}).with(features),
+          .supports = dtypes(Pass::kBackward).with({Feature::kGroupedHeads, Feature::kBatchInvariant}).with(features),
           .limits = limits(Pass::kBackward, least_length, 1, largest(Pass::kBackward, kNarrow)),
           .serves_only = only,
           .plan = plan_backward,

@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(32 * kWarps, 5)
   }
   if (bounds != nullptr) squares = warp_sum(squares);
   if (lane == 0) {
-    if (sizeof(T) == 4 && problem.len_k == 1) sum *= 0.f;  // has_one_float_key
+    if (sizeof(T) == 4 && problem.len_k == 1 && !problem.batch_invariant) sum *= 0.f;  // has_one_float_key
     float d_lse = args.d_lse != nullptr ? static_cast<const float*>(args.d_lse)[index] : 0.f;
     if (lse == -INFINITY) sum = d_lse = 0.f;
     delta[index] = dlse_apart ? sum : sum - d_lse;

@@ -65,6 +65,7 @@ inline Problem mean_of_packed(const Problem& problem) {
 // multiprocessors: 0 where unknown.
 inline TileChoice choose_tiles(const Problem& problem, int head_dim, int multiprocessors) {
   if (is_scored(problem)) return {Tiles::kScored, {}};
+  if (problem.batch_invariant) return {Tiles::kMany, {}};
   if (problem.packed) return {has_few_keys(mean_of_packed(problem), head_dim) ? Tiles::kFew : Tiles::kMany, {}};
   const bool few_keys = has_few_keys(problem, head_dim);
   TileChoice best{few_keys ? Tiles::kFew : Tiles::kMany, {}};
