@@ -137,60 +137,50 @@ TEST(Sm90Packed, ManyShortSequences) {
   }
 }
 
-// The rows of both passes, however few keys there are.
-Rows any_keys() {
+// The rows of both passes, however few keys and however short calls there are.
+Rows any_lengths() {
   static const std::vector<Kernel> kernels = [] {
     std::vector<Kernel> rows(sm90::kernels().begin(), sm90::kernels().end());
-    for (Kernel& row : rows) row.limits.least_keys = 1;
+    for (Kernel& row : rows) row.limits.least_keys = row.limits.least_length = 1;
     return rows;
   }();
   return Rows(kernels);
 }
 
+const std::vector<PackedLengths> kFewTiles = {{0, 20}, {1, 1}, {70, 150, 4, 3}, {5, 0, 2, 0}, {130, 40, 0, 1}};
+
 const PackedCase kPackedBackward[] = {
-    {{.name = "plain", .d_lse = true}, kLong},
-    {{.name = "plain_128", .head_dim = 128, .heads_q = 2, .heads_k = 2, .heads_v = 2}, kLong},
-    {{.name = "grouped", .heads_q = 4, .heads_k = 2, .heads_v = 2, .causal = true, .d_lse = true}, kLong},
+    {{.name = "plain", .d_lse = true}, kFewTiles},
+    {{.name = "grouped", .heads_q = 4, .heads_k = 2, .heads_v = 2, .causal = true, .d_lse = true}, kFewTiles},
     {{.name = "bottom_right_128",
       .head_dim = 128,
       .d = 72,
       .d_v = 104,
-      .heads_q = 4,
-      .heads_k = 2,
-      .heads_v = 2,
-      .causal = true,
-      .bottom_right = true},
-     kLong},
-    {{.name = "window", .causal = true, .bottom_right = true, .window = 40, .d_lse = true}, kLong},
-    {{.name = "window_128", .head_dim = 128, .heads_q = 2, .heads_k = 1, .heads_v = 1, .causal = true, .window = 60},
-     kLong},
-    {{.name = "scores", .heads_q = 2, .heads_k = 1, .heads_v = 1, .bias = true, .mask = true, .alibi = true}, kLong},
-    {{.name = "slopes_bottom_right_128",
-      .head_dim = 128,
-      .d_v = 64,
-      .heads_q = 2,
-      .heads_k = 2,
-      .heads_v = 2,
-      .causal = true,
-      .bottom_right = true,
-      .alibi = true,
-      .d_lse = true},
-     kLong},
-    {{.name = "dropout_and_mask",
       .heads_q = 2,
       .heads_k = 1,
       .heads_v = 1,
       .causal = true,
-      .mask = true,
-      .dropout = 0.3},
-     kLong},
-    {{.name = "dropout_and_bias_128", .head_dim = 128, .bias = true, .dropout = 0.2, .d_lse = true}, kLong},
+      .bottom_right = true},
+     kFewTiles},
+    {{.name = "window", .causal = true, .bottom_right = true, .window = 40}, kFewTiles},
+    {{.name = "scores", .heads_q = 2, .heads_k = 1, .heads_v = 1, .bias = true, .mask = true, .alibi = true},
+     kFewTiles},
+    {{.name = "slopes_bottom_right_128",
+      .head_dim = 128,
+      .d_v = 64,
+      .causal = true,
+      .bottom_right = true,
+      .alibi = true,
+      .d_lse = true},
+     kFewTiles},
+    {{.name = "dropout_and_mask", .causal = true, .mask = true, .dropout = 0.3}, kFewTiles},
+    {{.name = "dropout_and_bias_128", .head_dim = 128, .bias = true, .dropout = 0.2, .d_lse = true}, kFewTiles},
 };
 
 class Sm90PackedBackward : public testing::TestWithParam<PackedCase> {};
 
-TEST_P(Sm90PackedBackward, Bf16) { check_packed<__nv_bfloat16>(any_keys(), GetParam()); }
-TEST_P(Sm90PackedBackward, Fp16) { check_packed<__half>(any_keys(), GetParam()); }
+TEST_P(Sm90PackedBackward, Bf16) { check_packed<__nv_bfloat16>(any_lengths(), GetParam()); }
+TEST_P(Sm90PackedBackward, Fp16) { check_packed<__half>(any_lengths(), GetParam()); }
 
 INSTANTIATE_TEST_SUITE_P(All, Sm90PackedBackward, testing::ValuesIn(kPackedBackward),
                          [](const auto& info) { return info.param.options.name; });
