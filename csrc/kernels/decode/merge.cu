@@ -1,0 +1,190 @@
+// Merges the parts of works that several blocks had, see merge.cuh; and which kernel a call has.
+//
+// A thread takes four columns; a line of threads has a row. Which blocks have parts of it is computed anew. Called by
+// torch/cache_kernel.cpp. Invariant: the order of the sum follows from the plan and the lengths alone.
+#include "gpu/host/launch.h"
+#include "gpu/ptx/grid.cuh"
+#include "kernels/decode/merge.cuh"
+#include "kernels/decode/units.h"
+
+namespace flash_ext {
+namespace decode {
+namespace {
+
+constexpr int kMergeThreads = 128, kBatch = 8;  // parts whose loads are in flight together
+constexpr int64_t kLoneRows = 4096;             // of the call: a block each; else kBlockRows
+constexpr int kBlockRows = 16;
+
+__device__ __forceinline__ float warp_max(float x) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
+  return x;
+}
+
+// Where the parts of a work are. Part n is that of a run n runs behind the first or, with split_tiles, of unit first +
+// n.
+struct PartsOfWork {
+  int first, first_run, run, count;
+  bool fixed;
+
+  __device__ __forceinline__ PartsOfWork(const DecodeArgs& args, const DecodePlan& plan, int tile_keys, int b,
+                                         int work) {
+    const int units = units_of(plan, tiles_of(keys_of_sequence(args, b), tile_keys));
+    const Deal deal = Deal::make(args, plan, tile_keys);
+    first = deal.before_sequence(args, plan, b, tile_keys) + work * units;
+    run = deal.run;
+    first_run = first / run;
+    fixed = plan.split_tiles > 0;
+    count = fixed ? units : (first + units - 1) / run - first_run + 1;
+  }
+  __device__ __forceinline__ int part(int n) const {
+    if (fixed) return first + n;
+    const int block = first_run + n;
+    return 2 * block + (first > block * run ? 1 : 0);
+  }
+};
+
+// kAlone: a block has one row, whose parts its lines of threads share; else each line has a row at a time.
+template <bool kAlone>
+__global__ void __launch_bounds__(kMergeThreads)
+    merge_kernel(const __grid_constant__ DecodeArgs args, const __grid_constant__ DecodePlan plan,
+                 const __grid_constant__ Parts parts, int tile_keys) {
+  const int chunks = kAlone ? plan.part_rows : (plan.part_rows + kBlockRows - 1) / kBlockRows;
+  const int at = static_cast<int>(blockIdx.x) / chunks, works = works_of(args, plan);
+  const int first_row = static_cast<int>(blockIdx.x) % chunks * (kAlone ? 1 : kBlockRows);
+  Segment segment;
+  segment.b = at / works;
+  segment.head = at % works / plan.row_tiles;
+  segment.row_tile = at % plan.row_tiles;
+  const PartsOfWork from(args, plan, tile_keys, segment.b, at % works);
+  if (from.count == 1) return;  // all written
+#if __CUDA_ARCH__ >= 900
+  if (plan.dependent) grid_dependency_wait();
+#endif
+  const int head_dim = args.head_dim, quarter = head_dim / 4, lines = kMergeThreads / quarter;
+  const int line = static_cast<int>(threadIdx.x) / quarter, col = static_cast<int>(threadIdx.x) % quarter * 4;
+  const int step = kAlone ? lines : 1, begin = kAlone ? line : 0;  // of parts
+  const int rows = min(plan.part_rows, first_row + (kAlone ? 1 : kBlockRows));
+  for (int row = first_row + (kAlone ? 0 : line); row < rows; row += lines) {
+    float4 add[kBatch];
+    const auto load = [&](int n) {
+#pragma unroll
+      for (int k = 0; k < kBatch; ++k) {
+        if (n + k * step >= from.count) break;
+        const int64_t line_of_part = int64_t{from.part(n + k * step)} * parts.rows + row;
+        add[k] = *reinterpret_cast<const float4*>(parts.out + line_of_part * head_dim + col);
+      }
+    };
+    load(begin);  // before the maximum is known
+    float max = -INFINITY;
+    for (int n = kAlone ? static_cast<int>(threadIdx.x) % 32 : 0; n < from.count; n += kAlone ? 32 : 1) {
+      max = fmaxf(max, parts.sums_of(from.part(n))[row].x);
+    }
+    if (kAlone) max = warp_max(max);
+    float4 x = {};
+    float sum = 0.f;
+    for (int n = begin; n < from.count; n += kBatch * step) {
+      if (n > begin) load(n);
+#pragma unroll
+      for (int k = 0; k < kBatch; ++k) {
+        if (n + k * step >= from.count) break;
+        const float2 own = parts.sums_of(from.part(n + k * step))[row];
+        const float factor = merge_factor(own.x, max);
+        sum = fmaf(own.y, factor, sum);
+        x = make_float4(fmaf(add[k].x, factor, x.x), fmaf(add[k].y, factor, x.y), fmaf(add[k].z, factor, x.z),
+                        fmaf(add[k].w, factor, x.w));
+      }
+    }
+    if constexpr (kAlone) {
+      __shared__ float4 others[kMergeThreads];
+      __shared__ float other_sums[kMergeThreads];
+      others[threadIdx.x] = x;
+      other_sums[threadIdx.x] = sum;
+      __syncthreads();
+      if (line > 0) return;
+      for (int other = 1; other < lines; ++other) {
+        const int place = other * quarter + static_cast<int>(threadIdx.x);
+        x = make_float4(x.x + others[place].x, x.y + others[place].y, x.z + others[place].z, x.w + others[place].w);
+        sum += other_sums[place];
+      }
+    }
+    const QueryRow to(args, segment, plan.tile_rows, row);
+    if (!to.exists) break;
+    finish_row(args, segment.b, to, col, x, sum);
+    if (col == 0) store_lse(args, segment.b, to, max, sum);
+    if (kAlone) break;
+  }
+}
+
+const Unit* unit_of(const DecodeArgs& args, bool many_rows) {
+  for (const std::span<const Unit> units : {bf16_units(), fp16_units(), fp8_units()}) {
+    for (const Unit& unit : units) {
+      const bool fits = unit.fp8 == args.fp8 && (unit.fp8 || unit.dtype == args.dtype);
+      if (fits && unit.head_dim == args.head_dim && (unit.tile_rows > 16) == many_rows) return &unit;
+    }
+  }
+  return nullptr;
+}
+
+}  // namespace
+}  // namespace decode
+
+DecodePlan plan_decode(const DecodeArgs& args, const DeviceInfo& device, bool batch_invariant) {
+  using namespace decode;
+  constexpr int64_t kMostQueryRows = 256;  // beyond it a dense kernel is faster, although it may copy the cache first
+  constexpr int kInvariantKeys = 1024;     // of a part
+  constexpr int kLeastKeys = 256;          // of a run: less to merge is worth a longer run
+  DecodePlan plan;
+  const int64_t rows = int64_t{args.len_q} * (args.heads_q / args.heads_k);
+  const Unit* const unit = unit_of(args, rows > 16);
+  if (unit == nullptr || rows > kMostQueryRows || device.compute_capability < 80) return plan;
+  // Blocks that a multiprocessor holds, and places of the ring that they leave room for.
+  constexpr int64_t kReserved = 1024;
+  int blocks = unit->most_blocks;
+  for (plan.stages = 4; plan.stages >= 2; --plan.stages) {
+    plan.shared_bytes = unit->shared_bytes(plan.stages);
+    if (plan.shared_bytes + unit->static_bytes > device.shared_memory_per_block) continue;
+    const int64_t fit = device.shared_memory_per_multiprocessor / (plan.shared_bytes + unit->static_bytes + kReserved);
+    if (fit >= blocks) break;
+    if (plan.stages == 2 && fit > 0) {
+      blocks = static_cast<int>(fit);
+      break;
+    }
+  }
+  if (plan.stages < 2) return plan;
+  plan.tile_rows = unit->tile_rows;
+  plan.row_tiles = static_cast<int>((rows + plan.tile_rows - 1) / plan.tile_rows);
+  plan.least_tiles = batch_invariant ? 1 : std::max(1, kLeastKeys / unit->tile_keys);
+  plan.part_rows = static_cast<int>(std::min<int64_t>(rows, plan.tile_rows));
+  plan.dependent = device.compute_capability >= 90;
+  const int64_t tiles = (args.capacity + unit->tile_keys - 1) / unit->tile_keys;
+  const int64_t works = int64_t{args.batch} * args.heads_k * plan.row_tiles;
+  if (batch_invariant) plan.split_tiles = std::max(1, kInvariantKeys / unit->tile_keys);
+  const int64_t pieces = batch_invariant ? (tiles + plan.split_tiles - 1) / plan.split_tiles : tiles;
+  plan.grid = static_cast<int>(std::min<int64_t>(int64_t{device.multiprocessors} * blocks, works * pieces));
+  plan.runs = works * tiles + 2 * plan.grid < INT32_MAX / 2;  // work.cuh counts in 32 bits
+  const int64_t parts = batch_invariant ? works * pieces : 2 * plan.grid;
+  plan.scratch_bytes = parts * plan.part_rows * (args.head_dim + 2) * 4;
+  return plan;
+}
+
+void run_decode(const DecodeArgs& args, const DecodePlan& plan, void* scratch) {
+  using namespace decode;
+  const Unit* const unit = unit_of(args, plan.tile_rows > 16);
+  // Sums last, because rows of out begin at multiples of 16 bytes.
+  const int64_t all_parts = plan.scratch_bytes / (int64_t{plan.part_rows} * (args.head_dim + 2) * 4);
+  auto* const out = static_cast<float*>(scratch);
+  const Parts parts{reinterpret_cast<float2*>(out + all_parts * plan.part_rows * args.head_dim), out, plan.part_rows};
+  unit->run(args, plan, parts);
+  const int64_t works = int64_t{args.batch} * args.heads_k * plan.row_tiles;
+  const bool alone = works * plan.part_rows <= kLoneRows;
+  const dim3 grid = cuda::grid_of(works * (alone ? plan.part_rows : (plan.part_rows + kBlockRows - 1) / kBlockRows));
+  const auto kernel = alone ? merge_kernel<true> : merge_kernel<false>;
+  if (plan.dependent) {
+    cuda::launch_dependent(kernel, grid, kMergeThreads, 0, args.stream, args, plan, parts, unit->tile_keys);
+  } else {
+    cuda::launch(kernel, grid, kMergeThreads, 0, args.stream, args, plan, parts, unit->tile_keys);
+  }
+}
+
+}  // namespace flash_ext
