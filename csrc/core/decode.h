@@ -63,11 +63,13 @@ struct DecodeArgs {
 
 // What the host decides without knowing a length.
 struct DecodePlan {
-  bool runs = false;  // whether there is a kernel for the call
-  int tile_rows = 0;  // query rows of a block: (query, head of a group of heads)
-  int row_tiles = 0;  // of each key head
-  int part_rows = 0;  // rows of a part in scratch
-  int stages = 0;     // of the ring of keys and values
+  bool runs = false;      // whether there is a kernel for the call
+  int tile_rows = 0;      // query rows of a block: (query, head of a group of heads)
+  int row_tiles = 0;      // of each key head
+  int part_rows = 0;      // rows of a part in scratch
+  int group = 1;          // query heads of a key head
+  unsigned of_group = 0;  // at / group is the high word of at * of_group; 0: group is 1
+  int stages = 0;         // of the ring of keys and values
   int grid = 0;
   int least_tiles = 1;     // of keys, in a block's run
   int split_tiles = 0;     // 0: runs are dealt evenly; else a part has that many, whatever else is in the batch

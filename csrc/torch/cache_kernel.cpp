@@ -42,7 +42,7 @@ int bound_of(const std::optional<int64_t>& given) {
 bool may_run(const CacheInputs& in, const CacheOptions& options, const CacheShape<int64_t>& shape) {
   const auto dtype = in.query.scalar_type();
   const double cap = options.attention.softcap, scale = scale_of(options.attention, shape.head_dim);
-  const bool has_range = (cap == 0.0 || (cap >= 1e-6 && cap <= 1e6)) && std::abs(scale) <= 1e6;
+  const bool has_range = (cap == 0.0 || (cap >= 1e-6 && cap <= 4096.0)) && std::abs(scale) <= 1e6;
   const bool fits = shape.capacity <= DecodeArgs::kMostRows - shape.len_q && shape.slots <= DecodeArgs::kMostRows &&
                     shape.len_q <= DecodeArgs::kMostRows / 2 && shape.batch <= DecodeArgs::kMostRows &&
                     shape.added <= DecodeArgs::kMostRows;

@@ -36,7 +36,7 @@ __device__ __forceinline__ void wait_for_stage(int stages) {
 template <class Traits>
 __device__ __forceinline__ void modify(const DecodeArgs& args, typename Products<Traits>::Scores& s, int row, int key,
                                        const RowTable<Traits>& table, const TileKeys& seen) {
-  const float cap = args.softcap, inverse = cap > 0.f ? 1.f / cap : 0.f, factor_of_all = score_factor(args);
+  const float cap = args.softcap * kLog2e, to_cap = cap > 0.f ? 2.f * kLog2e / args.softcap : 0.f;
   const bool is_boundary = key < seen.all_first || key + Traits::kKeys > seen.all_last;
   key += 2 * sm80::lane_column();
   row += sm80::lane_row();
@@ -45,7 +45,7 @@ __device__ __forceinline__ void modify(const DecodeArgs& args, typename Products
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int at = row + 16 * m + 8 * half;
-      const float factor = Traits::kFp8 ? factor_of_all * table.factor[at] : factor_of_all;
+      const float factor = score_factor(args) * (Traits::kFp8 ? table.factor[at] : 1.f);
       const auto each = [&](const auto& fn) {
 #pragma unroll
         for (int n = 0; n < Traits::kKeys / 8; ++n) {
@@ -54,7 +54,9 @@ __device__ __forceinline__ void modify(const DecodeArgs& args, typename Products
         }
       };
       each([&](float& x, int) { x *= factor; });
-      if (cap > 0.f) each([&](float& x, int) { x = cap * kLog2e * tanhf(x * inverse); });
+      if (cap > 0.f) {  // 2e-7 of the cap, as ScoreMods::capped_score of sm80
+        each([&](float& x, int) { x = fmaf(-2.f * cap, reciprocal_fast(1.f + exp2_fast(x * to_cap)), cap); });
+      }
       if (args.alibi.data != nullptr) {
         const int position = table.position[at];
         const float slope = table.slope[at];
@@ -174,21 +176,25 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   char* const query = ring + plan.shared_bytes - Traits::kQueryBytes;
   const int row = static_cast<int>(threadIdx.x) / 32 % Traits::kRowWarps * 16 * Traits::kM;  // of the warp
   Products<Traits> products{{shared_address(query)}, row};
-  state.walk.get() = Walk(args, plan, Traits::kTileKeys);  // the same of all threads
+  const Walk start(args, plan, Traits::kTileKeys);
+  if (threadIdx.x == 0) state.walk.get() = start;
+  __syncthreads();  // where they begin is there
   while (state.walk.get().has_more()) {
     Walk walk = state.walk.get();
     const SequenceKeys keys = keys_of_sequence(args, walk.b());
     const Segment segment = walk.next(args, plan, tiles_of(keys, Traits::kTileKeys));
-    const TileKeys seen = keys_of_tile<Traits>(args, keys, segment);
+    const TileKeys seen = keys_of_tile<Traits>(args, plan, keys, segment);
     const int group = static_cast<int>(threadIdx.x) / Traits::kGroupThreads;
     Tiles<Traits> tiles{KeyRows<Traits>(args, segment.b, segment.head, seen.first, seen.last),
                         shared_address(ring) + group * Traits::kStageBytes, plan.stages,
                         keys.first + segment.tile * Traits::kTileKeys + group * Traits::kKeys, segment.tiles};
     tiles.begin();
-    load_query_rows<Traits>(args, keys, segment, products.tile, state.table);
+    load_query_rows<Traits>(args, plan, keys, segment, products.tile, state.table);
     __syncthreads();  // Q and the table are there; all have read where they are
-    state.walk.get() = walk;
-    state.segment.get() = segment;
+    if (threadIdx.x == 0) {
+      state.walk.get() = walk;
+      state.segment.get() = segment;
+    }
     products.load_query();
     typename Products<Traits>::Out o;
     sm80::clear(o);
@@ -199,7 +205,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     auto* const sums = reinterpret_cast<float2*>(ring + Traits::kOutBytes);
     store_group<Traits>(o, softmax, row, merged, sums);
     __syncthreads();  // what the groups have is there
-    write_segment<Traits>(args, state.segment.get(), merged, sums, parts);
+    write_segment<Traits>(args, plan, state.segment.get(), merged, sums, parts);
     __syncthreads();  // nobody reads it, Q or the state any more
   }
 }

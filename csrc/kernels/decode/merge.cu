@@ -15,11 +15,29 @@ constexpr int kMergeThreads = 128, kBatch = 8;  // parts whose loads are in flig
 constexpr int64_t kLoneRows = 4096;             // of the call: a block each; else kBlockRows
 constexpr int kBlockRows = 16;
 
-__device__ __forceinline__ float warp_max(float x) {
+// Four columns of a row over some keys.
+struct Merged {
+  float max = -INFINITY, sum = 0.f;
+  float4 out = {};
+
+  template <int kCount>
+  __device__ __forceinline__ void join(const Merged (&more)[kCount]) {
+    const float before = max;
 #pragma unroll
-  for (int step = 16; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
-  return x;
-}
+    for (int k = 0; k < kCount; ++k) max = fmaxf(max, more[k].max);
+    const float kept = merge_factor(before, max);
+    sum *= kept;
+    out = make_float4(out.x * kept, out.y * kept, out.z * kept, out.w * kept);
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      const float factor = merge_factor(more[k].max, max);
+      const float4& add = more[k].out;
+      sum = fmaf(more[k].sum, factor, sum);
+      out = make_float4(fmaf(add.x, factor, out.x), fmaf(add.y, factor, out.y), fmaf(add.z, factor, out.z),
+                        fmaf(add.w, factor, out.w));
+    }
+  }
+};
 
 // Where the parts of a work are. Part n is that of a run n runs behind the first or, with split_tiles, of unit first +
 // n.
@@ -66,52 +84,35 @@ __global__ void __launch_bounds__(kMergeThreads)
   const int step = kAlone ? lines : 1, begin = kAlone ? line : 0;  // of parts
   const int rows = min(plan.part_rows, first_row + (kAlone ? 1 : kBlockRows));
   for (int row = first_row + (kAlone ? 0 : line); row < rows; row += lines) {
-    float4 add[kBatch];
-    const auto load = [&](int n) {
-#pragma unroll
-      for (int k = 0; k < kBatch; ++k) {
-        if (n + k * step >= from.count) break;
-        const int64_t line_of_part = int64_t{from.part(n + k * step)} * parts.rows + row;
-        add[k] = *reinterpret_cast<const float4*>(parts.out + line_of_part * head_dim + col);
-      }
-    };
-    load(begin);  // before the maximum is known
-    float max = -INFINITY;
-    for (int n = kAlone ? static_cast<int>(threadIdx.x) % 32 : 0; n < from.count; n += kAlone ? 32 : 1) {
-      max = fmaxf(max, parts.sums_of(from.part(n))[row].x);
-    }
-    if (kAlone) max = warp_max(max);
-    float4 x = {};
-    float sum = 0.f;
+    Merged merged;
+#pragma unroll 1
     for (int n = begin; n < from.count; n += kBatch * step) {
-      if (n > begin) load(n);
+      Merged parts_of[kBatch];
 #pragma unroll
       for (int k = 0; k < kBatch; ++k) {
         if (n + k * step >= from.count) break;
-        const float2 own = parts.sums_of(from.part(n + k * step))[row];
-        const float factor = merge_factor(own.x, max);
-        sum = fmaf(own.y, factor, sum);
-        x = make_float4(fmaf(add[k].x, factor, x.x), fmaf(add[k].y, factor, x.y), fmaf(add[k].z, factor, x.z),
-                        fmaf(add[k].w, factor, x.w));
+        const int part = from.part(n + k * step);
+        const float2 sums = parts.sums_of(part)[row];
+        const int64_t line_of_part = int64_t{part} * parts.rows + row;
+        parts_of[k] = {sums.x, sums.y, *reinterpret_cast<const float4*>(parts.out + line_of_part * head_dim + col)};
       }
+      merged.join(parts_of);
     }
     if constexpr (kAlone) {
-      __shared__ float4 others[kMergeThreads];
-      __shared__ float other_sums[kMergeThreads];
-      others[threadIdx.x] = x;
-      other_sums[threadIdx.x] = sum;
+      __shared__ Merged others[kMergeThreads];
+      others[threadIdx.x] = merged;
       __syncthreads();
       if (line > 0) return;
+#pragma unroll 1
       for (int other = 1; other < lines; ++other) {
-        const int place = other * quarter + static_cast<int>(threadIdx.x);
-        x = make_float4(x.x + others[place].x, x.y + others[place].y, x.z + others[place].z, x.w + others[place].w);
-        sum += other_sums[place];
+        const Merged next[1] = {others[other * quarter + static_cast<int>(threadIdx.x)]};
+        merged.join(next);
       }
     }
-    const QueryRow to(args, segment, plan.tile_rows, row);
+    const QueryRow to(args, plan, segment, row);
     if (!to.exists) break;
-    finish_row(args, segment.b, to, col, x, sum);
-    if (col == 0) store_lse(args, segment.b, to, max, sum);
+    finish_row(args, segment, to, col, merged.out, merged.sum);
+    if (col == 0) store_lse(args, segment.b, to, merged.max, merged.sum);
     if (kAlone) break;
   }
 }
@@ -154,6 +155,8 @@ DecodePlan plan_decode(const DecodeArgs& args, const DeviceInfo& device, bool ba
   if (plan.stages < 2) return plan;
   plan.tile_rows = unit->tile_rows;
   plan.row_tiles = static_cast<int>((rows + plan.tile_rows - 1) / plan.tile_rows);
+  plan.group = args.heads_q / args.heads_k;
+  plan.of_group = plan.group == 1 ? 0 : UINT32_MAX / static_cast<unsigned>(plan.group) + 1;
   plan.least_tiles = batch_invariant ? 1 : std::max(1, kLeastKeys / unit->tile_keys);
   plan.part_rows = static_cast<int>(std::min<int64_t>(rows, plan.tile_rows));
   plan.dependent = device.compute_capability >= 90;

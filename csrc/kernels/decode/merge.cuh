@@ -43,19 +43,19 @@ __device__ __forceinline__ void store_lse(const DecodeArgs& args, int b, const Q
 }
 
 // Divided by the sum, times v_descale, in the type of out.
-__device__ __forceinline__ void finish_row(const DecodeArgs& args, int b, const QueryRow& row, int col, float4 x,
-                                           float sum) {
-  float factor = sum == 0.f ? 0.f : 1.f / sum;
-  if (args.fp8) factor *= args.v_descale.at(b, row.head / (args.heads_q / args.heads_k), 1.f);
+__device__ __forceinline__ void finish_row(const DecodeArgs& args, const Segment& segment, const QueryRow& row, int col,
+                                           float4 x, float sum) {
+  float factor = sum == 0.f ? 0.f : reciprocal_fast(sum);  // the sum is at least 1
+  if (args.fp8) factor *= args.v_descale.at(segment.b, segment.head, 1.f);
   x = make_float4(x.x * factor, x.y * factor, x.z * factor, x.w * factor);
-  if (args.dtype == DType::kFloat16) return store_row<__half>(args, b, row, col, x);
-  store_row<__nv_bfloat16>(args, b, row, col, x);
+  if (args.dtype == DType::kFloat16) return store_row<__half>(args, segment.b, row, col, x);
+  store_row<__nv_bfloat16>(args, segment.b, row, col, x);
 }
 
 // Of the groups of a block, whose out lies in `from` [groups, rows, kOutPitch] and whose sums in `sums` [groups, rows].
 template <class Traits>
-__device__ __forceinline__ void write_segment(const DecodeArgs& args, const Segment& segment, const float* from,
-                                              const float2* sums, const Parts& parts) {
+__device__ __forceinline__ void write_segment(const DecodeArgs& args, const DecodePlan& plan, const Segment& segment,
+                                              const float* from, const float2* sums, const Parts& parts) {
   constexpr int kRows = Traits::kRows, kQuarter = Traits::kHeadDim / 4;
   for (int item = static_cast<int>(threadIdx.x); item < kRows * kQuarter; item += Traits::kThreads) {
     const int row = item / kQuarter, col = item % kQuarter * 4;
@@ -78,9 +78,9 @@ __device__ __forceinline__ void write_segment(const DecodeArgs& args, const Segm
       if (col == 0) parts.sums_of(segment.part)[row] = make_float2(max, sum);
       continue;
     }
-    const QueryRow to(args, segment, kRows, row);
+    const QueryRow to(args, plan, segment, row);
     if (!to.exists) continue;
-    finish_row(args, segment.b, to, col, x, sum);
+    finish_row(args, segment, to, col, x, sum);
     if (col == 0) store_lse(args, segment.b, to, max, sum);
   }
 }

@@ -29,25 +29,30 @@ struct TileKeys {
   int first, last, all_first, all_last, rows;
 };
 
+// at / group. NOTE: an integer division is some 25 instructions, and short calls wait for each.
+__device__ __forceinline__ int query_of_row(const DecodePlan& plan, int at) {
+  return plan.of_group == 0 ? at : static_cast<int>(__umulhi(static_cast<unsigned>(at), plan.of_group));
+}
+
 // Where row `row` of a tile comes from.
 struct QueryRow {
   int i, head;
   bool exists;
 
-  __device__ __forceinline__ QueryRow(const DecodeArgs& args, const Segment& segment, int tile_rows, int row) {
-    const int group = args.heads_q / args.heads_k, at = segment.row_tile * tile_rows + row;
-    i = at / group;
-    head = segment.head * group + at % group;
+  __device__ __forceinline__ QueryRow(const DecodeArgs& args, const DecodePlan& plan, const Segment& segment, int row) {
+    const int at = segment.row_tile * plan.tile_rows + row;
+    i = query_of_row(plan, at);
+    head = segment.head * plan.group + at - i * plan.group;
     exists = i < args.len_q;
   }
 };
 
 template <class Traits>
-__device__ __forceinline__ TileKeys keys_of_tile(const DecodeArgs& args, const SequenceKeys& keys,
-                                                 const Segment& segment) {
-  const int group = args.heads_q / args.heads_k, behind = (segment.row_tile + 1) * Traits::kRows - 1;
-  const int first_query = segment.row_tile * Traits::kRows / group;
-  const int last_query = behind / group < args.len_q ? behind / group : args.len_q - 1;
+__device__ __forceinline__ TileKeys keys_of_tile(const DecodeArgs& args, const DecodePlan& plan,
+                                                 const SequenceKeys& keys, const Segment& segment) {
+  const int first_row = segment.row_tile * Traits::kRows;
+  const int first_query = query_of_row(plan, first_row);
+  const int last_query = min(query_of_row(plan, first_row + Traits::kRows - 1), args.len_q - 1);
   TileKeys tile;
   tile.rows = keys.rows;
   tile.first = min(first_key_at(args, keys.offset + first_query), keys.rows);
@@ -62,54 +67,69 @@ __device__ __forceinline__ float score_factor(const DecodeArgs& args) {
   return args.scale * (args.softcap == 0.f ? kLog2e : 1.f);
 }
 
-// Whole warps, a row each at a time.
+// A row of the warp, divided by the power of two of its largest number, as fp16. Returns that power.
+template <int kWords>
+__device__ __forceinline__ float scale_to_half(uint32_t (&words)[kWords], bool is_half) {
+  float x[2 * kWords], largest = 0.f;
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) {
+    if (is_half) {
+      unpack(words[i], x[2 * i], x[2 * i + 1], __half());
+    } else {
+      unpack(words[i], x[2 * i], x[2 * i + 1], __nv_bfloat16());
+    }
+    largest = fmaxf(largest, fmaxf(fabsf(x[2 * i]), fabsf(x[2 * i + 1])));
+  }
+  largest = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(largest)));
+  const int power = static_cast<int>(__float_as_uint(largest) >> 23) - 127;
+  const int used = largest == 0.f || power == 128 ? 0 : min(max(power, -126), 126);
+  const float down = __uint_as_float(static_cast<unsigned>(127 - used) << 23);
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) words[i] = pack(x[2 * i] * down, x[2 * i + 1] * down, __half());
+  return __uint_as_float(static_cast<unsigned>(127 + used) << 23);
+}
+
+// Whole warps, rows of theirs kBatch at a time, whose loads are in flight together.
 template <class Traits>
-__device__ __forceinline__ void load_query_rows(const DecodeArgs& args, const SequenceKeys& keys,
-                                                const Segment& segment,
+__device__ __forceinline__ void load_query_rows(const DecodeArgs& args, const DecodePlan& plan,
+                                                const SequenceKeys& keys, const Segment& segment,
                                                 sm80::SmemTile<typename Traits::T, Traits::kHeadDim> tile,
                                                 RowTable<Traits>& table) {
-  const int lane = threadIdx.x % 32;
-  constexpr int kWords = Traits::kHeadDim / 2, kLaneWords = kWords / 32;  // of two numbers
-  const bool is_half = args.dtype == DType::kFloat16;
-  for (int row = static_cast<int>(threadIdx.x) / 32; row < Traits::kRows; row += Traits::kThreads / 32) {
-    const QueryRow from(args, segment, Traits::kRows, row);
-    const uint32_t* const source =
-        static_cast<const uint32_t*>(args.q.data) +
-        (segment.b * args.q.slot_stride + from.i * args.q.row_stride + from.head * args.q.head_stride) / 2;
-    uint32_t words[kLaneWords];
+  constexpr int kWarps = Traits::kThreads / 32, kBatch = 4;
+  constexpr int kWords = Traits::kHeadDim / 2 / 32;  // of two numbers, of a lane
+  static_assert(Traits::kRows % (kWarps * kBatch) == 0);
+  const int lane = threadIdx.x % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  const float descale = Traits::kFp8 ? args.k_descale.at(segment.b, segment.head, 1.f) : 1.f;
+#pragma unroll 1
+  for (int first = warp; first < Traits::kRows; first += kWarps * kBatch) {
+    uint32_t words[kBatch][kWords];
+    float slopes[kBatch];
 #pragma unroll
-    for (int i = 0; i < kLaneWords; ++i) words[i] = from.exists ? source[lane + 32 * i] : 0;
-    float factor = 1.f;
-    if constexpr (Traits::kFp8) {
-      float x[2 * kLaneWords], largest = 0.f;
+    for (int k = 0; k < kBatch; ++k) {
+      const QueryRow from(args, plan, segment, first + k * kWarps);
+      const uint32_t* const source =
+          static_cast<const uint32_t*>(args.q.data) +
+          (segment.b * args.q.slot_stride + from.i * args.q.row_stride + from.head * args.q.head_stride) / 2;
 #pragma unroll
-      for (int i = 0; i < kLaneWords; ++i) {
-        if (is_half) {
-          unpack(words[i], x[2 * i], x[2 * i + 1], __half());
-        } else {
-          unpack(words[i], x[2 * i], x[2 * i + 1], __nv_bfloat16());
-        }
-        largest = fmaxf(largest, fmaxf(fabsf(x[2 * i]), fabsf(x[2 * i + 1])));
+      for (int i = 0; i < kWords; ++i) words[k][i] = from.exists ? source[lane + 32 * i] : 0;
+      slopes[k] = from.exists ? args.alibi.at(segment.b, from.head, 0.f) * kLog2e : 0.f;
+    }
+#pragma unroll
+    for (int k = 0; k < kBatch; ++k) {
+      const int row = first + k * kWarps;
+      float factor = descale;
+      if constexpr (Traits::kFp8) factor *= scale_to_half(words[k], args.dtype == DType::kFloat16);
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) {
+        const int word = lane + 32 * i, in_16 = word % 8;
+        const int to = Traits::kFp8 ? word - in_16 + in_16 % 2 * 4 + in_16 / 2 : word;
+        store_shared(tile.base + tile.offset(row, 4 * to), words[k][i]);
       }
-      largest = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(largest)));
-      int exponent = static_cast<int>(__float_as_uint(largest) >> 23) - 127;
-      exponent = largest == 0.f || exponent == 128 ? 0 : (exponent < -126 ? -126 : (exponent > 126 ? 126 : exponent));
-      const float down = __uint_as_float(static_cast<unsigned>(127 - exponent) << 23);
-      factor = __uint_as_float(static_cast<unsigned>(127 + exponent) << 23) *
-               args.k_descale.at(segment.b, segment.head, 1.f);
-#pragma unroll
-      for (int i = 0; i < kLaneWords; ++i) words[i] = pack(x[2 * i] * down, x[2 * i + 1] * down, __half());
-    }
-#pragma unroll
-    for (int i = 0; i < kLaneWords; ++i) {
-      const int word = lane + 32 * i, in_16 = word % 8;
-      const int to = Traits::kFp8 ? word - in_16 + in_16 % 2 * 4 + in_16 / 2 : word;
-      store_shared(tile.base + tile.offset(row, 4 * to), words[i]);
-    }
-    if (lane == 0) {
-      table.position[row] = keys.offset + from.i;
-      table.slope[row] = from.exists ? args.alibi.at(segment.b, from.head, 0.f) * kLog2e : 0.f;
-      if (Traits::kFp8) table.factor[row] = factor;
+      if (lane == 0) {
+        table.position[row] = keys.offset + QueryRow(args, plan, segment, row).i;
+        table.slope[row] = slopes[k];
+        if (Traits::kFp8) table.factor[row] = factor;
+      }
     }
   }
 }

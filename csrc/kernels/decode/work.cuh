@@ -77,11 +77,17 @@ struct Deal {
   static __device__ __forceinline__ Deal make(const DecodeArgs& args, const DecodePlan& plan, int tile_keys) {
     const int lane = threadIdx.x % 32;
     Deal deal;
+    int longest = 0;  // units of a work
     deal.count = (args.batch + 31) / 32;
+#pragma unroll 1
     for (int i = 0; i < deal.count; ++i) {
       const int b = lane * deal.count + i;
-      if (b < args.batch) deal.own += units_of_sequence(args, plan, b, tile_keys);
+      if (b >= args.batch) break;
+      const int units = units_of(plan, tiles_of(keys_of_sequence(args, b), tile_keys));
+      longest = max(longest, units);
+      deal.own += units * works_of(args, plan);
     }
+    longest = static_cast<int>(__reduce_max_sync(~0u, static_cast<unsigned>(longest)));
     int sum = deal.own;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
@@ -91,7 +97,7 @@ struct Deal {
     deal.before = sum - deal.own;
     deal.total = __shfl_sync(~0u, sum, 31);
     const int even = (deal.total + plan.grid - 1) / plan.grid;
-    deal.run = even > plan.least_tiles ? even : plan.least_tiles;
+    deal.run = max(even, min(plan.least_tiles, longest));
     return deal;
   }
 
@@ -99,6 +105,7 @@ struct Deal {
   __device__ __forceinline__ int before_sequence(const DecodeArgs& args, const DecodePlan& plan, int b,
                                                  int tile_keys) const {
     int sum = before;
+#pragma unroll 1
     for (int other = threadIdx.x % 32 * count; other < b && other < args.batch; ++other) {
       if (other >= (static_cast<int>(threadIdx.x) % 32 + 1) * count) break;
       sum += units_of_sequence(args, plan, other, tile_keys);
@@ -126,6 +133,7 @@ class Walk {
     int b = threadIdx.x % 32 * deal.count;
     int before = deal.before;
     const bool is_here = deal.before <= unit_ && unit_ < deal.before + deal.own;
+#pragma unroll 1
     while (is_here) {
       const int units = units_of_sequence(args, plan, b, tile_keys);
       if (before + units > unit_) break;
