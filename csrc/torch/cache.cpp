@@ -206,7 +206,9 @@ Result with_cache(const CacheInputs& in, const CacheOptions& given, bool return_
   const Shape64 shape = check_cache<int64_t>(in, given);
   check_cache_entries(in, given, shape);
   Tensor query = in.query;
-  if (in.key.defined()) {
+  if (auto turned = in.key.defined() ? append_by_kernel(in, given, shape) : std::nullopt) {
+    query = *std::move(turned);
+  } else if (in.key.defined()) {
     const Tensor length = in.cache_seqlens.to(at::kLong);
     Tensor key = in.key;
     if (in.rotary_cos.defined()) {
