@@ -2,6 +2,8 @@
 //
 // A thread takes four columns; a line of threads has a row. Which blocks have parts of it is computed anew. Called by
 // torch/cache_kernel.cpp. Invariant: the order of the sum follows from the plan and the lengths alone.
+#include <atomic>
+
 #include "gpu/host/launch.h"
 #include "gpu/ptx/grid.cuh"
 #include "kernels/decode/merge.cuh"
@@ -75,10 +77,10 @@ __global__ void __launch_bounds__(kMergeThreads)
   segment.head = at % works / plan.row_tiles;
   segment.row_tile = at % plan.row_tiles;
   const PartsOfWork from(args, plan, tile_keys, segment.b, at % works);
-  if (from.count == 1) return;  // all written
 #if __CUDA_ARCH__ >= 900
-  if (plan.dependent) grid_dependency_wait();
+  if (plan.dependent) grid_dependency_wait();  // of every block: what comes behind on the stream relies on it
 #endif
+  if (from.count == 1) return;  // all written
   const int head_dim = args.head_dim, quarter = head_dim / 4, lines = kMergeThreads / quarter;
   const int line = static_cast<int>(threadIdx.x) / quarter, col = static_cast<int>(threadIdx.x) % quarter * 4;
   const int step = kAlone ? lines : 1, begin = kAlone ? line : 0;  // of parts
@@ -115,6 +117,16 @@ __global__ void __launch_bounds__(kMergeThreads)
     if (col == 0) store_lse(args, segment.b, to, merged.max, merged.sum);
     if (kAlone) break;
   }
+}
+
+// Whether the merge waits for the kernel before it by itself: code for 9.0 does, and what a driver makes of PTX of 8.0
+// does not. Asked once a compute capability, of the current device.
+bool may_depend(int compute_capability) {
+  static std::atomic<signed char> known[256] = {};  // 1: yes, -1: no
+  if (compute_capability < 90 || compute_capability > 255) return false;
+  std::atomic<signed char>& answer = known[compute_capability];
+  if (answer == 0) answer = cuda::is_made_for(merge_kernel<true>, 90) ? 1 : -1;
+  return answer == 1;
 }
 
 const Unit* unit_of(const DecodeArgs& args, bool many_rows) {
@@ -161,7 +173,7 @@ DecodePlan plan_decode(const DecodeArgs& args, const DeviceInfo& device, bool ba
   plan.of_group = plan.group == 1 ? 0 : UINT32_MAX / static_cast<unsigned>(plan.group) + 1;
   plan.least_tiles = batch_invariant ? 1 : std::max(1, kLeastKeys / unit->tile_keys);
   plan.part_rows = static_cast<int>(std::min<int64_t>(rows, plan.tile_rows));
-  plan.dependent = device.compute_capability >= 90;
+  plan.dependent = may_depend(device.compute_capability);
   const int64_t tiles = (args.capacity + unit->tile_keys - 1) / unit->tile_keys;
   const int64_t works = int64_t{args.batch} * args.heads_k * plan.row_tiles;
   if (batch_invariant) plan.split_tiles = std::max(1, kInvariantKeys / unit->tile_keys);

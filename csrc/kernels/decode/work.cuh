@@ -150,8 +150,9 @@ class Walk {
 
   __device__ __forceinline__ bool has_more() const { return unit_ < end_; }
 
-  // Of the sequence that is_at() says.
+  // The sequence of the next segment.
   __device__ __forceinline__ int b() const { return b_; }
+  // tiles: of keys of that sequence.
   __device__ __forceinline__ Segment next(const DecodeArgs& args, const DecodePlan& plan, int tiles) {
     const int units = units_of(plan, tiles);
     int taken = min(end_ - unit_, units - at_);
