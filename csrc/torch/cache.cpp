@@ -1,6 +1,7 @@
-// The operators attention_with_cache and gather_pages, see cache.h: a composite of torch's operations that ends in a
-// call of `attention` with packed sequences. A cache is read where it lies, as rows of one long tensor in which each
-// sequence starts somewhere; pages and fp8 are copied.
+// The operators attention_with_cache and gather_pages, see cache.h. New rows are appended by torch's operations; then
+// the decode kernel attends (cache_kernel.cpp) or, where it does not, a composite that ends in a call of `attention`
+// with packed sequences. That reads a cache where it lies, as rows of one long tensor in which each sequence starts
+// somewhere; pages and fp8 are copied.
 #include "torch/cache.h"
 
 #include <ATen/ATen.h>
@@ -188,7 +189,8 @@ Inputs packed_inputs(const CacheInputs& in, const Shape64& shape, const Tensor& 
 }
 
 // Rows of each sequence after the new ones, (B,) of int32.
-Tensor total_of(const CacheInputs& in, const Shape64& shape, const Tensor& length) {
+Tensor total_of(const CacheInputs& in, const Shape64& shape) {
+  const Tensor length = in.cache_seqlens.to(at::kLong);
   Tensor exists = length >= 0;
   if (in.cache_batch_index.defined()) {
     exists = exists.logical_and(in.cache_batch_index >= 0).logical_and(in.cache_batch_index < shape.slots);
@@ -203,15 +205,20 @@ Result with_cache(const CacheInputs& in, const CacheOptions& given, bool return_
   const auto guard = in.query.is_cpu() ? c10::OptionalDeviceGuard() : c10::OptionalDeviceGuard(in.query.device());
   const Shape64 shape = check_cache<int64_t>(in, given);
   check_cache_entries(in, given, shape);
-  const Tensor length = in.cache_seqlens.to(at::kLong);
-  Tensor query = in.query, key = in.key;
-  if (in.rotary_cos.defined()) {
-    const Tensor start = length.unsqueeze(1);
-    const auto at = [&](int64_t rows) { return start + at::arange(rows, length.options()); };
-    key = rotated(key, in, at(shape.added), given.rotary_interleaved);
-    query = rotated(query, in, given.queries_have_positions() ? at(shape.len_q) : start, given.rotary_interleaved);
+  Tensor query = in.query;
+  if (auto turned = in.key.defined() ? append_by_kernel(in, given, shape) : std::nullopt) {
+    query = *std::move(turned);
+  } else if (in.key.defined()) {
+    const Tensor length = in.cache_seqlens.to(at::kLong);
+    Tensor key = in.key;
+    if (in.rotary_cos.defined()) {
+      const Tensor start = length.unsqueeze(1);
+      const auto at = [&](int64_t rows) { return start + at::arange(rows, length.options()); };
+      key = rotated(key, in, at(shape.added), given.rotary_interleaved);
+      query = rotated(query, in, given.queries_have_positions() ? at(shape.len_q) : start, given.rotary_interleaved);
+    }
+    append(in, shape, length, key);
   }
-  append(in, shape, length, key);
   const auto wide = accumulate_type(query.scalar_type());
   if (shape.batch * shape.len_q * shape.slots * shape.capacity == 0) {
     const auto sizes = {shape.batch, shape.heads_q, shape.len_q};
@@ -219,11 +226,12 @@ Result with_cache(const CacheInputs& in, const CacheOptions& given, bool return_
             return_lse ? at::full(sizes, -kInfinity, query.options().dtype(wide))
                        : at::empty({0}, query.options().dtype(at::kFloat))};
   }
+  if (auto result = attend_by_kernel(in, given, shape, query, return_lse)) return *std::move(result);
   Options options = given.attention;
   options.bottom_right = options.gqa = true;
   options.max_q = shape.len_q;
   options.max_k = shape.capacity;
-  const Inputs packed = packed_inputs(in, shape, query, total_of(in, shape, length));
+  const Inputs packed = packed_inputs(in, shape, query, total_of(in, shape));
   const ForwardResult result = call_attention(packed, options, return_lse);
   const Tensor out = result.out.view({shape.batch, shape.len_q, shape.heads_q, shape.head_dim_v}).contiguous();
   if (!return_lse) return {out, result.lse};

@@ -4,7 +4,8 @@
 //   cache (slots, S, heads, cols)       sequence b has slot b, or cache_batch_index[b]; its first cache_seqlens[b] rows
 //   pool  (pages, page rows, heads, cols)    sequence b has pages block_table[b, 0], block_table[b, 1], ...
 //
-// cache_checks.cpp finds what is wrong with a call, cache.cpp computes and registers, bindings.cpp calls. Invariant:
+// cache_checks.cpp finds what is wrong with a call, cache.cpp computes and registers, cache_append.cpp and
+// cache_kernel.cpp have kernels compute, bindings.cpp calls. Invariant:
 // what lengths, indices and pages hold is never read on the host (but by FLASH_EXT_CHECK=1) and, whatever it is, leads
 // to no access outside the tensors.
 #pragma once
@@ -74,6 +75,17 @@ void check_pages(const Tensor& query, const Tensor& key, const Tensor& value, co
 void check_cache_entries(const CacheInputs& in, const CacheOptions& options, const CacheShape<int64_t>& shape);
 void check_page_entries(const Tensor& block_table, const char* lengths_name, const Tensor& lengths, int64_t added,
                         int64_t pages, int64_t rows);
+
+// Appends the new rows of a checked call; returns the queries, after rotary where it is asked for. Nothing where the
+// kernel does not take it, and nothing is written then.
+std::optional<Tensor> append_by_kernel(const CacheInputs& in, const CacheOptions& options,
+                                       const CacheShape<int64_t>& shape);
+
+// The attention of a checked call whose new rows are in the caches, of `query` after rotary; nothing where the kernel
+// does not take it.
+std::optional<std::tuple<Tensor, Tensor>> attend_by_kernel(const CacheInputs& in, const CacheOptions& options,
+                                                           const CacheShape<int64_t>& shape, const Tensor& query,
+                                                           bool return_lse);
 
 // Through the dispatcher.
 std::tuple<Tensor, Tensor> call_attention_with_cache(const CacheInputs& in, const CacheOptions& options,

@@ -137,6 +137,11 @@ template <class T>
 T __shfl_xor_sync(unsigned, T value, int mask) {
   return flash_ext::emulated::exchange("shfl", value)[flash_ext::emulated::lane() ^ mask];
 }
+template <class T>
+T __shfl_up_sync(unsigned, T value, int step) {
+  const auto lanes = flash_ext::emulated::exchange("shfl", value);
+  return flash_ext::emulated::lane() < step ? value : lanes[flash_ext::emulated::lane() - step];
+}
 inline unsigned __ballot_sync(unsigned, int predicate) {
   const auto lanes = flash_ext::emulated::exchange("ballot", predicate);
   unsigned bits = 0;
@@ -157,6 +162,9 @@ inline unsigned __float_as_uint(float x) {
 }
 inline int __float_as_int(float x) { return static_cast<int>(__float_as_uint(x)); }
 inline float __fmul_rn(float x, float y) { return x * y; }
+inline float __fadd_rn(float x, float y) { return x + y; }
+inline float __fsub_rn(float x, float y) { return x - y; }
+inline float __fdiv_rn(float x, float y) { return x / y; }
 inline float __saturatef(float x) { return x > 0.f ? std::min(x, 1.f) : 0.f; }  // of NaN, too
 inline float __int_as_float(int x) { return __uint_as_float(static_cast<unsigned>(x)); }
 inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
@@ -183,6 +191,21 @@ inline int __reduce_max_sync(unsigned, int x) {
   int most = x;
   for (int i = 0; i < 32; ++i) most = std::max(most, static_cast<int>(lanes[i]));
   return most;
+}
+inline unsigned __reduce_max_sync(unsigned, unsigned x) {
+  const auto lanes = flash_ext::emulated::exchange("redux", x);
+  for (int i = 0; i < 32; ++i) x = std::max(x, lanes[i]);
+  return x;
+}
+inline int __ffs(int x) { return __builtin_ffs(x); }
+inline unsigned __umulhi(unsigned x, unsigned y) { return static_cast<unsigned>(static_cast<uint64_t>(x) * y >> 32); }
+inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
+  const uint64_t bytes = static_cast<uint64_t>(y) << 32 | x;
+  unsigned result = 0;
+  for (int i = 0; i < 4; ++i) {
+    result |= static_cast<unsigned>(bytes >> 8 * (selector >> 4 * i & 7) & 0xFF) << 8 * i;
+  }
+  return result;
 }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 [[noreturn]] inline void __trap() { __builtin_trap(); }

@@ -1,0 +1,207 @@
+// Merges the parts of works that several blocks had, see merge.cuh; and which kernel a call has.
+//
+// A thread takes four columns; a line of threads has a row. Which blocks have parts of it is computed anew. Called by
+// torch/cache_kernel.cpp. Invariant: the order of the sum follows from the plan and the lengths alone.
+#include <atomic>
+
+#include "gpu/host/launch.h"
+#include "gpu/ptx/grid.cuh"
+#include "kernels/decode/merge.cuh"
+#include "kernels/decode/units.h"
+
+namespace flash_ext {
+namespace decode {
+namespace {
+
+constexpr int kMergeThreads = 128, kBatch = 8;  // parts whose loads are in flight together
+constexpr int64_t kLoneRows = 4096;             // of the call: a block each; else kBlockRows
+constexpr int kBlockRows = 16;
+
+// Four columns of a row over some keys.
+struct Merged {
+  float max = -INFINITY, sum = 0.f;
+  float4 out = {};
+
+  template <int kCount>
+  __device__ __forceinline__ void join(const Merged (&more)[kCount]) {
+    const float before = max;
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) max = fmaxf(max, more[k].max);
+    const float kept = merge_factor(before, max);
+    sum *= kept;
+    out = make_float4(out.x * kept, out.y * kept, out.z * kept, out.w * kept);
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      const float factor = merge_factor(more[k].max, max);
+      const float4& add = more[k].out;
+      sum = fmaf(more[k].sum, factor, sum);
+      out = make_float4(fmaf(add.x, factor, out.x), fmaf(add.y, factor, out.y), fmaf(add.z, factor, out.z),
+                        fmaf(add.w, factor, out.w));
+    }
+  }
+};
+
+// Where the parts of a work are. Part n is that of a run n runs behind the first or, with split_tiles, of unit first +
+// n.
+struct PartsOfWork {
+  int first, first_run, run, count;
+  bool fixed;
+
+  __device__ __forceinline__ PartsOfWork(const DecodeArgs& args, const DecodePlan& plan, int tile_keys, int b,
+                                         int work) {
+    const int units = units_of(plan, tiles_of(keys_of_sequence(args, b), tile_keys));
+    const Deal deal = Deal::make(args, plan, tile_keys);
+    first = deal.before_sequence(args, plan, b, tile_keys) + work * units;
+    run = deal.run;
+    first_run = first / run;
+    fixed = plan.split_tiles > 0;
+    count = fixed ? units : (first + units - 1) / run - first_run + 1;
+  }
+  __device__ __forceinline__ int part(int n) const {
+    if (fixed) return first + n;
+    const int block = first_run + n;
+    return 2 * block + (first > block * run ? 1 : 0);
+  }
+};
+
+// kAlone: a block has one row, whose parts its lines of threads share; else each line has a row at a time.
+template <bool kAlone>
+__global__ void __launch_bounds__(kMergeThreads)
+    merge_kernel(const __grid_constant__ DecodeArgs args, const __grid_constant__ DecodePlan plan,
+                 const __grid_constant__ Parts parts, int tile_keys) {
+  const int chunks = kAlone ? plan.part_rows : (plan.part_rows + kBlockRows - 1) / kBlockRows;
+  const int at = static_cast<int>(blockIdx.x) / chunks, works = works_of(args, plan);
+  const int first_row = static_cast<int>(blockIdx.x) % chunks * (kAlone ? 1 : kBlockRows);
+  Segment segment;
+  segment.b = at / works;
+  segment.head = at % works / plan.row_tiles;
+  segment.row_tile = at % plan.row_tiles;
+  const PartsOfWork from(args, plan, tile_keys, segment.b, at % works);
+#if __CUDA_ARCH__ >= 900
+  if (plan.dependent) grid_dependency_wait();  // of every block: what comes behind on the stream relies on it
+#endif
+  if (from.count == 1) return;  // all written
+  const int head_dim = args.head_dim, quarter = head_dim / 4, lines = kMergeThreads / quarter;
+  const int line = static_cast<int>(threadIdx.x) / quarter, col = static_cast<int>(threadIdx.x) % quarter * 4;
+  const int step = kAlone ? lines : 1, begin = kAlone ? line : 0;  // of parts
+  const int rows = min(plan.part_rows, first_row + (kAlone ? 1 : kBlockRows));
+  for (int row = first_row + (kAlone ? 0 : line); row < rows; row += lines) {
+    Merged merged;
+#pragma unroll 1
+    for (int n = begin; n < from.count; n += kBatch * step) {
+      Merged parts_of[kBatch];
+#pragma unroll
+      for (int k = 0; k < kBatch; ++k) {
+        if (n + k * step >= from.count) break;
+        const int part = from.part(n + k * step);
+        const float2 sums = parts.sums_of(part)[row];
+        const int64_t line_of_part = int64_t{part} * parts.rows + row;
+        parts_of[k] = {sums.x, sums.y, *reinterpret_cast<const float4*>(parts.out + line_of_part * head_dim + col)};
+      }
+      merged.join(parts_of);
+    }
+    if constexpr (kAlone) {
+      __shared__ Merged others[kMergeThreads];
+      others[threadIdx.x] = merged;
+      __syncthreads();
+      if (line > 0) return;
+#pragma unroll 1
+      for (int other = 1; other < lines; ++other) {
+        const Merged next[1] = {others[other * quarter + static_cast<int>(threadIdx.x)]};
+        merged.join(next);
+      }
+    }
+    const QueryRow to(args, plan, segment, row);
+    if (!to.exists) break;
+    finish_row(args, segment, to, col, merged.out, merged.sum);
+    if (col == 0) store_lse(args, segment.b, to, merged.max, merged.sum);
+    if (kAlone) break;
+  }
+}
+
+// Whether the merge waits for the kernel before it by itself: code for 9.0 does, and what a driver makes of PTX of 8.0
+// does not. Asked once a compute capability, of the current device.
+bool may_depend(int compute_capability) {
+  static std::atomic<signed char> known[256] = {};  // 1: yes, -1: no
+  if (compute_capability < 90 || compute_capability > 255) return false;
+  std::atomic<signed char>& answer = known[compute_capability];
+  if (answer == 0) answer = cuda::is_made_for(merge_kernel<true>, 90) ? 1 : -1;
+  return answer == 1;
+}
+
+const Unit* unit_of(const DecodeArgs& args, bool many_rows) {
+  for (const std::span<const Unit> units : {bf16_units(), fp16_units(), fp8_units()}) {
+    for (const Unit& unit : units) {
+      const bool fits = unit.fp8 == args.fp8 && (unit.fp8 || unit.dtype == args.dtype);
+      if (fits && unit.head_dim == args.head_dim && (unit.tile_rows > 16) == many_rows) return &unit;
+    }
+  }
+  return nullptr;
+}
+
+}  // namespace
+}  // namespace decode
+
+DecodePlan plan_decode(const DecodeArgs& args, const DeviceInfo& device, bool batch_invariant) {
+  using namespace decode;
+  // NOTE: beyond these a packed call was faster, which copies pages and e4m3 first. One H100, 8 sequences of 8k keys:
+  // 256 rows 271 us against 218, 128 rows 167 against 215; of pages of 64, 256 rows 376 against 420.
+  const int64_t most_rows = args.fp8 || args.table != nullptr ? 256 : 128;
+  constexpr int kInvariantKeys = 1024;  // of a part
+  constexpr int kLeastKeys = 256;       // of a run: less to merge is worth a longer run
+  DecodePlan plan;
+  const int64_t rows = int64_t{args.len_q} * (args.heads_q / args.heads_k);
+  const Unit* const unit = unit_of(args, rows > 16);
+  if (unit == nullptr || rows > most_rows || device.compute_capability < 80) return plan;
+  // Blocks that a multiprocessor holds, and places of the ring that they leave room for.
+  constexpr int64_t kReserved = 1024;
+  int blocks = unit->most_blocks;
+  for (plan.stages = 4; plan.stages >= 2; --plan.stages) {
+    plan.shared_bytes = unit->shared_bytes(plan.stages);
+    if (plan.shared_bytes + unit->static_bytes > device.shared_memory_per_block) continue;
+    const int64_t fit = device.shared_memory_per_multiprocessor / (plan.shared_bytes + unit->static_bytes + kReserved);
+    if (fit >= blocks) break;
+    if (plan.stages == 2 && fit > 0) {
+      blocks = static_cast<int>(fit);
+      break;
+    }
+  }
+  if (plan.stages < 2) return plan;
+  plan.tile_rows = unit->tile_rows;
+  plan.row_tiles = static_cast<int>((rows + plan.tile_rows - 1) / plan.tile_rows);
+  plan.group = args.heads_q / args.heads_k;
+  plan.of_group = plan.group == 1 ? 0 : UINT32_MAX / static_cast<unsigned>(plan.group) + 1;
+  plan.least_tiles = batch_invariant ? 1 : std::max(1, kLeastKeys / unit->tile_keys);
+  plan.part_rows = static_cast<int>(std::min<int64_t>(rows, plan.tile_rows));
+  plan.dependent = may_depend(device.compute_capability);
+  const int64_t tiles = (args.capacity + unit->tile_keys - 1) / unit->tile_keys;
+  const int64_t works = int64_t{args.batch} * args.heads_k * plan.row_tiles;
+  if (batch_invariant) plan.split_tiles = std::max(1, kInvariantKeys / unit->tile_keys);
+  const int64_t pieces = batch_invariant ? (tiles + plan.split_tiles - 1) / plan.split_tiles : tiles;
+  plan.grid = static_cast<int>(std::min<int64_t>(int64_t{device.multiprocessors} * blocks, works * pieces));
+  plan.runs = works * tiles + 2 * plan.grid < INT32_MAX / 2;  // work.cuh counts in 32 bits
+  const int64_t parts = batch_invariant ? works * pieces : 2 * plan.grid;
+  plan.scratch_bytes = parts * plan.part_rows * (args.head_dim + 2) * 4;
+  return plan;
+}
+
+void run_decode(const DecodeArgs& args, const DecodePlan& plan, void* scratch) {
+  using namespace decode;
+  const Unit* const unit = unit_of(args, plan.tile_rows > 16);
+  // Sums last, because rows of out begin at multiples of 16 bytes.
+  const int64_t all_parts = plan.scratch_bytes / (int64_t{plan.part_rows} * (args.head_dim + 2) * 4);
+  auto* const out = static_cast<float*>(scratch);
+  const Parts parts{reinterpret_cast<float2*>(out + all_parts * plan.part_rows * args.head_dim), out, plan.part_rows};
+  unit->run(args, plan, parts);
+  const int64_t works = int64_t{args.batch} * args.heads_k * plan.row_tiles;
+  const bool alone = works * plan.part_rows <= kLoneRows;
+  const dim3 grid = cuda::grid_of(works * (alone ? plan.part_rows : (plan.part_rows + kBlockRows - 1) / kBlockRows));
+  const auto kernel = alone ? merge_kernel<true> : merge_kernel<false>;
+  if (plan.dependent) {
+    cuda::launch_dependent(kernel, grid, kMergeThreads, 0, args.stream, args, plan, parts, unit->tile_keys);
+  } else {
+    cuda::launch(kernel, grid, kMergeThreads, 0, args.stream, args, plan, parts, unit->tile_keys);
+  }
+}
+
+}  // namespace flash_ext

@@ -1,0 +1,186 @@
+// Who computes what, decided on the device from the lengths. All tiles of keys of the call are dealt to the blocks in
+// runs of equal size:
+//
+//   sequence 0, head 0      head 1                  sequence 1, head 0     head 1          units: tiles of keys
+//   |---------------------|---------------------|-------|-------|
+//   | block 0   | block 1   | block 2   | block 3   | block 4   |
+//
+// A work is (sequence, key head, tile of rows); each has at least one unit, so that its rows are written. What a block
+// has of a work is a segment: all of it is written to out, a part of it to scratch, where the merge finds it. A block
+// has at most two parts: of the work that its run begins in, and of the one that it ends in. With plan.split_tiles a
+// unit is instead a piece of so many tiles, and every piece a part of its own unless it is the whole work.
+//
+// Called by kernel.cuh and merge.cu. Invariant: all lanes of a warp, and all warps, find the same; all units of a call,
+// and one run more, fit 31 bits (merge.cu).
+#pragma once
+
+#include "core/decode.h"
+
+namespace flash_ext::decode {
+
+// Keys of one sequence that any of its queries sees, [first, last), and its rows, with new ones.
+struct SequenceKeys {
+  int rows = 0, first = 0, last = 0;
+  int offset = 0;  // query i has position i + offset
+};
+
+__device__ __forceinline__ int slot_of(const DecodeArgs& args, int b) {
+  return args.slot_of == nullptr ? b : args.slot_of[b];
+}
+
+// Keys [first, last) that a query at a position sees.
+__device__ __forceinline__ int first_key_at(const DecodeArgs& args, int position) {
+  return max(position - args.left, 0);
+}
+__device__ __forceinline__ int last_key_at(const DecodeArgs& args, int position, int rows) {
+  return min(position + args.right + 1, rows);
+}
+
+__device__ __forceinline__ SequenceKeys keys_of_sequence(const DecodeArgs& args, int b) {
+  SequenceKeys keys;
+  const int64_t length = args.lengths[b];
+  const bool has_slot = args.slot_of == nullptr || (args.slot_of[b] >= 0 && args.slot_of[b] < args.slots);
+  if (length < 0 || !has_slot) return keys;
+  const int64_t rows = length + args.added;
+  keys.rows = static_cast<int>(rows < args.capacity ? rows : args.capacity);
+  keys.offset = args.bottom_right ? keys.rows - args.len_q : 0;
+  keys.first = min(first_key_at(args, keys.offset), keys.rows);
+  keys.last = max(last_key_at(args, keys.offset + args.len_q - 1, keys.rows), keys.first);
+  return keys;
+}
+
+__device__ __forceinline__ int tiles_of(const SequenceKeys& keys, int tile_keys) {
+  const int tiles = (keys.last - keys.first + tile_keys - 1) / tile_keys;
+  return tiles > 0 ? tiles : 1;
+}
+
+// Units of one work.
+__device__ __forceinline__ int units_of(const DecodePlan& plan, int tiles) {
+  return plan.split_tiles == 0 ? tiles : (tiles + plan.split_tiles - 1) / plan.split_tiles;
+}
+
+__device__ __forceinline__ int works_of(const DecodeArgs& args, const DecodePlan& plan) {
+  return args.heads_k * plan.row_tiles;
+}
+
+__device__ __forceinline__ int units_of_sequence(const DecodeArgs& args, const DecodePlan& plan, int b, int tile_keys) {
+  return units_of(plan, tiles_of(keys_of_sequence(args, b), tile_keys)) * works_of(args, plan);
+}
+
+// How units are dealt, and the units before some sequences; of a warp, each lane of which adds up the sequences
+// [lane * count, lane * count + count).
+struct Deal {
+  int before = 0, own = 0;  // units of the lanes before, and of this one
+  int total = 0, run = 0;   // of all, and of a block
+  int count = 0;
+
+  static __device__ __forceinline__ Deal make(const DecodeArgs& args, const DecodePlan& plan, int tile_keys) {
+    const int lane = threadIdx.x % 32;
+    Deal deal;
+    int longest = 0;  // units of a work
+    deal.count = (args.batch + 31) / 32;
+#pragma unroll 1
+    for (int i = 0; i < deal.count; ++i) {
+      const int b = lane * deal.count + i;
+      if (b >= args.batch) break;
+      const int units = units_of(plan, tiles_of(keys_of_sequence(args, b), tile_keys));
+      longest = max(longest, units);
+      deal.own += units * works_of(args, plan);
+    }
+    longest = static_cast<int>(__reduce_max_sync(~0u, static_cast<unsigned>(longest)));
+    int sum = deal.own;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const int other = __shfl_up_sync(~0u, sum, step);
+      if (lane >= step) sum += other;
+    }
+    deal.before = sum - deal.own;
+    deal.total = __shfl_sync(~0u, sum, 31);
+    const int even = (deal.total + plan.grid - 1) / plan.grid;
+    deal.run = max(even, min(plan.least_tiles, longest));
+    return deal;
+  }
+
+  // Units before sequence b.
+  __device__ __forceinline__ int before_sequence(const DecodeArgs& args, const DecodePlan& plan, int b,
+                                                 int tile_keys) const {
+    int sum = before;
+#pragma unroll 1
+    for (int other = threadIdx.x % 32 * count; other < b && other < args.batch; ++other) {
+      if (other >= (static_cast<int>(threadIdx.x) % 32 + 1) * count) break;
+      sum += units_of_sequence(args, plan, other, tile_keys);
+    }
+    return __shfl_sync(~0u, sum, b / count);
+  }
+};
+
+// What a block has of a work: tiles [tile, tile + tiles) of its keys.
+struct Segment {
+  int b = 0, head = 0, row_tile = 0;
+  int tile = 0, tiles = 0;
+  bool whole = false;
+  int part = 0;  // its place in scratch, unless it is whole
+};
+
+// The segments of a block, in order.
+class Walk {
+ public:
+  __device__ __forceinline__ Walk(const DecodeArgs& args, const DecodePlan& plan, int tile_keys) {
+    const Deal deal = Deal::make(args, plan, tile_keys);
+    begin_ = unit_ = static_cast<int>(blockIdx.x) * deal.run;
+    end_ = min(unit_ + deal.run, deal.total);
+    if (unit_ >= end_) return;
+    int b = threadIdx.x % 32 * deal.count;
+    int before = deal.before;
+    const bool is_here = deal.before <= unit_ && unit_ < deal.before + deal.own;
+#pragma unroll 1
+    while (is_here) {
+      const int units = units_of_sequence(args, plan, b, tile_keys);
+      if (before + units > unit_) break;
+      before += units;
+      ++b;
+    }
+    const int from = __ffs(static_cast<int>(__ballot_sync(~0u, is_here))) - 1;
+    b_ = __shfl_sync(~0u, b, from);
+    const int inside = unit_ - __shfl_sync(~0u, before, from);
+    const int units = units_of(plan, tiles_of(keys_of_sequence(args, b_), tile_keys));
+    work_ = inside / units;
+    at_ = inside % units;
+  }
+
+  __device__ __forceinline__ bool has_more() const { return unit_ < end_; }
+
+  // The sequence of the next segment.
+  __device__ __forceinline__ int b() const { return b_; }
+  // tiles: of keys of that sequence.
+  __device__ __forceinline__ Segment next(const DecodeArgs& args, const DecodePlan& plan, int tiles) {
+    const int units = units_of(plan, tiles);
+    int taken = min(end_ - unit_, units - at_);
+    if (plan.split_tiles > 0) taken = 1;
+    Segment segment;
+    segment.b = b_;
+    segment.head = work_ / plan.row_tiles;
+    segment.row_tile = work_ % plan.row_tiles;
+    segment.whole = taken == units;
+    const int size = plan.split_tiles == 0 ? 1 : plan.split_tiles;
+    segment.tile = at_ * size;
+    segment.tiles = (at_ + taken) * size < tiles ? taken * size : tiles - at_ * size;
+    segment.part = plan.split_tiles == 0 ? 2 * static_cast<int>(blockIdx.x) + (unit_ == begin_ ? 0 : 1) : unit_;
+    unit_ += taken;
+    at_ += taken;
+    if (at_ == units) {
+      at_ = 0;
+      if (++work_ == works_of(args, plan)) {
+        work_ = 0;
+        ++b_;
+      }
+    }
+    return segment;
+  }
+
+ private:
+  int begin_ = 0, unit_ = 0, end_ = 0;
+  int b_ = 0, work_ = 0, at_ = 0;  // where unit_ lies: unit at_ of work work_ of sequence b_
+};
+
+}  // namespace flash_ext::decode
