@@ -231,6 +231,9 @@ Gradients gradients(const Tensor& grad_out, const Tensor& grad_lse, const Inputs
     if (!parts[i].fwd.problem.wants_dbias) continue;
     dbias = allocate(in.bias.sizes(), in.query, plans[i].narrow_dbias ? in.bias.scalar_type() : accumulate);
     parts[i].dbias.data = dbias.mutable_data_ptr();
+    // What the longest sequence may have beyond the tensors' rows is no score of the problem's.
+    const Problem& own = parts[i].fwd.problem;
+    if (own.packed && dbias.numel() > own.batch * own.heads_q * own.len_q * own.len_k) dbias.zero_();
   }
   {
     // Given back before the sums and casts below: the stream orders who writes to its memory next, as it does for the

@@ -55,13 +55,17 @@ OPTION_SETS: dict[str, dict[str, Any]] = {
 }
 
 
-def op_arguments(device: str, requires_grad: bool, extras: bool, p: float = 0.0) -> tuple[list[Tensor], dict[str, Any]]:
+def op_arguments(
+    device: str, requires_grad: bool, extras: bool, p: float = 0.0, whole: bool = False
+) -> tuple[list[Tensor], dict[str, Any]]:
+    """whole: with a bias of all scores, whose gradient is not the composite's."""
     call = small(device, Heads(2, 1, 1, 4, 3), gqa=True, dropout_p=p)
     tensors = [x.float().requires_grad_(requires_grad) for x in call.inputs.values()]
     options = call.where | call.options
     if extras:
         options["mask"] = (torch.rand(3, 2) > 0.2).to(device)
-        options["bias"] = rand(3, 1, 1, 2, device=device).requires_grad_(requires_grad)
+        shape = call.scores if whole else (3, 1, 1, 2)
+        options["bias"] = rand(*shape, device=device).requires_grad_(requires_grad)
         options["alibi_slopes"] = torch.rand(3, 2).to(device).requires_grad_(requires_grad)
     return tensors, options
 
@@ -70,7 +74,7 @@ def op_arguments(device: str, requires_grad: bool, extras: bool, p: float = 0.0)
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize("options", OPTION_SETS)
 def test_opcheck_forward(options: str, requires_grad: bool, extras: bool, device: str) -> None:
-    tensors, more = op_arguments(device, requires_grad, extras)
+    tensors, more = op_arguments(device, requires_grad, extras, whole=options == "batch_invariant")
     more |= OPTION_SETS[options]
     torch.library.opcheck(OPS.attention.default, tuple(tensors), more)
     state = torch.tensor([3, 1], device=device)
@@ -81,7 +85,7 @@ def test_opcheck_forward(options: str, requires_grad: bool, extras: bool, device
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize("options", OPTION_SETS)
 def test_opcheck_backward(options: str, requires_grad: bool, extras: bool, device: str) -> None:
-    tensors, more = op_arguments(device, False, extras, 0.5)
+    tensors, more = op_arguments(device, False, extras, 0.5, whole=options == "batch_invariant")
     more |= {name: value for name, value in OPTION_SETS[options].items() if name != "return_lse"}
     out, lse, state = OPS.attention(*tensors, **more, return_lse=True)
     given = [rand(*out.shape, device=device), rand(*lse.shape, device=device), *tensors]
