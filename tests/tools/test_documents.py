@@ -138,7 +138,7 @@ def test_the_commands_that_the_ci_takes_from_the_readme() -> None:
         assert re.search(rf"^pip install -q uv && uv run {pattern}", text, re.MULTILINE), pattern
 
 
-RUN = [ROOT / "README.md", ROOT / "docs/use/api.md", ROOT / "docs/use/decode.md", *LESSONS]
+RUN = [ROOT / name for name in ("README.md", "docs/use/api.md", "docs/use/decode.md", "docs/use/packed.md")] + LESSONS
 
 
 @pytest.mark.parametrize("page", RUN, ids=name_of)
