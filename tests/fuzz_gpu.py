@@ -2,6 +2,7 @@
 
     python tests/fuzz_gpu.py --seed 1 --first 0 --cases 20000 --processes 16
     python tests/fuzz_gpu.py --seed 1 --first 4711 --cases 1          # case 4711 of it again
+    python tests/fuzz_gpu.py --kind packed --cases 5000               # attention_varlen; cache: attention_with_cache
 
 Prints progress, what fails as it comes, refusals by reason, the lines that reproduce what failed, and "N passed, M
 failed".
@@ -20,6 +21,7 @@ import queue
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 from conftest import is_granted_refusal
 from fuzz.cases import draw
-from fuzz.judge import judge
+from fuzz.judge import Verdict, judge
+from fuzz.sequences import describe_cache, describe_packed, run_cache, run_packed
 
 import flash_ext
 
@@ -51,21 +54,33 @@ def backend_of(pick: float, device: str) -> str | None:
     return None
 
 
-def run_case(seed: int, number: int, device: str, asked: str) -> tuple[str, str]:
+# kind: (what is wrong with a case on a backend, or a refusal; what a case is)
+KINDS: dict[str, tuple[Callable[[int, int, str, str | None], Verdict], Callable[[int, int], str]]] = {
+    "dense": (
+        lambda seed, number, *where: judge(draw(seed, number), *where),
+        lambda seed, number: draw(seed, number).describe(),
+    ),
+    "packed": (run_packed, describe_packed),
+    "cache": (run_cache, describe_cache),
+}
+
+
+def run_case(seed: int, number: int, device: str, asked: str, kind: str = "dense") -> tuple[str, str]:
     """("passed" | "failed", what is wrong), and before it, joined by a line break, what was refused."""
-    case = draw(seed, number)
-    backend = backend_of(case.pick, device) if asked == "mixed" else None if asked == "auto" else asked
-    verdict = judge(case, device, backend)
+    judged, describe = KINDS[kind]
+    pick = draw(seed, number).pick
+    backend = backend_of(pick, device) if asked == "mixed" else None if asked == "auto" else asked
+    verdict = judged(seed, number, device, backend)
     refusal = ""
     if verdict.refusal is not None:
         if not is_granted_refusal(backend, RuntimeError(verdict.refusal)):
-            return "failed", f"refused: {verdict.refusal} [{backend}] {case.describe()}"
+            return "failed", f"refused: {verdict.refusal} [{backend}] {describe(seed, number)}"
         refusal, backend = verdict.refusal, None
-        verdict = judge(case, device, None)
+        verdict = judged(seed, number, device, None)
         if verdict.refusal is not None:
-            return "failed", f"refused: {verdict.refusal} {case.describe()}"
+            return "failed", f"refused: {verdict.refusal} {describe(seed, number)}"
     if verdict.wrong:
-        return "failed", f"{'; '.join(verdict.wrong)} [{backend or 'auto'}] {case.describe()}"
+        return "failed", f"{'; '.join(verdict.wrong)} [{backend or 'auto'}] {describe(seed, number)}"
     return "passed", refusal
 
 
@@ -74,11 +89,11 @@ def work(numbers: range, options: argparse.Namespace, results: Any) -> None:
     for number in numbers:
         faulthandler.dump_traceback_later(SHOWS_AFTER)
         try:
-            outcome = run_case(options.seed, number, options.device, options.backend)
+            outcome = run_case(options.seed, number, options.device, options.backend, options.kind)
         except Exception as error:
             outcome = (
                 "failed",
-                "".join(traceback.format_exception(error, limit=-3)) + draw(options.seed, number).describe(),
+                "".join(traceback.format_exception(error, limit=-3)) + KINDS[options.kind][1](options.seed, number),
             )
             results.put((number, *outcome))
             if "CUDA error" in str(error):
@@ -123,9 +138,8 @@ class Worker:
             self.process.join()
             if self.process.exitcode != 3:  # which has told why
                 text = "hangs" if hangs else f"the process ended with {self.process.exitcode}"
-                found.append(
-                    (self.numbers[0], "failed", f"{text} {draw(self.options.seed, self.numbers[0]).describe()}")
-                )
+                case = KINDS[self.options.kind][1](self.options.seed, self.numbers[0])
+                found.append((self.numbers[0], "failed", f"{text} {case}"))
                 self.numbers = self.numbers[1:]
             if self.numbers:
                 self.start()
@@ -134,6 +148,7 @@ class Worker:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kind", choices=tuple(KINDS), default="dense", help="of calls")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--cases", type=int, default=1000)
@@ -167,7 +182,9 @@ def main() -> int:
     for reason, count in refusals.most_common():
         print(f"refused {count:6d}  {reason}")
     for number, _ in sorted(failures):
-        command = f"python tests/fuzz_gpu.py --device {options.device} --backend {options.backend}"
+        command = (
+            f"python tests/fuzz_gpu.py --kind {options.kind} --device {options.device} --backend {options.backend}"
+        )
         print(f"again: {command} --seed {options.seed} --first {number} --cases 1")
     print(f"{sum(refusals.values())} refused by the backend asked for, then served by another")
     took = time.monotonic() - start

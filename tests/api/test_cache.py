@@ -10,120 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from caches import HEADS, example, ints, place, plain
+from caches import ROWS as S
 from helpers import rand
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import flash_ext
-from flash_ext import reference
 
 Error = flash_ext.AttentionError
-B, S, HK, E, EV = 3, 48, 2, 16, 8
-HQ = 4
-FP8 = torch.float8_e4m3fn
-
-
-def ints(values: Any, device: str = "cpu") -> Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=device)
-
-
-def turned(x: Tensor, cos: Tensor, sin: Tensor, positions: list[int], interleaved: bool) -> Tensor:
-    """x (rows, heads, cols) in float64, column by column."""
-    result, half = x.clone(), cos.shape[1]
-    for row, position in enumerate(positions):
-        for c in range(half):
-            i, j = (2 * c, 2 * c + 1) if interleaved else (c, c + half)
-            result[row, :, i] = x[row, :, i] * cos[position, c] - x[row, :, j] * sin[position, c]
-            result[row, :, j] = x[row, :, i] * sin[position, c] + x[row, :, j] * cos[position, c]
-    return result
-
-
-def example(
-    queries: int = 1, added: int | None = None, lengths: tuple[int, ...] = (5, 0, 30), page: int = 0,
-    index: tuple[int, ...] | None = None, rotary: int = 0, fp8: bool = False, slopes: bool = False,
-    sinks: bool = False, dtype: torch.dtype = torch.float64, device: str = "cpu", **options: Any,
-) -> dict[str, Any]:  # fmt: skip
-    """Arguments of a call, poison in every row of the caches that no sequence has."""
-    batch, slots = len(lengths), len(lengths) + 2 if index else len(lengths)
-    columns = -(-S // page) if page else 0
-    shape = (2 + batch * columns, page) if page else (slots, S)
-    call: dict[str, Any] = {"query": rand(batch, queries, HQ, E, dtype=dtype, device=device)}
-    for name, cols in (("key_cache", E), ("value_cache", EV)):
-        call[name] = torch.full((*shape, HK, cols), torch.nan, dtype=dtype, device=device)
-    if page:
-        order = torch.randperm(shape[0])[: batch * columns].view(batch, columns)
-        call["block_table"] = order.to(device, torch.int32)
-    if index:
-        call["cache_batch_index"] = ints(index, device)
-    for b, length in enumerate(lengths):
-        for row in range(length):
-            slot, at = place(call, b, row)
-            call["key_cache"][slot, at] = rand(HK, E, dtype=dtype, device=device)
-            call["value_cache"][slot, at] = rand(HK, EV, dtype=dtype, device=device)
-    if added is not None:
-        call |= {"key": rand(batch, added, HK, E, dtype=dtype, device=device)}
-        call |= {"value": rand(batch, added, HK, EV, dtype=dtype, device=device)}
-    if rotary:
-        angles = torch.rand(S, rotary // 2, device=device) * 6
-        call |= {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
-    if fp8:
-        for name, scale in (("key_cache", "k_descale"), ("value_cache", "v_descale")):
-            call[name] = call[name].to(FP8)
-            call[scale] = torch.rand(batch, HK, device=device) + 0.5
-    if slopes:
-        call["alibi_slopes"] = torch.rand(batch, HQ, device=device)
-    if sinks:
-        call["sinks"] = rand(HQ, dtype=torch.float64 if dtype == torch.float64 else torch.float32, device=device)
-    return call | {"cache_seqlens": ints(lengths, device)} | options
-
-
-def place(call: dict[str, Any], b: int, row: int) -> tuple[int, int]:
-    if "block_table" in call:
-        page = call["key_cache"].shape[1]
-        return int(call["block_table"][b, row // page]), row % page
-    return int(call["cache_batch_index"][b]) if "cache_batch_index" in call else b, row
-
-
-def plain(call: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """out, lse and both caches in float64, by a loop over sequences and rows; the caches as numbers, scaled."""
-    wide = {
-        name: x.double().cpu() if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in call.items()
-    }
-    k_cache, v_cache, outs, lses = wide["key_cache"].clone(), wide["value_cache"].clone(), [], []
-    options = {name: call[name] for name in ("causal", "window", "softcap", "scale") if name in call}
-    options["causal"] = options.get("causal", True)
-    moves = options["causal"] or options.get("window") is not None
-    interleaved = call.get("rotary_interleaved", False)
-    for b, length in enumerate(call["cache_seqlens"].tolist()):
-        query, total = wide["query"][b], length
-        scales = [wide.get(name, torch.ones(B, HK).double())[b][:, None] for name in ("k_descale", "v_descale")]
-        if "key" in call:
-            key, value = wide["key"][b], wide["value"][b]
-            if "rotary_cos" in call:
-                tables = wide["rotary_cos"], wide["rotary_sin"]
-                key = turned(key, *tables, [length + i for i in range(len(key))], interleaved)
-                at = [length + i * moves for i in range(len(query))]
-                query = turned(query, *tables, at, interleaved)
-            for i in range(len(key)):
-                slot, row = place(call, b, length + i)
-                fresh = key[i] / scales[0], value[i] / scales[1]
-                for cache, x in zip((k_cache, v_cache), fresh, strict=True):
-                    cache[slot, row] = x.clamp(-448, 448).to(FP8).double() if call["key_cache"].dtype == FP8 else x
-            total += len(key)
-        rows = [place(call, b, row) for row in range(total)]
-        k, v = (
-            torch.stack([cache[at] * s for at in rows]) if rows else cache[0, :0]
-            for cache, s in zip((k_cache, v_cache), scales, strict=True)
-        )
-        slopes = wide.get("alibi_slopes")
-        out, lse = reference.attention(
-            *(x.transpose(0, 1)[None] for x in (query, k, v)), **options, align="bottom_right", return_lse=True,
-            alibi_slopes=None if slopes is None else slopes[b], sinks=wide.get("sinks"),
-        )  # fmt: skip
-        outs.append(out[0].transpose(0, 1))
-        lses.append(lse[0])
-    return torch.stack(outs), torch.stack(lses), k_cache, v_cache
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -331,7 +227,7 @@ def test_one_length_for_all_and_autocast(device: str) -> None:
 def test_flops_are_those_of_the_rows_that_there_are() -> None:
     with FlopCounterMode(display=False) as counter:
         flash_ext.attention_with_cache(**example(queries=2, added=3, page=16))
-    assert counter.get_total_flops() == 2 * 2 * HQ * (8 + 3 + 33) * (E + EV)
+    assert counter.get_total_flops() == 2 * 2 * HEADS.q * (8 + 3 + 33) * (HEADS.dim + HEADS.dim_v)
 
 
 @pytest.mark.gpu
@@ -390,7 +286,7 @@ def test_opcheck_and_fake_tensors(name: str, device: str) -> None:
 def test_varlen_reads_pages(page: int, device: str, backend: str) -> None:
     """As the same rows packed; poison in the others."""
     call = example(page=page, dtype=torch.float32, device=device)
-    lengths, queries = call["cache_seqlens"], rand(7, HQ, E, device=device)
+    lengths, queries = call["cache_seqlens"], rand(7, HEADS.q, HEADS.dim, device=device)
     rows = [place(call, b, row) for b, n in enumerate(lengths.tolist()) for row in range(n)]
     k, v = (torch.stack([call[name][at] for at in rows]) for name in ("key_cache", "value_cache"))
     cu_q, cu_k = ints([0, 3, 4, 7], device), torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()

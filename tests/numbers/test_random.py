@@ -25,7 +25,7 @@ from torch import Tensor
 
 import flash_ext
 
-CASES = 400  # of fuzz_gpu.py
+CASES, PART = 400, 100  # of fuzz_gpu.py, and of one test
 SETTINGS = settings(suppress_health_check=list(HealthCheck), max_examples=120)
 LENGTHS = st.one_of(
     st.integers(1, 9), st.integers(10, 70), st.sampled_from([0, 1, 16, 17, 31, 32, 33, 64, 65, 127, 129])
@@ -157,18 +157,20 @@ def test_drop_in(data: st.DataObject, device: str, backend: str) -> None:
 
 
 @pytest.mark.fuzz
-@pytest.mark.parametrize("first", range(0, CASES, CASES // 4))
-def test_cases(first: int, device: str) -> None:
+@pytest.mark.parametrize("kind, first", [*(("dense", i) for i in range(0, CASES, PART)), ("packed", 0), ("cache", 0)])
+def test_cases(kind: str, first: int, device: str) -> None:
     """Those of tests/fuzz_gpu.py, of which a GPU gets thousands: its seed and the number of a case reproduce it."""
     seed = random.randrange(2**31) if os.environ.get("FLASH_EXT_FUZZ") == "random" else 0
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # small tensors: others would wait in loops
     try:
-        outcomes = [(number, *run_case(seed, number, device, "mixed")) for number in range(first, first + CASES // 4)]
+        outcomes = [(number, *run_case(seed, number, device, "mixed", kind)) for number in range(first, first + PART)]
     finally:
         torch.set_num_threads(threads)
     failed = [
-        f"--seed {seed} --first {number} --cases 1: {text}" for number, what, text in outcomes if what == "failed"
+        f"--kind {kind} --seed {seed} --first {number} --cases 1: {text}"
+        for number, what, text in outcomes
+        if what == "failed"
     ]
     assert not failed, "\n".join(failed)
 
