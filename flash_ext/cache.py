@@ -80,11 +80,12 @@ def attention_with_cache(
     left, right = check_band(window, "bottom_right")
     if sinks is not None:
         if isinstance(query, Tensor) and query.dim() == 4:  # else the call itself says so
-            _sinks.check(sinks, query[:, 0])
+            _sinks.check(sinks, query.transpose(1, 2))
         if torch.is_grad_enabled() and getattr(sinks, "requires_grad", False):
             raise AttentionError(
                 "sinks wants a gradient, which attention_with_cache does not have; pass sinks.detach()"
             )
+        returns_lse = flag(return_lse, "return_lse")  # before anything is written
         out, lse = attention_with_cache(
             query, key_cache, value_cache, key=key, value=value, cache_seqlens=cache_seqlens, block_table=block_table,
             cache_batch_index=cache_batch_index, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
@@ -94,7 +95,7 @@ def attention_with_cache(
         )  # fmt: skip
         out, lse = _sinks.join(out.transpose(1, 2), lse, sinks)
         out = out.transpose(1, 2).contiguous()
-        return (out, lse) if flag(return_lse, "return_lse") else out
+        return (out, lse) if returns_lse else out
     if isinstance(cache_seqlens, int) and not isinstance(cache_seqlens, bool) and isinstance(query, Tensor):
         cache_seqlens = torch.full(query.shape[:1], cache_seqlens, dtype=torch.int32, device=query.device)
     tensors = (

@@ -220,7 +220,7 @@ Result with_cache(const CacheInputs& in, const CacheOptions& given, bool return_
     append(in, shape, length, key);
   }
   const auto wide = accumulate_type(query.scalar_type());
-  if (shape.batch * shape.len_q * shape.slots * shape.capacity == 0) {
+  if (shape.batch * shape.heads_q * shape.len_q * shape.slots * shape.capacity == 0) {
     const auto sizes = {shape.batch, shape.heads_q, shape.len_q};
     return {at::zeros({shape.batch, shape.len_q, shape.heads_q, shape.head_dim_v}, query.options()),
             return_lse ? at::full(sizes, -kInfinity, query.options().dtype(wide))

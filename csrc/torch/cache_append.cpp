@@ -49,6 +49,7 @@ std::optional<Tensor> append_by_kernel(const CacheInputs& in, const CacheOptions
     if (!in.query.is_cuda() || (dtype != at::kHalf && dtype != at::kBFloat16) || is_named || !fits(in, shape)) {
       return std::nullopt;
     }
+    if (cuda_device_info(in.query.device()).compute_capability < 80) return std::nullopt;
     const Tensor lengths = in.cache_seqlens.contiguous();
     const Tensor slot_of = in.cache_batch_index.defined() ? in.cache_batch_index.contiguous() : Tensor();
     const bool has_rows = in.block_table.defined() && in.block_table.stride(1) != 1;

@@ -13,6 +13,7 @@ import torch
 from caches import HEADS, example, ints, place, plain
 from caches import ROWS as S
 from helpers import rand
+from packed import Heads
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -328,3 +329,23 @@ def test_opcheck_of_pages(device: str) -> None:
     call = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in PAGED.items()}
     step = torch.compile(flash_ext.attention_varlen, fullgraph=True, backend="aot_eager")
     assert torch.equal(step(**call), flash_ext.attention_varlen(**call))
+
+
+EMPTY: dict[str, dict[str, Any]] = {
+    "heads": {"heads": Heads(0, 2, 2, 64, 64)},
+    "all heads": {"heads": Heads(0, 0, 0, 64, 64)},
+    "queries": {"queries": 0},
+    "batch": {"lengths": ()},
+    "rows": {"rows": 0, "lengths": (0, 0)},
+}
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("name", EMPTY)
+def test_nothing_to_attend_with(name: str, sinks: bool, device: str) -> None:
+    case = {"heads": Heads(4, 2, 2, 64, 64), "sinks": sinks, "dtype": torch.bfloat16} | EMPTY[name]
+    call = example(**case, device=device)
+    out, lse = flash_ext.attention_with_cache(**call, return_lse=True)
+    assert out.shape == call["query"].shape and not out.any()
+    expected = call["sinks"][None, :, None].expand(lse.shape) if sinks else torch.full_like(lse, -torch.inf)
+    assert torch.equal(lse, expected)

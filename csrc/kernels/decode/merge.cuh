@@ -46,7 +46,7 @@ __device__ __forceinline__ void store_lse(const DecodeArgs& args, int b, const Q
 __device__ __forceinline__ void finish_row(const DecodeArgs& args, const Segment& segment, const QueryRow& row, int col,
                                            float4 x, float sum) {
   float factor = sum == 0.f ? 0.f : reciprocal_fast(sum);  // the sum is at least 1
-  if (args.fp8) factor *= args.v_descale.at(segment.b, segment.head, 1.f);
+  if (args.fp8 && factor != 0.f) factor *= args.v_descale.at(segment.b, segment.head, 1.f);
   x = make_float4(x.x * factor, x.y * factor, x.z * factor, x.w * factor);
   if (args.dtype == DType::kFloat16) return store_row<__half>(args, segment.b, row, col, x);
   store_row<__nv_bfloat16>(args, segment.b, row, col, x);

@@ -37,7 +37,7 @@ class KeyRows {
   __device__ __forceinline__ void look_up(int key) {
     if (table_ == nullptr) return;
     int row = key + static_cast<int>(threadIdx.x % Traits::kKeys);
-    row = row < last_ ? (row > first_ ? row : first_) : (last_ > first_ ? last_ - 1 : 0);
+    row = last_ > first_ ? max(first_, min(row, last_ - 1)) : 0;
     const int index = row / args_.page_rows, page = table_[index];
     in_page_ = row - index * args_.page_rows;
     page_ = page < 0 ? 0 : (page < args_.slots ? page : args_.slots - 1);

@@ -137,11 +137,6 @@ template <class T>
 T __shfl_xor_sync(unsigned, T value, int mask) {
   return flash_ext::emulated::exchange("shfl", value)[flash_ext::emulated::lane() ^ mask];
 }
-template <class T>
-T __shfl_up_sync(unsigned, T value, int step) {
-  const auto lanes = flash_ext::emulated::exchange("shfl", value);
-  return flash_ext::emulated::lane() < step ? value : lanes[flash_ext::emulated::lane() - step];
-}
 inline unsigned __ballot_sync(unsigned, int predicate) {
   const auto lanes = flash_ext::emulated::exchange("ballot", predicate);
   unsigned bits = 0;
