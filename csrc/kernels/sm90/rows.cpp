@@ -74,6 +74,9 @@ std::string refuses_views(const ForwardArgs& args, const BackwardArgs* backward)
   const bool reads_any_bias = problem.batch_invariant && backward == nullptr;
   if (reason.empty() && !reads_any_bias) reason = refuses_bias(args);
   if (backward == nullptr || !reason.empty()) return reason;
+  // As limits() says of the longest sequence, which may be one of many.
+  if (problem.packed && problem.rows_k < kFewKeys * problem.batch)
+    return "sequences have fewer than 16 keys in the mean";
   for (const auto& [name, in_accum] :
        {std::pair{"query", backward->dq_in_accum}, std::pair{"key", backward->dk_in_accum},
         std::pair{"value", backward->dv_in_accum}}) {

@@ -36,9 +36,9 @@ struct QueryTile {
       b = element;
       head = flat;
       bh = b * heads + head;
-      first_query =
-          (static_cast<int>(m_block) - first_packed_tile(sequence, element, Traits::kBlockM)) * Traits::kBlockM;
-      exists = first_query < sequence.len_q;
+      const int tile = static_cast<int>(m_block) - first_packed_tile(sequence, element, Traits::kBlockM);
+      exists = tile < block_count(sequence.len_q, Traits::kBlockM);
+      first_query = exists ? tile * Traits::kBlockM : 0;
     } else {
       bh = flat;
       b = flat / heads;

@@ -129,8 +129,12 @@ __global__ void __launch_bounds__(Traits::kShape.threads, 1)
   constexpr BackwardShape kShape = Traits::kShape;
   const typename Traits::Tiles tiles{tile_base()};
   if constexpr (Traits::kPacked) {
+    // Before prepare has ended: the list was there when that began.
     const auto work = Traits::Work::template at<Traits::kBlockM, Traits::kBlockN>(params, blockIdx.x);
-    if (work.b0 < 0) return;
+    if (work.b0 < 0) {  // NOTE: in all blocks where there is no tile, and finish waits for this kernel alone
+      grid_dependency_wait();
+      return;
+    }
     if (threadIdx.x == 0) store_shared(tiles.packed_work(), work);
   }
   if (threadIdx.x == 0) {

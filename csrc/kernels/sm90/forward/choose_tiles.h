@@ -55,7 +55,8 @@ struct TileChoice {
 // How long packed sequences are, as if they were all alike. The host knows the mean and the longest, and most tokens
 // belong to long ones: halfway between.
 inline Problem mean_of_packed(const Problem& problem) {
-  const auto middle = [&](int64_t rows, int64_t longest) { return (rows / problem.batch + longest) / 2; };
+  const int64_t batch = std::max<int64_t>(problem.batch, 1);
+  const auto middle = [&](int64_t rows, int64_t longest) { return (rows / batch + longest) / 2; };
   Problem mean = problem;
   mean.len_q = middle(problem.rows_q, problem.len_q);
   mean.len_k = middle(problem.rows_k, problem.len_k);
@@ -66,7 +67,10 @@ inline Problem mean_of_packed(const Problem& problem) {
 inline TileChoice choose_tiles(const Problem& problem, int head_dim, int multiprocessors) {
   if (is_scored(problem)) return {Tiles::kScored, {}};
   if (problem.batch_invariant) return {Tiles::kMany, {}};
-  if (problem.packed) return {has_few_keys(mean_of_packed(problem), head_dim) ? Tiles::kFew : Tiles::kMany, {}};
+  if (problem.packed) {  // in deterministic mode a sequence has the same bits beside any others
+    const bool few_keys = !problem.deterministic && has_few_keys(mean_of_packed(problem), head_dim);
+    return {few_keys ? Tiles::kFew : Tiles::kMany, {}};
+  }
   const bool few_keys = has_few_keys(problem, head_dim);
   TileChoice best{few_keys ? Tiles::kFew : Tiles::kMany, {}};
   const int64_t heads = problem.heads_q * problem.batch;
