@@ -73,8 +73,8 @@ def attention_with_cache(
         sequence whose length is negative, or whose slot is not one of the cache.
 
     Raises:
-        AttentionError: shapes, dtypes, devices or options that do not fit, or an input that wants a gradient. Nothing
-            has been written then.
+        AttentionError: shapes, dtypes, devices or options that do not fit, or an input that wants a gradient: nothing
+            has been written then. Also a backend asked for by name that refuses the call; new rows are written then.
         TypeError: an argument of a wrong type.
     """
     left, right = check_band(window, "bottom_right")
