@@ -199,7 +199,8 @@ void check_page_entries(const Tensor& block_table, const char* lengths_name, con
     const int64_t length = used.const_data_ptr<int64_t>()[b];
     if (length < 0 || length + added > columns * rows) {
       fail(lengths_name, "has ", length, " at entry ", b, "; it must be from 0 to ", columns * rows - added,
-           ", rows of a sequence", added > 0 ? concat(" that leave room for the ", added, " new ones") : "");
+           ", rows of a sequence's pages in block_table",
+           added > 0 ? concat(" that leave room for the ", added, " new ones") : "");
     }
     for (int64_t i = 0; i * rows < length + added; ++i) {
       const int64_t page = table.const_data_ptr<int64_t>()[b * columns + i];

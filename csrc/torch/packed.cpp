@@ -27,7 +27,7 @@ void check_side(std::string_view cu_name, const Tensor& cu_seqlens, std::string_
     if (at[i] < 0 || at[i] > rows) fail(cu_name, i, at[i], concat("it must be from 0 to the ", rows, " rows"));
     if (i == 0 || is_empty(i - 1)) continue;
     if (at[i] < at[i - 1]) fail(cu_name, i, at[i], concat("it must not be less than the ", at[i - 1], " before it"));
-    if (at[i] - at[i - 1] > longest) {
+    if (!used.defined() && at[i] - at[i - 1] > longest) {  // else rows that are not in use may be beyond
       fail(cu_name, i, at[i],
            concat("the sequence that ends there has ", at[i] - at[i - 1], " rows, more than ", longest_name,
                   ", which is ", longest));
@@ -39,6 +39,9 @@ void check_side(std::string_view cu_name, const Tensor& cu_seqlens, std::string_
     const int64_t count = in_use.const_data_ptr<int64_t>()[b], length = at[b + 1] - at[b];
     if (!is_empty(b) && (count < 0 || count > length)) {
       fail(used_name, b, count, concat("it must be from 0 to the ", length, " rows of the sequence"));
+    }
+    if (!is_empty(b) && count > longest) {
+      fail(used_name, b, count, concat("it must be at most ", longest_name, ", which is ", longest));
     }
   }
 }

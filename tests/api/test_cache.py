@@ -196,6 +196,7 @@ call([3, 15]), call([3, 31], block_table=ints([[3, -1], [0, 1]])), call([3, 15],
 for arguments, sentence in (
     ("[3, 16]", "cache_seqlens has 16 at entry 1; it must be from 0 to 15, rows of a sequence that leave room"),
     ("[-1, 0]", "cache_seqlens has -1 at entry 0"),
+    ("[3, 32], block_table=ints([[3, -1], [0, 1]])", "from 0 to 31, rows of a sequence's pages in block_table"),
     ("[3, 31], block_table=ints([[3, -1], [0, 4]])", "block_table has 4 at entry (1, 1); it must be from 0 to 3"),
     ("[3, 5], cache_batch_index=ints([0, 4])", "cache_batch_index has 4 at entry 1; it must be from 0 to 3"),
 ):

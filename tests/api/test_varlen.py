@@ -337,6 +337,10 @@ WRONG_ENTRIES: dict[str, tuple[str, str]] = {
         "[0, 3, 7], [0, 4, 9], [3, 5]",
         "seqused_q has 5 at entry 1; it must be from 0 to the 4 rows of the sequence",
     ),
+    "used, longer": (
+        "[0, 6, 7], [0, 4, 9], [5, 1]",
+        "seqused_q has 5 at entry 0; it must be at most max_q, which is 4",
+    ),
 }
 CHECKED = """
 import torch, flash_ext
@@ -345,6 +349,7 @@ def call(cu_q, cu_k, used=None):
     q, k = torch.zeros(7, 4, 8), torch.zeros(9, 2, 8)
     flash_ext.attention_varlen(q, k, k, *ints[:2], max_q=4, max_k=5, seqused_q=ints[2])
 call([0, 3, 7], [0, 4, 9], [0, 4])
+call([0, 6, 7], [0, 4, 9], [4, 1])  # rows that are not in use may be beyond max_q
 wrong = {wrong}
 for name, (arguments, sentence) in wrong.items():
     try:
