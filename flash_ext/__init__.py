@@ -37,9 +37,9 @@ __version__ = build_info()["version"]
 
 
 def __getattr__(name: str) -> object:
-    """`flash_ext.profiling`, imported when it is first asked for."""
-    if name == "profiling":
-        return _importlib.import_module("flash_ext.profiling")
+    """`flash_ext.flash_attn` and `flash_ext.profiling`, imported when they are first asked for."""
+    if name in ("flash_attn", "profiling"):
+        return _importlib.import_module(f"flash_ext.{name}")
     raise AttributeError(f"module 'flash_ext' has no attribute {name!r}")
 
 

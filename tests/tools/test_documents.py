@@ -7,6 +7,8 @@ with arguments of its own, and those that nobody runs. Of the last two kinds the
 from __future__ import annotations
 
 import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,7 @@ AS_IT_STANDS = {
 WITH_OTHER_ARGUMENTS = {
     "python -m flash_ext.profiling": "tests/tools/test_profiling.py",
     "python benchmarks/train_lm.py": "tests/tools/test_benchmarks.py",
+    "python tests/foreign/flash_attention.py": "tests/tools/test_foreign.py",
     "uv run --no-sync python tools/torch_versions.py": ".ci/run",
     "uv run --no-sync cmake": ".ci/run",
     "uv run --no-sync ctest": ".ci/run",
@@ -138,9 +141,19 @@ def test_the_commands_that_the_ci_takes_from_the_readme() -> None:
         assert re.search(rf"^pip install -q uv && uv run {pattern}", text, re.MULTILINE), pattern
 
 
-RUN = [ROOT / name for name in ("README.md", "docs/use/api.md", "docs/use/decode.md", "docs/use/packed.md")] + LESSONS
+USE = [ROOT / f"docs/use/{name}.md" for name in ("api", "decode", "flash-attn", "packed")]
+RUN = [ROOT / "README.md", *USE, *LESSONS]
 
 
+@pytest.fixture
+def _flash_attn_is_its_own() -> Iterator[None]:
+    """Again, for the tests that follow."""
+    yield
+    for name in [name for name in sys.modules if name.split(".")[0] == "flash_attn"]:
+        del sys.modules[name]
+
+
+@pytest.mark.usefixtures("_flash_attn_is_its_own")
 @pytest.mark.parametrize("page", RUN, ids=name_of)
 def test_the_python_of_a_page_runs(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, object] = {}

@@ -1,0 +1,1 @@
+"""``flash_attn.layers``: of its modules there is ``rotary``."""
