@@ -20,7 +20,6 @@ and name arguments as ``flash_ext.attention`` does: query, key, value.
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from torch import Tensor
 from flash_ext.attention import attention
 from flash_ext.cache import attention_with_cache
 from flash_ext.errors import AttentionError
-from flash_ext.flash_attn.layers.rotary import apply_rotary_emb
+from flash_ext.flash_attn.shared import length, options, slots_as_sequences, split, turned_queries
 from flash_ext.varlen import attention_varlen
 
 __all__ = [
@@ -43,42 +42,6 @@ __all__ = [
 ]
 
 Result = Tensor | tuple[Tensor, Tensor, None]
-
-
-def _window(window_size: Any) -> tuple[int | None, int | None] | None:
-    """Also of numbers in tensors or of numpy, which the other package takes."""
-    if len(window_size) != 2:
-        raise AttentionError(
-            f"window_size has {len(window_size)} entries; it must be (left, right), -1 for an open side"
-        )
-    left, right = (operator.index(side) for side in window_size)
-    if left < 0 and right < 0:
-        return None
-    return None if left < 0 else left, None if right < 0 else right
-
-
-def _common(
-    causal: bool, window_size: Any, softcap: float, slopes: Tensor | None, scale: float | None
-) -> dict[str, Any]:
-    return {
-        "causal": bool(causal),
-        "window": _window(window_size),
-        "softcap": softcap if softcap > 0 else 0.0,
-        "alibi_slopes": slopes.detach() if isinstance(slopes, Tensor) else slopes,
-        "scale": scale,
-    }
-
-
-def _length(value: Any) -> int:
-    return value if isinstance(value, (int, torch.SymInt)) else operator.index(value)
-
-
-def _two(packed: Tensor, name: str, dims: int, parts: int) -> tuple[Tensor, ...]:
-    """The parts of a tensor that holds query, key and value, or the last two, in its third dimension from the end."""
-    if packed.dim() != dims or packed.shape[-3] != parts:
-        shape = ("B, L, " if dims == 5 else "rows, ") + f"{parts}, heads, E"
-        raise AttentionError(f"{name} has shape {tuple(packed.shape)}; it must be ({shape})")
-    return packed.unbind(-3)
 
 
 def flash_attn_func(
@@ -101,7 +64,7 @@ def flash_attn_func(
     given = attention(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), align="bottom_right", dropout_p=dropout_p,
         deterministic=deterministic or None, return_lse=bool(return_attn_probs),
-        **_common(causal, window_size, softcap, alibi_slopes, softmax_scale),
+        **options(causal, window_size, softcap, softmax_scale, alibi_slopes),
     )  # fmt: skip
     if return_attn_probs:
         out, lse = given
@@ -123,7 +86,7 @@ def flash_attn_kvpacked_func(
 ) -> Result:
     """``flash_attn_func`` with key and value in one tensor, kv (B, S, 2, Hk, E)."""
     return flash_attn_func(
-        q, *_two(kv, "kv", 5, 2), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        q, *split(kv, "kv", 5, 2), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs,
     )  # fmt: skip
 
@@ -141,7 +104,7 @@ def flash_attn_qkvpacked_func(
 ) -> Result:
     """``flash_attn_func`` with query, key and value in one tensor, qkv (B, L, 3, H, E)."""
     return flash_attn_func(
-        *_two(qkv, "qkv", 5, 3), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        *split(qkv, "qkv", 5, 3), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs,
     )  # fmt: skip
 
@@ -182,9 +145,9 @@ def flash_attn_varlen_func(
         pages = {"block_table": block_table, "seqused_k": cu_seqlens_k.diff()}
     with torch.set_grad_enabled(torch.is_grad_enabled() and block_table is None):
         given = attention_varlen(
-            q, k, v, cu_seqlens_q, **pages, max_q=_length(max_seqlen_q), max_k=_length(max_seqlen_k),
+            q, k, v, cu_seqlens_q, **pages, max_q=length(max_seqlen_q), max_k=length(max_seqlen_k),
             align="bottom_right", dropout_p=dropout_p, deterministic=deterministic or None,
-            return_lse=bool(return_attn_probs), **_common(causal, window_size, softcap, alibi_slopes, softmax_scale),
+            return_lse=bool(return_attn_probs), **options(causal, window_size, softcap, softmax_scale, alibi_slopes),
         )  # fmt: skip
     return (*given, None) if return_attn_probs else given
 
@@ -207,7 +170,7 @@ def flash_attn_varlen_kvpacked_func(
 ) -> Result:
     """``flash_attn_varlen_func`` with key and value in one tensor, kv (rows_k, 2, Hk, E)."""
     return flash_attn_varlen_func(
-        q, *_two(kv, "kv", 4, 2), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale,
+        q, *split(kv, "kv", 4, 2), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale,
         causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
     )  # fmt: skip
 
@@ -227,26 +190,9 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Result:
     """``flash_attn_varlen_func`` with query, key and value in one tensor, qkv (rows, 3, H, E)."""
     return flash_attn_varlen_func(
-        *_two(qkv, "qkv", 4, 3), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal,
+        *split(qkv, "qkv", 4, 3), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal,
         window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
     )  # fmt: skip
-
-
-def _padded_left(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Tensor, leftpad: Tensor, slots: Tensor | None, **options: Any
-) -> tuple[Tensor, Tensor]:
-    """Attention to rows ``leftpad[b]`` to ``rows[b]`` of each slot, which are packed sequences in the cache."""
-    batch, queries, room = *q.shape[:2], k_cache.shape[1]
-    caches = (x[:batch] if slots is None else x.index_select(0, slots) for x in (k_cache, v_cache))
-    first = leftpad.clamp(0, room)
-    starts = torch.arange(batch + 1, device=q.device) * room
-    starts = torch.cat((starts[:-1] + first, starts[-1:])).int()
-    out, lse = attention_varlen(
-        q.flatten(0, 1), *(x.flatten(0, 1) for x in caches),
-        torch.arange(batch + 1, dtype=torch.int32, device=q.device) * queries, starts, max_q=queries, max_k=room,
-        seqused_k=(rows.clamp(max=room) - first).clamp(min=0).int(), align="bottom_right", return_lse=True, **options,
-    )  # fmt: skip
-    return out.unflatten(0, (batch, queries)), lse.unflatten(1, (batch, queries)).transpose(0, 1)
 
 
 def flash_attn_with_kvcache(
@@ -296,7 +242,7 @@ def flash_attn_with_kvcache(
         cache_seqlens = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
     if cache_leftpad is not None and block_table is not None:
         raise AttentionError("cache_leftpad is given beside block_table; sequences in pages begin with their first row")
-    common = _common(causal, window_size, softcap, alibi_slopes, softmax_scale)
+    common = options(causal, window_size, softcap, softmax_scale, alibi_slopes)
     rotary = {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "rotary_interleaved": rotary_interleaved}
     new = {"key": k, "value": v, "cache_batch_index": cache_batch_idx, "block_table": block_table, **rotary}
     with torch.no_grad():
@@ -311,9 +257,14 @@ def flash_attn_with_kvcache(
         attention_with_cache(q[:, :0], k_cache, v_cache, cache_seqlens=rows, **new, **common)
         if rotary_cos is not None:
             moves = common["causal"] or common["window"] is not None
-            turned = q if moves else q.flatten(1, 2).unsqueeze(1)  # else all queries are at one position
-            turned = apply_rotary_emb(turned, rotary_cos, rotary_sin, rotary_interleaved, seqlen_offsets=rows)
-            q = turned.view(q.shape)
+            q = turned_queries(q, rotary_cos, rotary_sin, rotary_interleaved, rows, moves)
+        batch, queries = q.shape[:2]
+        cu_seqlens_q = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * queries
         total = rows if k is None else rows + k.shape[1]
-        out, lse = _padded_left(q, k_cache, v_cache, total, cache_leftpad, cache_batch_idx, **common)
+        keys = slots_as_sequences(k_cache, v_cache, batch, total, cache_leftpad, cache_batch_idx)
+        out, lse = attention_varlen(
+            q.flatten(0, 1), cu_seqlens_q=cu_seqlens_q, max_q=queries, align="bottom_right", return_lse=True, **keys,
+            **common,
+        )  # fmt: skip
+    out, lse = out.unflatten(0, (batch, queries)), lse.unflatten(1, (batch, queries)).transpose(0, 1)
     return (out, lse) if return_softmax_lse else out

@@ -1,7 +1,9 @@
-"""FlashAttention's own tests of its Python interface, tests/test_flash_attn.py, run against flash_ext.flash_attn.
+"""FlashAttention's own tests of its Python interfaces, tests/test_flash_attn.py of version 2 and
+hopper/test_flash_attn.py of version 3, run against flash_ext.flash_attn and flash_ext.flash_attn_3.
 
     python tests/foreign/flash_attention.py CHECKOUT --device cpu --cases 20
-    python tests/foreign/flash_attention.py CHECKOUT --device cuda --cases 200 --processes 15 -k "varlen or kvcache"
+    python tests/foreign/flash_attention.py CHECKOUT --device cuda --cases 200 --processes 8 -k "varlen or kvcache"
+    python tests/foreign/flash_attention.py CHECKOUT --device cpu --cases 20 --interface 3
 
 CHECKOUT is a clone of https://github.com/Dao-AILab/flash-attention; nothing of it is part of this repository. Its tests
 import einops. Its parameters multiply to half a million cases, so `--cases` of each test function are drawn by `--seed`
@@ -9,13 +11,14 @@ before pytest sees them; 0 takes all.
 
 This file is the command and, in the processes that pytest starts, its plugin. The plugin
 
-- lets `flash_attn` be `flash_ext.flash_attn`, with the two names of the other package's inside that the tests import;
+- lets `flash_attn` be `flash_ext.flash_attn`, with the two names of the other package's inside that the tests import,
+  and `flash_attn_interface`, as version 3's is called, `flash_ext.flash_attn_3`;
 - redirects "cuda" to the CPU where it is asked to;
 - gives the tests the dropout that was applied. They read it from the matrix of probabilities that only their kernels
   return, by functions that know its layout. Here these get the map of flash_ext's operator; so out and gradients are
   compared with the same pairs dropped, and the probabilities themselves are not compared;
 - sets FLASH_EXT_CHECK=1, because one test wants an error for lengths, which no call reads otherwise;
-- leaves out what LEFT_OUT and TOO_LARGE_FOR_A_CPU name.
+- leaves out what LEFT_OUT, SWITCHED_OFF and TOO_LARGE_FOR_A_CPU name.
 """
 
 from __future__ import annotations
@@ -36,17 +39,26 @@ from typing import Any
 
 import pytest
 
-OPTIONS = "FLASH_EXT_FOREIGN"  # device, cases and seed, for the processes that have the plugin
+OPTIONS = "FLASH_EXT_FOREIGN"  # device, cases, seed and version, for the processes that have the plugin
+FILES = {2: "tests/test_flash_attn.py", 3: "hopper/test_flash_attn.py"}
 
 LEFT_OUT = {
+    "test_flash3_bw_compatibility": "asks for the schemas of flash_attn's operators",
     "test_flash_attn_generator_arg_must_be_none": "calls the functions of flash_attn's extension module, which has no "
     "counterpart",
     "test_flash_attn_varlen_paged_kv_num_splits": "calls a private function for an option that the public one has not",
 }
+SWITCHED_OFF = {  # by the variables that version 3's tests have for it
+    "FLASH_ATTENTION_DISABLE_FP8": "fp8 queries, which flash_ext does not have",
+    "FLASH_ATTENTION_DISABLE_LOCAL": "windows, which come with attention_chunk there, which flash_ext does not have",
+}
+NOT_HERE = {"has_qv": "a second query, qv, which flash_ext does not have"}
 TOO_LARGE_FOR_A_CPU = {
+    "test_flash_attn_cluster": "a large call, for the clusters of a GPU's blocks",
     "test_flash_attn_race_condition": "250 repetitions of a batch of 60, to find races of a GPU's blocks",
 }
 MOST_KEYS_ON_A_CPU = 20000
+MOST_PAIRS_ON_A_CPU = 1_100_000  # of a query and a key
 
 
 # ---- choosing cases -------------------------------------------------------------------------------------------------
@@ -73,9 +85,15 @@ def case(columns: list[list[tuple[Any, ...]]], number: int) -> tuple[Any, ...]:
     return tuple(values)
 
 
+def is_here(names: list[str], values: tuple[Any, ...]) -> bool:
+    given = dict(zip(names, values, strict=True))
+    return not any(given.get(name) for name in NOT_HERE)
+
+
 def is_too_large(names: list[str], values: tuple[Any, ...]) -> bool:
     given = dict(zip(names, values, strict=True))
-    return max(given.get("seqlen_q", 0), given.get("seqlen_k", 0)) > MOST_KEYS_ON_A_CPU
+    queries, keys = (given.get(name, given.get("seqlen", 0)) for name in ("seqlen_q", "seqlen_k"))
+    return max(queries, keys) > MOST_KEYS_ON_A_CPU or queries * keys > MOST_PAIRS_ON_A_CPU
 
 
 def drawn(number: int, cases: int, name: str, fits: Callable[[int], bool]) -> list[int]:
@@ -91,12 +109,16 @@ def drawn(number: int, cases: int, name: str, fits: Callable[[int], bool]) -> li
     return chosen
 
 
-def choose(function: Callable[..., Any], cases: int, seed: int, device: str) -> None:
+def choose(function: Callable[..., Any], cases: int, seed: int, device: str, **_: Any) -> None:
     """In place of its marks, one mark with the cases that are drawn."""
     names, columns = parameters(function)
     if not names:
         return
-    fits = lambda place: device != "cpu" or not is_too_large(names, case(columns, place))  # noqa: E731
+
+    def fits(place: int) -> bool:
+        values = case(columns, place)
+        return is_here(names, values) and not (device == "cpu" and is_too_large(names, values))
+
     places = drawn(math.prod(map(len, columns)), cases, f"{seed} {function.__name__}", fits)
     chosen = [case(columns, place) for place in places]
     ids = ["-".join(str(value).removeprefix("torch.") for value in values) for values in chosen]
@@ -111,6 +133,7 @@ def install() -> None:
     import flash_ext
 
     sys.modules["flash_attn"] = flash_ext.flash_attn
+    sys.modules["flash_attn_interface"] = flash_ext.flash_attn_3
     interface = importlib.import_module("flash_attn.flash_attn_interface")
     interface.USE_TRITON_ROCM = False
     interface._get_block_size_n = None  # asked for the layout of probabilities, in a function that is replaced below
@@ -173,6 +196,8 @@ def prepare(module: ModuleType) -> None:
     def normalized(_: Any, q: Any, k: Any, v: Any, queries: Any, keys: Any, bias: Any, __: Any, **band: Any) -> Any:
         return module.attention_ref(q, k, v, queries, keys, bias, **band)[1]
 
+    if wanted().version == 3:  # which has no dropout
+        return
     for name, value in list(vars(module).items()):
         if name.startswith("flash_attn_") and name.endswith("_func"):
             setattr(module, name, told(value))
@@ -212,8 +237,8 @@ def describe_a_gpu() -> None:
 
 
 def wanted() -> SimpleNamespace:
-    device, cases, seed = os.environ[OPTIONS].split()
-    return SimpleNamespace(device=device, cases=int(cases), seed=int(seed))
+    device, *numbers = os.environ[OPTIONS].split()
+    return SimpleNamespace(device=device, **dict(zip(("cases", "seed", "version"), map(int, numbers), strict=True)))
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -245,11 +270,24 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
         return (yield)
 
 
+def pytest_runtest_teardown() -> None:
+    """What a case leaves in torch's cache is the card's again, which several processes share."""
+    if wanted().device == "cuda":
+        import torch
+
+        torch.cuda.empty_cache()
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     for name, reason in left_out().items():
         terminalreporter.write_line(f"left out: {name} {reason}")
+    for reason in (*SWITCHED_OFF.values(), *NOT_HERE.values()) if wanted().version == 3 else ():
+        terminalreporter.write_line(f"left out: cases of {reason}")
     if wanted().device == "cpu":
-        terminalreporter.write_line(f"left out: cases of more than {MOST_KEYS_ON_A_CPU} keys, which a CPU is slow at")
+        terminalreporter.write_line(
+            f"left out: cases of more than {MOST_KEYS_ON_A_CPU:,} keys, or {MOST_PAIRS_ON_A_CPU:,} pairs of a query "
+            "and a key, for which a CPU takes minutes"
+        )
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
@@ -258,6 +296,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path, help="a clone of the flash-attention repository")
+    parser.add_argument("--interface", type=int, choices=FILES, default=2, help="version 2 (default) or 3")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--cases", type=int, default=20, help="of each test function; 0: all (default 20)")
     parser.add_argument("--seed", type=int, default=0, help="which cases (default 0)")
@@ -265,17 +304,19 @@ def main() -> int:
     parser.add_argument("-k", default="", help="pytest's -k: only tests whose names fit")
     parser.add_argument("--list", action="store_true", help="only lists the cases")
     options = parser.parse_args()
-    file = options.checkout.resolve() / "tests" / "test_flash_attn.py"
+    name = FILES[options.interface]
+    file = options.checkout.resolve() / name
     if not file.exists():
-        parser.error(f"{options.checkout} has no tests/test_flash_attn.py; it must be a flash-attention checkout")
+        parser.error(f"{options.checkout} has no {name}; it must be a flash-attention checkout")
     try:
         importlib.import_module("einops")
     except ImportError:
         parser.error("the tests of flash-attention import einops, which is not installed: pip install einops")
-    os.environ[OPTIONS] = f"{options.device} {options.cases} {options.seed}"
+    os.environ[OPTIONS] = f"{options.device} {options.cases} {options.seed} {options.interface}"
     os.environ["FLASH_EXT_CHECK"] = "1"
+    os.environ |= dict.fromkeys(SWITCHED_OFF, "TRUE")
     here = Path(__file__).resolve()
-    sys.path[:0] = [str(here.parent), str(here.parents[2])]  # this plugin and flash_ext
+    sys.path[:0] = [str(here.parent), str(here.parents[2]), str(file.parent)]  # this plugin, flash_ext, what they share
     arguments = [str(file), "-c", os.devnull, f"--rootdir={file.parents[1]}", "--noconftest", "--import-mode=importlib"]
     arguments += ["-q", "-p", "no:cacheprovider", "-p", here.stem, "--tb=short", "--show-capture=no", "-ra"]
     arguments += ["-k", options.k] if options.k else []

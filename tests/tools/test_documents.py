@@ -149,7 +149,7 @@ RUN = [ROOT / "README.md", *USE, *LESSONS]
 def _flash_attn_is_its_own() -> Iterator[None]:
     """Again, for the tests that follow."""
     yield
-    for name in [name for name in sys.modules if name.split(".")[0] == "flash_attn"]:
+    for name in [name for name in sys.modules if name.split(".")[0] in ("flash_attn", "flash_attn_interface")]:
         del sys.modules[name]
 
 

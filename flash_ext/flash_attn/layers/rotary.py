@@ -32,14 +32,18 @@ def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: boo
     return _turned(x, cos.unsqueeze(-2), sin.unsqueeze(-2), interleaved)
 
 
+def sequence_of_rows(rows: int, cu_seqlens: Tensor) -> Tensor:
+    """(rows,) int64: the sequence of each packed row, found on the device."""
+    return torch.bucketize(torch.arange(rows, device=cu_seqlens.device), cu_seqlens[1:-1].long(), right=True)
+
+
 def _positions(x: Tensor, offsets: int | Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """int64, of each row: its number in its sequence, and the sequence's offset."""
     if cu_seqlens is None:
         places = torch.arange(x.shape[1], device=x.device)
         return places + (offsets.long().unsqueeze(-1) if isinstance(offsets, Tensor) else offsets)
-    rows, starts = torch.arange(x.shape[0], device=x.device), cu_seqlens.long()
-    sequence = torch.bucketize(rows, starts[1:-1], right=True)  # on the device: no length is read on the host
-    places = rows - starts[sequence]
+    sequence = sequence_of_rows(x.shape[0], cu_seqlens)
+    places = torch.arange(x.shape[0], device=x.device) - cu_seqlens.long()[sequence]
     return places + (offsets.long()[sequence] if isinstance(offsets, Tensor) else offsets)
 
 
