@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_ext.attention import merge_attention
 from flash_ext.cache import attention_with_cache
 from flash_ext.errors import AttentionError
 from flash_ext.flash_attn.flash_attn_interface import flash_attn_func as _dense
@@ -294,11 +293,14 @@ def flash_attn_combine(
         out: where the result is written. out_dtype: its dtype; None: that of ``out_partial``.
 
     Returns:
-        out (B, L, H, Ev) or (rows, H, Ev), and lse (B, L, H) or (rows, H).
+        out (B, L, H, Ev) or (rows, H, Ev), and lse (B, L, H) or (rows, H). Where every lse is -inf: 0 and -inf.
     """
-    whole, lse = out_partial[0].to(lse_partial.dtype), lse_partial[0]
-    for part, part_lse in zip(out_partial[1:], lse_partial[1:], strict=True):
-        whole, lse = merge_attention(whole, lse, part.to(lse.dtype), part_lse)
+    lse = lse_partial.logsumexp(0)
+    saw_nothing = lse_partial == -torch.inf  # such a part counts for nothing, also where it is the only one
+    weights = (lse_partial - lse).exp().masked_fill(saw_nothing, 0.0).unsqueeze(-1)
+    whole = torch.zeros_like(out_partial[0], dtype=lse.dtype)
+    for part, weight, nothing in zip(out_partial, weights, saw_nothing.unsqueeze(-1), strict=True):
+        whole += weight * part.to(lse.dtype).masked_fill(nothing, 0.0)
     whole = whole.to(out_partial.dtype if out_dtype is None else out_dtype)
     return (whole if out is None else out.copy_(whole)), lse
 

@@ -181,6 +181,17 @@ def test_parts_are_joined(device: str) -> None:
     place = torch.empty_like(out, dtype=torch.bfloat16)
     assert flash_attn_3.flash_attn_combine(outs, lses, place)[0] is place and torch.equal(place, out.bfloat16())
     assert flash_attn_3.flash_attn_combine(outs, lses, out_dtype=torch.float16)[0].dtype == torch.float16
+    for parts in (1, 3):  # those that saw nothing count for nothing, whatever they hold
+        empty = lses[:parts].clone()
+        empty[0, 0] = -torch.inf
+        held = outs[:parts].clone()
+        held[0, 0] = torch.nan
+        out, lse = flash_attn_3.flash_attn_combine(held, empty)
+        if parts == 1:
+            assert not out[0].any() and bool((lse[0] == -torch.inf).all())
+        else:
+            torch.testing.assert_close(out[0], flash_attn_3.flash_attn_combine(outs[1:], lses[1:])[0][0])
+        torch.testing.assert_close(out[1:], flash_attn_3.flash_attn_combine(outs[:parts], lses[:parts])[0][1:])
     assert flash_attn_3.get_scheduler_metadata(B, 5, 12, H, H, E, ints([12] * B)) is None
 
 

@@ -93,7 +93,8 @@ def is_here(names: list[str], values: tuple[Any, ...]) -> bool:
 def is_too_large(names: list[str], values: tuple[Any, ...]) -> bool:
     given = dict(zip(names, values, strict=True))
     queries, keys = (given.get(name, given.get("seqlen", 0)) for name in ("seqlen_q", "seqlen_k"))
-    return max(queries, keys) > MOST_KEYS_ON_A_CPU or queries * keys > MOST_PAIRS_ON_A_CPU
+    joined = math.prod(given.get(name, 0) for name in ("num_splits", "seqlen", "d"))  # of one head
+    return max(queries, keys) > MOST_KEYS_ON_A_CPU or queries * keys > MOST_PAIRS_ON_A_CPU or joined > 1e6
 
 
 def drawn(number: int, cases: int, name: str, fits: Callable[[int], bool]) -> list[int]:
@@ -286,7 +287,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     if wanted().device == "cpu":
         terminalreporter.write_line(
             f"left out: cases of more than {MOST_KEYS_ON_A_CPU:,} keys, or {MOST_PAIRS_ON_A_CPU:,} pairs of a query "
-            "and a key, for which a CPU takes minutes"
+            "and a key, for which a CPU takes minutes, or with parts to join of more than a gigabyte"
         )
 
 
