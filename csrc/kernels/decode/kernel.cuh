@@ -192,6 +192,10 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     load_query_rows<Traits>(args, plan, keys, segment, products.tile, state.table);
     __syncthreads();  // Q and the table are there; all have read where they are
     if (threadIdx.x == 0) {
+      if (plan.tells_places && segment.tile == 0) {
+        parts.places[(segment.b * args.heads_k + segment.head) * plan.row_tiles + segment.row_tile] =
+            state.walk.get().place();
+      }
       state.walk.get() = walk;
       state.segment.get() = segment;
     }
