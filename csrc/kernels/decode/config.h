@@ -45,11 +45,11 @@ struct Traits {
   static constexpr int kTileBytes = kKeys * kRowBytes;  // of keys, and of values, of a group
   static constexpr int kStageBytes = 2 * kTileBytes, kRingBytes = kGroups * kStageBytes;  // of all groups
   static constexpr int kQueryBytes = kRows * kHeadDim * 2;
-  // What the groups merge at last, in the place of the ring.
+  // What the groups merge at last, in the place of the ring and of Q behind it.
   static constexpr int kOutPitch = kHeadDim + 8;  // floats
   static constexpr int kOutBytes = kGroups * kRows * kOutPitch * 4;
   static constexpr int kSumBytes = kGroups * kRows * 8;
-  static int64_t shared_bytes(int stages) { return std::max(stages * kRingBytes, kOutBytes + kSumBytes) + kQueryBytes; }
+  static int64_t shared_bytes(int stages) { return std::max(stages * kRingBytes + kQueryBytes, kOutBytes + kSumBytes); }
 };
 
 }  // namespace flash_ext::decode

@@ -204,7 +204,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     sm80::clear(o);
     sm80::SoftmaxRows<Traits::kM> softmax;
     attend(args, tiles, products, o, softmax, state.table, seen);
-    __syncthreads();  // nobody reads or copies to the ring any more
+    __syncthreads();  // nobody reads Q, or reads or copies to the ring any more
     auto* const merged = reinterpret_cast<float*>(ring);
     auto* const sums = reinterpret_cast<float2*>(ring + Traits::kOutBytes);
     store_group<Traits>(o, softmax, row, merged, sums);

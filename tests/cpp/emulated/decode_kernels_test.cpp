@@ -19,7 +19,8 @@ namespace decode {
 
 std::span<const Unit> bf16_units() {
   static const Unit all[] = {unit<Traits<__nv_bfloat16, 64, kFewRows>>(DType::kBFloat16),
-                             unit<Traits<__nv_bfloat16, 128, kManyRows>>(DType::kBFloat16)};
+                             unit<Traits<__nv_bfloat16, 128, kManyRows>>(DType::kBFloat16),
+                             unit<Traits<__nv_bfloat16, 256, kManyRows>>(DType::kBFloat16)};
   return all;
 }
 std::span<const Unit> fp16_units() { return {}; }
@@ -211,6 +212,12 @@ TEST(DecodeKernels, SlotsAndPages) {
 TEST(DecodeKernels, ManyRows) {
   check_decode({.queries = 9, .heads_q = 8, .heads_k = 2, .cols = 128}, 4);
   check_decode({.queries = 21, .heads_q = 4, .heads_k = 1, .cols = 128, .page = 16, .lengths = {40, 256}}, 5);
+}
+
+TEST(DecodeKernels, WideHeadsFitEitherCard) {  // what is merged lies where Q lay
+  for (const unsigned seed : {16u, 17u}) {
+    check_decode({.queries = 9, .heads_q = 2, .heads_k = 1, .cols = 256, .lengths = {40, 100}}, seed);
+  }
 }
 
 TEST(DecodeKernels, Fp8) {
