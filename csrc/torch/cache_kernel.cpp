@@ -8,6 +8,7 @@
 #include "core/decode.h"
 #include "torch/allocation.h"
 #include "torch/cache.h"
+#include "torch/cache_places.h"
 #include "torch/cuda_runtime.h"
 #include "torch/dispatch.h"
 #include "torch/problem.h"
@@ -61,34 +62,20 @@ std::optional<std::tuple<Tensor, Tensor>> attend_by_kernel(const CacheInputs& in
   } else {
     if (!may_run(in, options, shape)) return std::nullopt;
     constexpr int64_t kRowAlignment = 16, kQueryAlignment = 4;
-    const Tensor lengths = in.cache_seqlens.contiguous();
-    const Tensor slot_of = in.cache_batch_index.defined() ? in.cache_batch_index.contiguous() : Tensor();
-    const Tensor table =
-        in.block_table.defined() && in.block_table.stride(1) != 1 ? in.block_table.contiguous() : in.block_table;
     const bool invariant = options.attention.batch_invariant;
     DecodeArgs args;
     args.dtype = dtype_of(query.scalar_type());
-    args.fp8 = in.key_cache.scalar_type() == at::kFloat8_e4m3fn;
-    args.batch = static_cast<int>(shape.batch);
+    const CachePlaces places = fill_places(args, in, shape);
     args.len_q = static_cast<int>(shape.len_q);
     args.heads_q = static_cast<int>(shape.heads_q);
     args.heads_k = static_cast<int>(shape.heads_k);
     args.head_dim = static_cast<int>(shape.head_dim);
-    args.capacity = static_cast<int>(shape.capacity);
     args.added = static_cast<int>(shape.added);
-    args.slots = static_cast<int>(shape.slots);
     args.scale = static_cast<float>(scale_of(options.attention, shape.head_dim));
     args.softcap = static_cast<float>(options.attention.softcap);
     args.left = bound_of(options.attention.window_left);
     args.right = bound_of(options.attention.window_right);
     if (options.attention.causal) args.right = std::min(args.right, 0);
-    args.lengths = lengths.const_data_ptr<int32_t>();
-    if (slot_of.defined()) args.slot_of = slot_of.const_data_ptr<int32_t>();
-    if (table.defined()) {
-      args.page_rows = static_cast<int>(shape.rows);
-      args.table = table.const_data_ptr<int32_t>();
-      args.table_stride = table.stride(0);
-    }
     args.k_descale = per_head(in.k_descale);
     args.v_descale = per_head(in.v_descale);
     args.alibi = per_head(in.alibi_slopes);

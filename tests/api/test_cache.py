@@ -225,6 +225,36 @@ def test_one_length_for_all_and_autocast(device: str) -> None:
         assert torch.equal(flash_ext.attention_with_cache(**call | {"query": call["query"].float()}), expected)
 
 
+def test_autocast_casts_rotary_tables(device: str) -> None:
+    """To float32, where they are of another dtype than the cache: a table of 16 bits has the same numbers there."""
+    call = example(added=2, queries=2, rotary=16, dtype=torch.bfloat16, device=device)
+    for name in ("rotary_cos", "rotary_sin"):
+        call[name] = call[name].half()
+    wide = {name: x.clone() for name, x in call.items()}
+    wide |= {name: call[name].float() for name in ("rotary_cos", "rotary_sin")}
+    expected = flash_ext.attention_with_cache(**wide)
+    with torch.autocast(device, dtype=torch.float16):
+        assert torch.equal(flash_ext.attention_with_cache(**call), expected)
+    with pytest.raises(Error, match=r"^rotary_cos of shape"):
+        flash_ext.attention_with_cache(**call)
+
+
+def test_slots_of_more_rows_than_32_bits_count() -> None:
+    """Slots that overlap, so that memory has them: those of the sequences alone are copied."""
+    slots, rows, cols = 70000, 40000, 8
+    heads = Heads(2, 1, 1, cols, cols)
+    small = example(lengths=(7, 30), heads=heads, rows=S, dtype=torch.float32)
+    expected = flash_ext.attention_with_cache(**small)
+    for name in ("key_cache", "value_cache"):
+        memory = torch.full((slots * 12 + rows * 16 + cols,), torch.nan)
+        huge = memory.as_strided((slots, rows, 1, cols), (12, 16, cols, 1))
+        for slot, which in ((slots - 1, 0), (0, 1)):
+            huge[slot, :30] = small[name][which, :30]
+        small[name] = huge
+    small["cache_batch_index"] = ints((slots - 1, 0))
+    torch.testing.assert_close(flash_ext.attention_with_cache(**small), expected)
+
+
 def test_flops_are_those_of_the_rows_that_there_are() -> None:
     with FlopCounterMode(display=False) as counter:
         flash_ext.attention_with_cache(**example(queries=2, added=3, page=16))
