@@ -255,6 +255,39 @@ def test_slots_of_more_rows_than_32_bits_count() -> None:
     torch.testing.assert_close(flash_ext.attention_with_cache(**small), expected)
 
 
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("name", ["one query", "append", "slots", "pages of 16", "rotary"])
+def test_vmap(name: str, return_lse: bool, device: str) -> None:
+    """Each sample is a call, and appends to its own part of the caches."""
+    samples = [example(**CASES[name] | {"dtype": torch.float32, "device": device}) for _ in range(3)]
+    mapped = {n: torch.stack([s[n] for s in samples]) for n in samples[0] if n != "cache_seqlens"}
+    lengths = samples[0]["cache_seqlens"]
+
+    def run(mapped: dict[str, Tensor]) -> Any:
+        return flash_ext.attention_with_cache(**mapped, cache_seqlens=lengths, return_lse=return_lse)
+
+    got = torch.vmap(run)(mapped)
+    for i, sample in enumerate(samples):
+        expected = flash_ext.attention_with_cache(**sample, return_lse=return_lse)
+        pairs = zip(got, expected, strict=True) if return_lse else [(got, expected)]
+        assert all(torch.equal(one[i], other) for one, other in pairs)
+        for cache in ("key_cache", "value_cache"):
+            assert torch.equal(mapped[cache][i].nan_to_num(), sample[cache].nan_to_num())
+
+
+def test_vmap_of_shared_caches() -> None:
+    """Read by all samples; a write that each would make elsewhere is refused."""
+    call = example(dtype=torch.float32)
+    rest = {n: call[n] for n in call if n != "query"}
+    queries = torch.stack([call["query"], call["query"] * 2])
+    outs = torch.vmap(lambda query: flash_ext.attention_with_cache(query, **rest))(queries)
+    for out, query in zip(outs, queries, strict=True):
+        assert torch.equal(out, flash_ext.attention_with_cache(query, **rest))
+    fresh = {n: torch.zeros(3, 1, 2, call[f"{n}_cache"].shape[-1]) for n in ("key", "value")}
+    with pytest.raises(RuntimeError, match=r"^vmap: key_cache and value_cache are written to in place"):
+        torch.vmap(lambda query: flash_ext.attention_with_cache(query, **rest, **fresh))(queries)
+
+
 def test_flops_are_those_of_the_rows_that_there_are() -> None:
     with FlopCounterMode(display=False) as counter:
         flash_ext.attention_with_cache(**example(queries=2, added=3, page=16))
