@@ -74,10 +74,11 @@ def attention_with_cache(
 
     Raises:
         AttentionError: shapes, dtypes, devices or options that do not fit, or an input that wants a gradient: nothing
-            has been written then. Also a backend asked for by name that refuses the call; new rows are written then.
+            has been written then. Also a backend asked for by name that refuses the call, or with ``batch_invariant``
+            a batch whose capacities are more than 2^30 tiles of keys; new rows are written then.
         TypeError: an argument of a wrong type.
     """
-    left, right = check_band(window, "bottom_right")
+    left, right = (None, None) if window is None else check_band(window, "bottom_right")
     if sinks is not None:
         if isinstance(query, Tensor) and query.dim() == 4:  # else the call itself says so
             _sinks.check(sinks, query.transpose(1, 2))
@@ -98,13 +99,12 @@ def attention_with_cache(
         return (out, lse) if returns_lse else out
     if isinstance(cache_seqlens, int) and not isinstance(cache_seqlens, bool) and isinstance(query, Tensor):
         cache_seqlens = torch.full(query.shape[:1], cache_seqlens, dtype=torch.int32, device=query.device)
-    tensors = (
-        query, key_cache, value_cache, cache_seqlens, key, value, block_table, cache_batch_index, rotary_cos,
-        rotary_sin, k_descale, v_descale, alibi_slopes,
-    )  # fmt: skip
     if _eager is not None and not torch.compiler.is_compiling():
-        options = (rotary_interleaved, causal, left, right, softcap, scale, return_lse, batch_invariant)
-        result = _eager(*tensors, *options)
+        result = _eager(
+            query, key_cache, value_cache, cache_seqlens, key, value, block_table, cache_batch_index, rotary_cos,
+            rotary_sin, k_descale, v_descale, alibi_slopes,
+            rotary_interleaved, causal, left, right, softcap, scale, return_lse, batch_invariant,
+        )  # fmt: skip
         if result is not NotImplemented:
             return result
     softcap = number(softcap, "softcap")
@@ -112,8 +112,10 @@ def attention_with_cache(
     flag(rotary_interleaved, "rotary_interleaved"), flag(causal, "causal"), flag(return_lse, "return_lse")
     flag(batch_invariant, "batch_invariant")
     out, lse = _operator(
-        *tensors, rotary_interleaved=rotary_interleaved, causal=causal, window_left=left, window_right=right,
-        softcap=softcap, scale=scale, return_lse=return_lse, batch_invariant=batch_invariant,
+        query, key_cache, value_cache, cache_seqlens, key, value, block_table, cache_batch_index, rotary_cos,
+        rotary_sin, k_descale, v_descale, alibi_slopes,
+        rotary_interleaved=rotary_interleaved, causal=causal, window_left=left, window_right=right, softcap=softcap,
+        scale=scale, return_lse=return_lse, batch_invariant=batch_invariant,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 

@@ -6,7 +6,8 @@ What has that dimension is sharded alike; what is broadcast along it, as one key
 is a partial sum. Key heads that do not divide over the ranks, lengths and head dims are gathered first: sequences stay
 whole.
 
-Packed sequences are sharded in their heads alone: their rows stay whole, and so do the tensors of their lengths.
+Packed sequences are sharded in their heads alone: their rows stay whole, and so do the tensors of their lengths. So are
+caches, which are written to where they lie: query and both caches come sharded in heads alike, or whole.
 
 Dropout follows torch's random operators on DTensors: replicas agree, shards have maps of their own, and a seed
 reproduces them; the map is not that of the unsharded call. Each shard's random state is the call's with the shard's
@@ -18,6 +19,7 @@ Called by DTensor's dispatch, below autograd. Imported when ``torch.distributed.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -245,6 +247,50 @@ def _dropout_mask(cls: Any, func: Any, types: Any, args: tuple, kwargs: dict[str
         return DTensor.from_local(mask, state.device_mesh, whole, run_check=False)
 
 
+# Where attention_with_cache has heads; its other tensors are whole.
+_CACHE_HEADS = dict.fromkeys(("query", "key_cache", "value_cache", "key", "value"), 2)
+_CACHE_HEADS |= {"k_descale": 1, "v_descale": 1, "alibi_slopes": -1}
+
+
+def _with_cache(cls: Any, func: Any, types: Any, args: tuple, kwargs: dict[str, Any] | None = None) -> tuple:
+    names = [argument.name for argument in func._schema.arguments]
+    values = dict(zip(names, args, strict=False)) | (kwargs or {})
+    mesh: DeviceMesh = next(t for t in values.values() if isinstance(t, DTensor)).device_mesh
+    for name in _CACHE_HEADS:
+        if isinstance(values.get(name), Tensor) and not isinstance(values[name], DTensor):
+            raise RuntimeError(
+                f"{name} is a torch.Tensor beside DTensors; distribute it with torch.distributed.tensor first"
+            )
+    deciding = [values[name] for name in ("query", "key_cache", "value_cache")]
+    first = tuple(deciding[0].placements)
+    ranks = math.prod(mesh.size(i) for i, placement in enumerate(first) if placement == Shard(2))
+    if (
+        any(tuple(t.placements) != first or t.shape[2] % ranks for t in deciding)
+        or any(placement not in (Shard(2), Replicate()) for placement in first)
+    ):  # fmt: skip
+        raise RuntimeError(
+            f"query, key_cache and value_cache are placed as {', '.join(str(tuple(t.placements)) for t in deciding)}; "
+            "attention_with_cache takes them alike, replicated or sharded in their heads, dimension 2, in equal parts"
+        )
+
+    def local(name: str, value: Any) -> Any:
+        if not isinstance(value, DTensor):
+            return value
+        own = [
+            Shard(_CACHE_HEADS[name] % value.dim()) if name in _CACHE_HEADS and isinstance(p, Shard) else Replicate()
+            for p in first
+        ]
+        return value.redistribute(mesh, own).to_local()
+
+    with torch.no_grad():
+        out, lse = func(**{name: local(name, value) for name, value in values.items()})
+        of_lse = [Shard(1) if isinstance(p, Shard) and lse.dim() > 1 else Replicate() for p in first]
+        return (
+            DTensor.from_local(out, mesh, first, run_check=False),
+            DTensor.from_local(lse, mesh, of_lse, run_check=False),
+        )
+
+
 def register(library: torch.library.Library) -> None:
     """Called when ``torch.distributed.tensor`` has been imported; again where flash_ext is imported again."""
     for name, rule in (
@@ -252,6 +298,7 @@ def register(library: torch.library.Library) -> None:
         ("attention", _forward),
         ("attention_with_rng_state", _forward),
         ("attention_backward", _backward),
+        ("attention_with_cache", _with_cache),
         ("dropout_mask", _dropout_mask),
     ):
         torch.library.register_torch_dispatch(f"flash_ext::{name}", DTensor, rule, lib=library)

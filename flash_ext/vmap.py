@@ -1,8 +1,9 @@
 """vmap of the operators: the mapped dimension becomes one more leading dimension, by strides and without a loop.
 
-The operators broadcast their leading dimensions, so a rule only moves the mapped dimension to the front. There are two
+The operators broadcast their leading dimensions, so a rule only moves the mapped dimension to the front. There are
 exceptions, in which each sample is a call of its own. Dropout's map counts (batch, head); samples have random states of
-their own (``randomness="different"``) or one for all (``"same"``). And packed sequences have no leading dimensions.
+their own (``randomness="different"``) or one for all (``"same"``). Packed sequences have no leading dimensions, and a
+cache has places, to which each sample appends in its own part.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ def _logical_rank(qkv: list[Tensor], dims: _Dims) -> int:
 
 _INPUTS = 10  # of attention: query, key, value, mask, bias, alibi_slopes, and four of packed sequences
 _CU_SEQLENS_Q = 6
+_CACHE_INPUTS, _NEW_KEY = 13, 4  # of attention_with_cache; query, the caches and their lengths are before key
 
 
 def _ranks(rank: int) -> list[int]:
@@ -142,10 +144,25 @@ def _dropout_mask(info: Any, in_dims: _Dims, *args: Any, **options: Any) -> tupl
     return torch.stack(masks), 0
 
 
+def _attention_with_cache(info: Any, in_dims: _Dims, *args: Any, **options: Any) -> tuple:
+    args, dims = _pad(args, _CACHE_INPUTS), _pad(in_dims, _CACHE_INPUTS)
+    if args[_NEW_KEY] is not None and (dims[1] is None or dims[2] is None):
+        raise RuntimeError(
+            "vmap: key_cache and value_cache are written to in place, so with key and value both must be mapped; "
+            "expand and clone them first"
+        )
+    results = [_ops.attention_with_cache(*_sample(args, dims, i), **options) for i in range(info.batch_size)]
+    (out,), _ = _stack([result[:1] for result in results])
+    if not options.get("return_lse", False):
+        return (out, results[0][1]), (0, None)
+    return (out, torch.stack([result[1] for result in results])), (0, 0)
+
+
 def register(library: torch.library.Library) -> None:
     """Registers the rules; called when the operators have been loaded, again where flash_ext is imported again."""
     torch.library.register_vmap("flash_ext::draw_rng_state", _draw_rng_state, lib=library)
     torch.library.register_vmap("flash_ext::attention", _attention, lib=library)
     torch.library.register_vmap("flash_ext::attention_with_rng_state", _attention_with_rng_state, lib=library)
+    torch.library.register_vmap("flash_ext::attention_with_cache", _attention_with_cache, lib=library)
     torch.library.register_vmap("flash_ext::attention_backward", _attention_backward, lib=library)
     torch.library.register_vmap("flash_ext::dropout_mask", _dropout_mask, lib=library)

@@ -160,6 +160,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """What nobody writes is NaN."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture
 def device(request: pytest.FixtureRequest) -> str:
     """'cpu' or 'cuda'."""
     return request.param

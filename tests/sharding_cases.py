@@ -283,6 +283,36 @@ def a_whole_random_state_means_the_whole_map(mesh: Any) -> None:
 
 
 @case
+def with_a_cache(mesh: Any) -> None:
+    """In heads, and whole; the caches are written to where they lie."""
+    lengths = torch.tensor([3, 5], dtype=torch.int32)
+    tensors = {"query": (2, 2, 8, 16), "key_cache": (2, 9, 4, 16), "value_cache": (2, 9, 4, 16)}
+    tensors |= {"key": (2, 2, 4, 16), "value": (2, 2, 4, 16)}
+    given = {name: rand(*sizes) for name, sizes in tensors.items()}
+    slopes = torch.rand(8)
+    alone = {name: t.clone() for name, t in given.items()} | {"alibi_slopes": slopes}
+    expected = flash_ext.attention_with_cache(**alone, cache_seqlens=lengths, return_lse=True)
+    for names in (S2, R):
+        placed_tensors = {name: share(mesh, t.clone(), names) for name, t in given.items()}
+        placed_tensors["alibi_slopes"] = share(mesh, slopes, S0 if names == S2 else R)
+        got = flash_ext.attention_with_cache(
+            **placed_tensors, cache_seqlens=lengths.to(mesh.device_type), return_lse=True
+        )
+        assert tuple(got[0].placements) == tuple(placed(names))
+        for one, other in zip(got, expected, strict=True):
+            torch.testing.assert_close(whole(one), other)
+        for name in ("key_cache", "value_cache"):
+            assert torch.equal(whole(placed_tensors[name]), alone[name])
+    wrong = {name: share(mesh, t, S0 if name == "query" else R) for name, t in given.items()}
+    try:
+        flash_ext.attention_with_cache(**wrong, cache_seqlens=lengths.to(mesh.device_type))
+    except RuntimeError as error:
+        assert "attention_with_cache takes them alike" in str(error)
+    else:
+        raise AssertionError("no error")
+
+
+@case
 def compiled(mesh: Any) -> None:
     for names in (S0, S1):
         compare(mesh, torch.compile(attention, backend="aot_eager", fullgraph=True), qkv(names, names, R), names)

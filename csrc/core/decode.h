@@ -63,21 +63,28 @@ struct DecodeArgs {
 
 // What the host decides without knowing a length.
 struct DecodePlan {
-  bool runs = false;      // whether there is a kernel for the call
-  int tile_rows = 0;      // query rows of a block: (query, head of a group of heads)
-  int row_tiles = 0;      // of each key head
-  int part_rows = 0;      // rows of a part in scratch
-  int group = 1;          // query heads of a key head
-  unsigned of_group = 0;  // at / group is the high word of at * of_group; 0: group is 1
-  int stages = 0;         // of the ring of keys and values
+  bool runs = false;       // whether there is a kernel for the call
+  bool too_large = false;  // there is not because tiles are too many
+  int tile_rows = 0;       // query rows of a block: (query, head of a group of heads)
+  int row_tiles = 0;       // of each key head
+  int part_rows = 0;       // rows of a part in scratch
+  int group = 1;           // query heads of a key head
+  unsigned of_group = 0;   // at / group is the high word of at * of_group; 0: group is 1
+  int stages = 0;          // of the ring of keys and values
   int grid = 0;
-  int least_tiles = 1;     // of keys, in a block's run
-  int split_tiles = 0;     // 0: runs are dealt evenly; else a part has that many, whatever else is in the batch
-  bool dependent = false;  // the merge may be launched before the kernel has ended
+  int least_tiles = 1;        // of keys, in a block's run
+  int piece_tiles = 0;        // 0: runs end anywhere; else keys are cut by a sequence's own length, see work.cuh
+  int most_pieces = 1;        // of the keys of a sequence
+  int pieces = 0;             // the same, of no more keys than the capacity
+  bool merges = true;         // whether there may be parts to merge
+  bool tells_places = false;  // the kernel writes which parts a work has, else the merge finds them
+  bool dependent = false;     // the merge may be launched before the kernel has ended
+  int64_t parts = 0;          // that scratch has room for
   int64_t shared_bytes = 0, scratch_bytes = 0;
 };
 
-// batch_invariant: the bits of a sequence depend on no other one.
+// batch_invariant: the bits of a sequence depend on no other one, nor on the capacity; of the sizes only len_q, heads_q
+// over heads_k and head_dim choose tiles and how keys are cut.
 [[gnu::visibility("default")]] DecodePlan plan_decode(const DecodeArgs& args, const DeviceInfo& device,
                                                       bool batch_invariant);
 // On args.stream and the current device; scratch is of plan.scratch_bytes.

@@ -19,14 +19,14 @@ std::span<const Kernel* const> kernels();
 // without making a context.
 const std::vector<DeviceInfo>& cuda_devices();
 
-// True where dropout keeps, out [batch_heads, rows, cols] contiguous: (n, i, j) is the map at (n, q0 + i, k0 + j).
+// True where dropout keeps, out [batch_heads, rows, cols] contiguous: (n, i, j) is the map at (n0 + n, q0 + i, k0 + j).
 void cpu_dropout_mask(const int64_t* rng_state, double p, int64_t batch_heads, int64_t rows, int64_t cols, int64_t q0,
-                      int64_t k0, bool* out);
+                      int64_t k0, int64_t n0, bool* out);
 // The same on the device and stream of the caller; rng_state lies on the device. Only in a build with CUDA, whose units
 // hide what is not told to be seen.
 [[gnu::visibility("default")]] void cuda_dropout_mask(const int64_t* rng_state, double p, int64_t batch_heads,
-                                                      int64_t rows, int64_t cols, int64_t q0, int64_t k0, bool* out,
-                                                      void* stream);
+                                                      int64_t rows, int64_t cols, int64_t q0, int64_t k0, int64_t n0,
+                                                      bool* out, void* stream);
 
 // What the CPU backend takes from its host. Without one it runs on one thread, by its own products.
 struct CpuHost {

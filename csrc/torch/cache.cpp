@@ -150,16 +150,21 @@ Inputs packed_inputs(const CacheInputs& in, const Shape64& shape, const Tensor& 
   } else if (in.cache_batch_index.defined()) {
     slot = in.cache_batch_index.clamp(0, shape.slots - 1);
   }
+  const auto of_sequences = [&](const Tensor& cache) {
+    return slot.defined() ? select(cache, slot) : cache.narrow(0, 0, shape.batch);
+  };
   if (is_fp8(key)) {  // a scale belongs to a sequence, not to a slot
-    const auto of_sequences = [&](const Tensor& cache) {
-      return slot.defined() ? select(cache, slot) : cache.narrow(0, 0, shape.batch);
-    };
     key = dequantised(of_sequences(key), in.k_descale, dtype);
     value = dequantised(of_sequences(value), in.v_descale, dtype);
     slot.reset();
   }
   auto between = rows_between_slots(key);
   if (!between.has_value() || between != rows_between_slots(value)) {
+    if (key.size(0) > shape.batch) {  // whose rows may be more than 32 bits count
+      key = of_sequences(key);
+      value = of_sequences(value);
+      slot.reset();
+    }
     key = key.contiguous();
     value = value.contiguous();
     between = shape.capacity;
@@ -282,16 +287,14 @@ using CacheFunction = Result(const Tensor&, const Tensor&, const Tensor&, const 
                              std::optional<std::string_view>, bool, bool);
 using PagesFunction = Pages(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&);
 
-using CacheKernel = Result (*)(c10::DispatchKeySet, const CacheInputs&, const CacheOptions&, bool);
-
-template <CacheKernel kernel>
-Result run(c10::DispatchKeySet keys, const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
-           const Tensor& cache_seqlens, const OptionalTensor& key, const OptionalTensor& value,
-           const OptionalTensor& block_table, const OptionalTensor& cache_batch_index, const OptionalTensor& rotary_cos,
-           const OptionalTensor& rotary_sin, const OptionalTensor& k_descale, const OptionalTensor& v_descale,
-           const OptionalTensor& alibi_slopes, bool rotary_interleaved, bool causal, OptionalInt window_left,
-           OptionalInt window_right, double softcap, std::optional<double> scale,
-           std::optional<std::string_view> backend, bool return_lse, bool batch_invariant) {
+template <Result (*kernel)(const CacheInputs&, const CacheOptions&, bool)>
+Result run(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache, const Tensor& cache_seqlens,
+           const OptionalTensor& key, const OptionalTensor& value, const OptionalTensor& block_table,
+           const OptionalTensor& cache_batch_index, const OptionalTensor& rotary_cos, const OptionalTensor& rotary_sin,
+           const OptionalTensor& k_descale, const OptionalTensor& v_descale, const OptionalTensor& alibi_slopes,
+           bool rotary_interleaved, bool causal, OptionalInt window_left, OptionalInt window_right, double softcap,
+           std::optional<double> scale, std::optional<std::string_view> backend, bool return_lse,
+           bool batch_invariant) {
   const auto tensor = [](const OptionalTensor& given) { return given.value_or(Tensor()); };
   const CacheInputs in{query,
                        key_cache,
@@ -315,7 +318,7 @@ Result run(c10::DispatchKeySet keys, const Tensor& query, const Tensor& key_cach
   options.attention.scale = scale;
   options.attention.backend = backend;
   options.attention.batch_invariant = batch_invariant;
-  return kernel(keys, in, options, return_lse);
+  return kernel(in, options, return_lse);
 }
 
 template <class Call>
@@ -340,18 +343,6 @@ const auto& pages_handle() {
   return handle;
 }
 
-Result redispatched(c10::DispatchKeySet keys, const CacheInputs& in, const CacheOptions& options, bool return_lse) {
-  return flat([&](const auto&... args) { return cache_handle().redispatch(keys, args...); }, in, options, return_lse);
-}
-
-Result compute(c10::DispatchKeySet, const CacheInputs& in, const CacheOptions& options, bool return_lse) {
-  return with_cache(in, options, return_lse);
-}
-
-Result compute_meta(c10::DispatchKeySet, const CacheInputs& in, const CacheOptions& options, bool return_lse) {
-  return with_cache_meta(in, options, return_lse);
-}
-
 void refuse_gradient(const char* name, const Tensor& tensor, const char* who) {
   using namespace torch::autograd;
   if (!tensor.defined() || !(compute_requires_grad(tensor) || isFwGradDefined(tensor))) return;
@@ -359,36 +350,59 @@ void refuse_gradient(const char* name, const Tensor& tensor, const char* who) {
                                     " does not have; call it under torch.no_grad() or ", "pass ", name, ".detach()"));
 }
 
-Result autograd(c10::DispatchKeySet keys, const CacheInputs& in, const CacheOptions& options, bool return_lse) {
-  for (const auto& [name, tensor] : kCacheInputs) refuse_gradient(name, in.*tensor, "attention_with_cache");
-  const at::AutoDispatchBelowAutograd guard;
-  return redispatched(keys & c10::after_autograd_keyset, in, options, return_lse);
+const Tensor& given(const Tensor& tensor) { return tensor; }
+const Tensor& given(const OptionalTensor& tensor) {
+  static const Tensor absent;
+  return tensor.has_value() ? *tensor : absent;
 }
 
-// Tells autograd that the caches were written to.
-Result in_place(c10::DispatchKeySet keys, const CacheInputs& in, const CacheOptions& options, bool return_lse) {
-  const Result result = [&] {
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    return redispatched(keys & c10::after_ADInplaceOrView_keyset, in, options, return_lse);
-  }();
-  if (in.key.defined()) {
-    torch::autograd::impl::bump_version(in.key_cache);
-    torch::autograd::impl::bump_version(in.value_cache);
+// What only looks at a call hands on the arguments as they are.
+template <class Function>
+struct HandedOn;
+template <class... Args>
+struct HandedOn<Result(Args...)> {
+  // Is in_place, too.
+  static Result autograd(c10::DispatchKeySet keys, Args... args) {
+    const auto all = std::tie(args...);
+    [&]<size_t... i>(std::index_sequence<i...>) {
+      (refuse_gradient(kCacheInputs[i].name, given(std::get<i>(all)), "attention_with_cache"), ...);
+    }
+    (std::make_index_sequence<std::size(kCacheInputs)>());
+    return in_place(keys, args...);
   }
-  return result;
-}
 
-// A cache stays what it is, and says what the others become; an fp8 one leaves it to autocast.
+  // Tells autograd that the caches were written to.
+  static Result in_place(c10::DispatchKeySet keys, Args... args) {
+    const auto all = std::tie(args...);
+    Result result = [&] {
+      const at::AutoDispatchBelowADInplaceOrView guard;
+      return cache_handle().redispatch(keys & c10::after_ADInplaceOrView_keyset, args...);
+    }();
+    if (given(std::get<kRequiredCacheInputs>(all)).defined()) {  // key
+      torch::autograd::impl::bump_version(std::get<1>(all));
+      torch::autograd::impl::bump_version(std::get<2>(all));
+    }
+    return result;
+  }
+};
+using Handed = HandedOn<CacheFunction>;
+
+// A cache stays what it is, and says what query and new rows become; an fp8 one leaves it to autocast. What else is of
+// 16 bits becomes float32.
 template <c10::DeviceType device>
-Result autocast(c10::DispatchKeySet, const CacheInputs& in, const CacheOptions& options, bool return_lse) {
+Result autocast(const CacheInputs& in, const CacheOptions& options, bool return_lse) {
+  using at::autocast::cached_cast;
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
   CacheInputs cast = in;
   const auto dtype = is_fp8(in.key_cache) ? at::autocast::get_autocast_dtype(device) : in.key_cache.scalar_type();
   for (Tensor* tensor : {&cast.query, &cast.key, &cast.value}) {
-    if (tensor->defined()) *tensor = at::autocast::cached_cast(dtype, *tensor, device);
+    if (tensor->defined()) *tensor = cached_cast(dtype, *tensor, device);
   }
-  if (cast.alibi_slopes.defined()) {
-    cast.alibi_slopes = at::autocast::cached_cast(at::kFloat, cast.alibi_slopes, device);
+  for (Tensor* tensor : {&cast.rotary_cos, &cast.rotary_sin}) {
+    if (tensor->defined() && tensor->scalar_type() != dtype) *tensor = cached_cast(at::kFloat, *tensor, device);
+  }
+  for (Tensor* tensor : {&cast.k_descale, &cast.v_descale, &cast.alibi_slopes}) {
+    if (tensor->defined()) *tensor = cached_cast(at::kFloat, *tensor, device);
   }
   return call_attention_with_cache(cast, options, return_lse);
 }
@@ -414,22 +428,22 @@ Pages call_gather_pages(const Tensor& query, const Tensor& key, const Tensor& va
 }
 
 TORCH_LIBRARY_IMPL(flash_ext, CPU, m) {
-  m.impl("attention_with_cache", TORCH_FN(run<compute>));
+  m.impl("attention_with_cache", TORCH_FN(run<with_cache>));
   m.impl("gather_pages", TORCH_FN(gather_pages));
 }
 TORCH_LIBRARY_IMPL(flash_ext, CUDA, m) {
-  m.impl("attention_with_cache", TORCH_FN(run<compute>));
+  m.impl("attention_with_cache", TORCH_FN(run<with_cache>));
   m.impl("gather_pages", TORCH_FN(gather_pages));
 }
 TORCH_LIBRARY_IMPL(flash_ext, Meta, m) {
-  m.impl("attention_with_cache", TORCH_FN(run<compute_meta>));
+  m.impl("attention_with_cache", TORCH_FN(run<with_cache_meta>));
   m.impl("gather_pages", TORCH_FN(gather_pages_meta));
 }
 TORCH_LIBRARY_IMPL(flash_ext, Autograd, m) {
-  m.impl("attention_with_cache", TORCH_FN(run<autograd>));
+  m.impl("attention_with_cache", TORCH_FN(Handed::autograd));
   m.impl("gather_pages", TORCH_FN(gather_pages_autograd));
 }
-TORCH_LIBRARY_IMPL(flash_ext, ADInplaceOrView, m) { m.impl("attention_with_cache", TORCH_FN(run<in_place>)); }
+TORCH_LIBRARY_IMPL(flash_ext, ADInplaceOrView, m) { m.impl("attention_with_cache", TORCH_FN(Handed::in_place)); }
 TORCH_LIBRARY_IMPL(flash_ext, AutocastCPU, m) { m.impl("attention_with_cache", TORCH_FN(run<autocast<c10::kCPU>>)); }
 TORCH_LIBRARY_IMPL(flash_ext, AutocastCUDA, m) { m.impl("attention_with_cache", TORCH_FN(run<autocast<c10::kCUDA>>)); }
 

@@ -5,6 +5,7 @@
 #include "core/append.h"
 #include "torch/allocation.h"
 #include "torch/cache.h"
+#include "torch/cache_places.h"
 #include "torch/cuda_runtime.h"
 #include "torch/dispatch.h"
 #include "torch/problem.h"
@@ -50,24 +51,10 @@ std::optional<Tensor> append_by_kernel(const CacheInputs& in, const CacheOptions
       return std::nullopt;
     }
     if (cuda_device_info(in.query.device()).compute_capability < 80) return std::nullopt;
-    const Tensor lengths = in.cache_seqlens.contiguous();
-    const Tensor slot_of = in.cache_batch_index.defined() ? in.cache_batch_index.contiguous() : Tensor();
-    const bool has_rows = in.block_table.defined() && in.block_table.stride(1) != 1;
-    const Tensor table = has_rows ? in.block_table.contiguous() : in.block_table;
     Tensor query = in.query;
     AppendArgs args;
     args.dtype = dtype_of(dtype);
-    args.fp8 = in.key_cache.scalar_type() == at::kFloat8_e4m3fn;
-    args.batch = static_cast<int>(shape.batch);
-    args.capacity = static_cast<int>(shape.capacity);
-    args.slots = static_cast<int>(shape.slots);
-    args.lengths = lengths.const_data_ptr<int32_t>();
-    if (slot_of.defined()) args.slot_of = slot_of.const_data_ptr<int32_t>();
-    if (table.defined()) {
-      args.page_rows = static_cast<int>(shape.rows);
-      args.table = table.const_data_ptr<int32_t>();
-      args.table_stride = table.stride(0);
-    }
+    const CachePlaces places = fill_places(args, in, shape);
     args.key = copy_of(in.key, in.key_cache, in.k_descale);
     args.value = copy_of(in.value, in.value_cache, in.v_descale);
     if (in.rotary_cos.defined()) {

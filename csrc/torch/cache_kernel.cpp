@@ -8,6 +8,7 @@
 #include "core/decode.h"
 #include "torch/allocation.h"
 #include "torch/cache.h"
+#include "torch/cache_places.h"
 #include "torch/cuda_runtime.h"
 #include "torch/dispatch.h"
 #include "torch/problem.h"
@@ -39,7 +40,6 @@ int bound_of(const std::optional<int64_t>& given) {
 }
 
 // Whether the sizes and options are those of the kernel; what depends on a head dimension plan_decode says.
-// NOTE: a batch-invariant call is packed, because its bits are those of attention.
 bool may_run(const CacheInputs& in, const CacheOptions& options, const CacheShape<int64_t>& shape) {
   const auto dtype = in.query.scalar_type();
   const double cap = options.attention.softcap, scale = scale_of(options.attention, shape.head_dim);
@@ -48,8 +48,8 @@ bool may_run(const CacheInputs& in, const CacheOptions& options, const CacheShap
                     shape.len_q <= DecodeArgs::kMostRows / 2 && shape.batch <= DecodeArgs::kMostRows &&
                     shape.added <= DecodeArgs::kMostRows;
   return in.query.is_cuda() && (dtype == at::kHalf || dtype == at::kBFloat16) && shape.head_dim == shape.head_dim_v &&
-         shape.heads_k == shape.heads_v && has_range && fits && !options.attention.batch_invariant &&
-         !options.attention.backend.has_value() && !requested_backend().has_value();
+         shape.heads_k == shape.heads_v && has_range && fits && !options.attention.backend.has_value() &&
+         !requested_backend().has_value();
 }
 
 }  // namespace
@@ -62,45 +62,42 @@ std::optional<std::tuple<Tensor, Tensor>> attend_by_kernel(const CacheInputs& in
   } else {
     if (!may_run(in, options, shape)) return std::nullopt;
     constexpr int64_t kRowAlignment = 16, kQueryAlignment = 4;
-    const auto k = view_of(in.key_cache, kRowAlignment), v = view_of(in.value_cache, kRowAlignment);
-    if (!k.has_value() || !v.has_value()) return std::nullopt;
-    Tensor q = query;
-    if (!view_of(q, kQueryAlignment).has_value()) q = q.contiguous();
-    const Tensor lengths = in.cache_seqlens.contiguous();
-    const Tensor slot_of = in.cache_batch_index.defined() ? in.cache_batch_index.contiguous() : Tensor();
-    const Tensor table =
-        in.block_table.defined() && in.block_table.stride(1) != 1 ? in.block_table.contiguous() : in.block_table;
+    const bool invariant = options.attention.batch_invariant;
     DecodeArgs args;
     args.dtype = dtype_of(query.scalar_type());
-    args.fp8 = in.key_cache.scalar_type() == at::kFloat8_e4m3fn;
-    args.batch = static_cast<int>(shape.batch);
+    const CachePlaces places = fill_places(args, in, shape);
     args.len_q = static_cast<int>(shape.len_q);
     args.heads_q = static_cast<int>(shape.heads_q);
     args.heads_k = static_cast<int>(shape.heads_k);
     args.head_dim = static_cast<int>(shape.head_dim);
-    args.capacity = static_cast<int>(shape.capacity);
     args.added = static_cast<int>(shape.added);
-    args.slots = static_cast<int>(shape.slots);
     args.scale = static_cast<float>(scale_of(options.attention, shape.head_dim));
     args.softcap = static_cast<float>(options.attention.softcap);
     args.left = bound_of(options.attention.window_left);
     args.right = bound_of(options.attention.window_right);
     if (options.attention.causal) args.right = std::min(args.right, 0);
-    args.q = *view_of(q, kQueryAlignment);
-    args.k = *k;
-    args.v = *v;
-    args.lengths = lengths.const_data_ptr<int32_t>();
-    if (slot_of.defined()) args.slot_of = slot_of.const_data_ptr<int32_t>();
-    if (table.defined()) {
-      args.page_rows = static_cast<int>(shape.rows);
-      args.table = table.const_data_ptr<int32_t>();
-      args.table_stride = table.stride(0);
-    }
     args.k_descale = per_head(in.k_descale);
     args.v_descale = per_head(in.v_descale);
     args.alibi = per_head(in.alibi_slopes);
-    const DecodePlan plan = plan_decode(args, cuda_device_info(query.device()), /*batch_invariant=*/false);
+    const DecodePlan plan = plan_decode(args, cuda_device_info(query.device()), invariant);
+    if (plan.too_large && invariant) {
+      throw AttentionError("key_cache", concat("holds ", shape.batch, " sequences of ", shape.capacity, " rows and ",
+                                               shape.heads_k, " heads; with batch_invariant fewer are accepted"));
+    }
     if (!plan.runs) return std::nullopt;
+    Tensor q = query, key_cache = in.key_cache, value_cache = in.value_cache;
+    const auto readable = [](Tensor& tensor, int64_t alignment, bool may_copy) {
+      auto view = view_of(tensor, alignment);
+      if (view.has_value() || !may_copy) return view;
+      tensor = tensor.clone(at::MemoryFormat::Contiguous);
+      return view_of(tensor, alignment);
+    };
+    // NOTE: batch-invariant bits do not follow from a layout.
+    const auto k = readable(key_cache, kRowAlignment, invariant), v = readable(value_cache, kRowAlignment, invariant);
+    if (!k.has_value() || !v.has_value()) return std::nullopt;
+    args.q = *readable(q, kQueryAlignment, true);
+    args.k = *k;
+    args.v = *v;
     const Tensor out =
         allocate({shape.batch, shape.len_q, shape.heads_q, shape.head_dim_v}, query, query.scalar_type());
     const Tensor lse = return_lse ? allocate({shape.batch, shape.heads_q, shape.len_q}, query, at::kFloat)

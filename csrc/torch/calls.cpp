@@ -97,11 +97,12 @@ Tensor call_draw_rng_state(const Inputs& in) {
 }
 
 Tensor call_dropout_mask(const Tensor& rng_state, double dropout_p, c10::SymInt batch_heads, c10::SymInt rows,
-                         c10::SymInt cols, c10::SymInt q0, c10::SymInt k0) {
-  using Fn = Tensor(const Tensor&, double, c10::SymInt, c10::SymInt, c10::SymInt, c10::SymInt, c10::SymInt);
+                         c10::SymInt cols, c10::SymInt q0, c10::SymInt k0, c10::SymInt n0) {
+  using Fn =
+      Tensor(const Tensor&, double, c10::SymInt, c10::SymInt, c10::SymInt, c10::SymInt, c10::SymInt, c10::SymInt);
   static const auto handle = find<Fn>("flash_ext::dropout_mask");
   return handle.call(rng_state, dropout_p, std::move(batch_heads), std::move(rows), std::move(cols), std::move(q0),
-                     std::move(k0));
+                     std::move(k0), std::move(n0));
 }
 
 }  // namespace flash_ext

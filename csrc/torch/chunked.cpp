@@ -133,9 +133,8 @@ class Composite {
     b.probability = only_visible(b, exponential / row_sum);
     b.lse = (shift + row_sum.log()).masked_fill(empty, -kInfinity);
     if (options_.dropout_p > 0) {
-      const Tensor all = call_dropout_mask(rng_state_, options_.dropout_p, first_head_ + flat_heads_, rows.size(),
-                                           cols.size(), rows.first, cols.first);
-      const Tensor keep = first_head_ == 0 ? all : all.narrow(0, first_head_, flat_heads_);
+      const Tensor keep = call_dropout_mask(rng_state_, options_.dropout_p, flat_heads_, rows.size(), cols.size(),
+                                            rows.first, cols.first, first_head_);
       const double factor = options_.dropout_p < 1 ? 1 / (1 - options_.dropout_p) : 0.0;
       b.kept = keep.view_symint(sizes_of_rows(rows, cols.size())).to(dtype_) * factor;
     }

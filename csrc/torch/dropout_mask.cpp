@@ -23,12 +23,12 @@ void check(const Tensor& rng_state, double dropout_p) {
 }
 
 Tensor dropout_mask_cpu(const Tensor& rng_state, double dropout_p, int64_t batch_heads, int64_t rows, int64_t cols,
-                        int64_t q0, int64_t k0) {
+                        int64_t q0, int64_t k0, int64_t n0) {
   const nvtx::Range range(nvtx::Op::kDropoutMask);
   check(rng_state, dropout_p);
   Tensor result = at::empty({batch_heads, rows, cols}, rng_state.options().dtype(at::kBool));
   const Tensor state = rng_state.contiguous();
-  cpu_dropout_mask(state.const_data_ptr<int64_t>(), dropout_p, batch_heads, rows, cols, q0, k0,
+  cpu_dropout_mask(state.const_data_ptr<int64_t>(), dropout_p, batch_heads, rows, cols, q0, k0, n0,
                    result.mutable_data_ptr<bool>());
   return result;
 }
@@ -36,7 +36,7 @@ Tensor dropout_mask_cpu(const Tensor& rng_state, double dropout_p, int64_t batch
 // Philox4x32-7 in int64: products wrap, which leaves their 64 bits right. Reads rng_state on its device, without a
 // sync.
 Tensor dropout_mask_composite(const Tensor& rng_state, double dropout_p, int64_t batch_heads, int64_t rows,
-                              int64_t cols, int64_t q0, int64_t k0) {
+                              int64_t cols, int64_t q0, int64_t k0, int64_t n0) {
   check(rng_state, dropout_p);
   constexpr int64_t kWord = 0xFFFFFFFF;
   const auto index = rng_state.options();
@@ -49,7 +49,7 @@ Tensor dropout_mask_composite(const Tensor& rng_state, double dropout_p, int64_t
   const Tensor lane = mod(i, 8) * 4 + mod(j, 8).__rshift__(1);
   Tensor c0 = j.__rshift__(4) * 32 + lane;
   Tensor c1 = i.__rshift__(4);
-  Tensor c2 = at::arange(batch_heads, index).unsqueeze(-1).unsqueeze(-1);
+  Tensor c2 = at::arange(n0, n0 + batch_heads, index).unsqueeze(-1).unsqueeze(-1);
   Tensor c3 = offset.bitwise_and(kWord);
   for (int round = 0; round < 7; ++round) {
     const Tensor product0 = c0 * int64_t{0xD2511F53}, product1 = c2 * int64_t{0xCD9E8D57};
@@ -67,23 +67,23 @@ Tensor dropout_mask_composite(const Tensor& rng_state, double dropout_p, int64_t
 }
 
 Tensor dropout_mask_cuda(const Tensor& rng_state, double dropout_p, int64_t batch_heads, int64_t rows, int64_t cols,
-                         int64_t q0, int64_t k0) {
+                         int64_t q0, int64_t k0, int64_t n0) {
   const nvtx::Range range(nvtx::Op::kDropoutMask);
   if constexpr (kWithCuda) {
     const c10::DeviceGuard guard(rng_state.device());
     check(rng_state, dropout_p);
     Tensor result = at::empty({batch_heads, rows, cols}, rng_state.options().dtype(at::kBool));
     const Tensor state = rng_state.contiguous();
-    cuda_dropout_mask(state.const_data_ptr<int64_t>(), dropout_p, batch_heads, rows, cols, q0, k0,
+    cuda_dropout_mask(state.const_data_ptr<int64_t>(), dropout_p, batch_heads, rows, cols, q0, k0, n0,
                       result.mutable_data_ptr<bool>(), current_cuda_stream(rng_state.device()));
     return result;
   } else {
-    return dropout_mask_composite(rng_state, dropout_p, batch_heads, rows, cols, q0, k0);
+    return dropout_mask_composite(rng_state, dropout_p, batch_heads, rows, cols, q0, k0, n0);
   }
 }
 
 Tensor dropout_mask_meta(const Tensor& rng_state, double dropout_p, c10::SymInt batch_heads, c10::SymInt rows,
-                         c10::SymInt cols, c10::SymInt, c10::SymInt) {
+                         c10::SymInt cols, c10::SymInt, c10::SymInt, c10::SymInt) {
   check(rng_state, dropout_p);
   return at::empty_symint({std::move(batch_heads), std::move(rows), std::move(cols)},
                           rng_state.options().dtype(at::kBool));

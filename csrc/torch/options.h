@@ -178,7 +178,7 @@ Gradients call_attention_backward(c10::DispatchKeySet keys, const Tensor& grad_o
                                   const Inputs& in, const ForwardResult& saved, const Options& options,
                                   const GradMask& grad_mask);
 Tensor call_dropout_mask(const Tensor& rng_state, double dropout_p, c10::SymInt batch_heads, c10::SymInt rows,
-                         c10::SymInt cols, c10::SymInt q0, c10::SymInt k0);
+                         c10::SymInt cols, c10::SymInt q0, c10::SymInt k0, c10::SymInt n0);
 
 // {seed, offset} of the dropout map, by the operator draw_rng_state.
 Tensor call_draw_rng_state(const Inputs& in);

@@ -53,10 +53,10 @@ inline const std::string kAttentionBackward = [] {
          ") -> (" + results + ")";
 }();
 
-// True where dropout keeps: element (n, i, j) belongs to flat head n, query q0 + i and key k0 + j.
+// True where dropout keeps: element (n, i, j) belongs to flat head n0 + n, query q0 + i and key k0 + j.
 inline const std::string kDropoutMask =
     "dropout_mask(Tensor rng_state, float dropout_p, SymInt batch_heads, SymInt rows, SymInt cols, *, SymInt q0=0, "
-    "SymInt k0=0) -> Tensor";
+    "SymInt k0=0, SymInt n0=0) -> Tensor";
 
 // The drop-in; decomposes into `attention`.
 inline const std::string kScaledDotProductAttention =

@@ -226,6 +226,69 @@ def test_one_length_for_all_and_autocast(device: str) -> None:
         assert torch.equal(flash_ext.attention_with_cache(**call | {"query": call["query"].float()}), expected)
 
 
+def test_autocast_casts_rotary_tables(device: str) -> None:
+    """To float32, where they are of another dtype than the cache: a table of 16 bits has the same numbers there."""
+    call = example(added=2, queries=2, rotary=16, dtype=torch.bfloat16, device=device)
+    for name in ("rotary_cos", "rotary_sin"):
+        call[name] = call[name].half()
+    wide = {name: x.clone() for name, x in call.items()}
+    wide |= {name: call[name].float() for name in ("rotary_cos", "rotary_sin")}
+    expected = flash_ext.attention_with_cache(**wide)
+    with torch.autocast(device, dtype=torch.float16):
+        assert torch.equal(flash_ext.attention_with_cache(**call), expected)
+    with pytest.raises(Error, match=r"^rotary_cos of shape"):
+        flash_ext.attention_with_cache(**call)
+
+
+def test_slots_of_more_rows_than_32_bits_count() -> None:
+    """Slots that overlap, so that memory has them: those of the sequences alone are copied."""
+    slots, rows, cols = 70000, 40000, 8
+    heads = Heads(2, 1, 1, cols, cols)
+    small = example(lengths=(7, 30), heads=heads, rows=S, dtype=torch.float32)
+    expected = flash_ext.attention_with_cache(**small)
+    for name in ("key_cache", "value_cache"):
+        memory = torch.full((slots * 12 + rows * 16 + cols,), torch.nan)
+        huge = memory.as_strided((slots, rows, 1, cols), (12, 16, cols, 1))
+        for slot, which in ((slots - 1, 0), (0, 1)):
+            huge[slot, :30] = small[name][which, :30]
+        small[name] = huge
+    small["cache_batch_index"] = ints((slots - 1, 0))
+    torch.testing.assert_close(flash_ext.attention_with_cache(**small), expected)
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("name", ["one query", "append", "slots", "pages of 16", "rotary"])
+def test_vmap(name: str, return_lse: bool, device: str) -> None:
+    """Each sample is a call, and appends to its own part of the caches."""
+    samples = [example(**CASES[name] | {"dtype": torch.float32, "device": device}) for _ in range(3)]
+    mapped = {n: torch.stack([s[n] for s in samples]) for n in samples[0] if n != "cache_seqlens"}
+    lengths = samples[0]["cache_seqlens"]
+
+    def run(mapped: dict[str, Tensor]) -> Any:
+        return flash_ext.attention_with_cache(**mapped, cache_seqlens=lengths, return_lse=return_lse)
+
+    got = torch.vmap(run)(mapped)
+    for i, sample in enumerate(samples):
+        expected = flash_ext.attention_with_cache(**sample, return_lse=return_lse)
+        pairs = zip(got, expected, strict=True) if return_lse else [(got, expected)]
+        assert all(torch.equal(one[i], other) for one, other in pairs)
+        for cache in ("key_cache", "value_cache"):
+            assert torch.equal(mapped[cache][i].nan_to_num(), sample[cache].nan_to_num())
+
+
+def test_vmap_of_shared_caches() -> None:
+    """Read by all samples; a write that each would make elsewhere is refused."""
+    call = example(dtype=torch.float32)
+    rest = {n: call[n] for n in call if n != "query"}
+    queries = torch.stack([call["query"], call["query"] * 2])
+    outs = torch.vmap(lambda query: flash_ext.attention_with_cache(query, **rest))(queries)
+    for out, query in zip(outs, queries, strict=True):
+        assert torch.equal(out, flash_ext.attention_with_cache(query, **rest))
+    fresh = {n: torch.zeros(3, 1, 2, call[f"{n}_cache"].shape[-1]) for n in ("key", "value")}
+    with pytest.raises(RuntimeError, match=r"^vmap: key_cache and value_cache are written to in place"):
+        torch.vmap(lambda query: flash_ext.attention_with_cache(query, **rest, **fresh))(queries)
+
+
 def test_flops_are_those_of_the_rows_that_there_are() -> None:
     with FlopCounterMode(display=False) as counter:
         flash_ext.attention_with_cache(**example(queries=2, added=3, page=16))

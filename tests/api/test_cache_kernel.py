@@ -216,6 +216,59 @@ def test_strides(layout: str) -> None:
     check(call, out, lse)
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_batch_invariant_against_float64(name: str) -> None:
+    call = example(**CASES[name], batch_invariant=True)
+    (out, lse), by_kernel = ran(lambda: flash_ext.attention_with_cache(**call, return_lse=True))
+    assert by_kernel
+    check(call, out, lse)
+
+
+def of_sequence(call: dict[str, Any], b: int) -> dict[str, Any]:
+    """The call of one sequence of a call with slots of its own."""
+    return call | {name: call[name][b : b + 1] for name in ("query", "key_cache", "value_cache", "cache_seqlens")}
+
+
+@pytest.mark.parametrize("queries", [1, 4, 16, 40])
+@pytest.mark.parametrize(
+    "options", [{}, {"window": (700, 0)}, {"cols": 64}, {"cols": 256, "dtype": torch.float16}], ids=str
+)
+def test_batch_invariant_bits(options: dict[str, Any], queries: int) -> None:
+    """Of one piece, of some and of most; the merge of few rows, and that of many."""
+    lengths = (1, 255, 257, 4096, 4097, 20000, 40000)
+    call = example(lengths=lengths, rows=40000, queries=queries, batch_invariant=True, **options)
+    alone = []
+    for b in range(len(lengths)):
+        result, by_kernel = ran(lambda b=b: flash_ext.attention_with_cache(**of_sequence(call, b), return_lse=True))
+        assert by_kernel
+        alone.append(result)
+    for count in (7, 40, 700):
+        which = torch.randint(len(lengths), (count,))
+        other = call | {"query": call["query"][which], "cache_seqlens": call["cache_seqlens"][which]}
+        other["cache_batch_index"] = which.int().cuda()
+        out, lse = flash_ext.attention_with_cache(**other, return_lse=True)
+        for b, index in enumerate(which.tolist()):
+            assert torch.equal(out[b], alone[index][0][0]), (count, lengths[index])
+            assert torch.equal(lse[b], alone[index][1][0]), (count, lengths[index])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_batch_invariant_bits_of_any_strides(layout: str) -> None:
+    """What the kernel cannot read is copied for it."""
+    call = example(queries=2, batch_invariant=True)
+    expected = flash_ext.attention_with_cache(**call)
+    call |= {name: LAYOUTS[layout][0](call[name]) for name in ("key_cache", "value_cache")}
+    out, by_kernel = ran(lambda: flash_ext.attention_with_cache(**call))
+    assert by_kernel and torch.equal(out, expected)
+
+
+def test_many_sequences_against_float64() -> None:
+    """The kernel tells the merge where parts are."""
+    call = example(lengths=tuple(range(300)), rows=300, heads=(2, 1), cols=64)
+    out, lse = flash_ext.attention_with_cache(**call, return_lse=True)
+    check(call, out, lse)
+
+
 NOT_TAKEN: dict[str, dict[str, Any]] = {
     "float32": {"dtype": torch.float32},
     "head dim 80": {"cols": 80},

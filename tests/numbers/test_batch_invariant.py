@@ -304,6 +304,27 @@ def test_error_rule(dtype: torch.dtype, name: str, device: str, backend: str) ->
         check(flash_ext.attention, inputs, dict(of.options) | {"batch_invariant": True, "return_lse": True})
 
 
+@pytest.mark.parametrize("name", ["plain", "grouped", "mask", "everything"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_more_batch_dimensions(dtype: torch.dtype, name: str, device: str, backend: str) -> None:
+    """An element of the operator's (2, 3, heads, rows, cols) has the bits that it has alone."""
+    of, sizes = CASES[name], (2, 3)
+    options = dict(of.options) | {"gqa": True}
+    options["bottom_right"] = options.pop("align", "") == "bottom_right"
+
+    def attend(**call: Any) -> tuple[Tensor, Tensor]:
+        return OPS.attention(**call)[:2]
+
+    pool = [sequence(of, (70, 90), dtype, device) for _ in range(6)]
+    stacked = {n: torch.stack([s[n] for s in pool]).unflatten(0, sizes) for n in pool[0]}
+    cotangents = [stacked.pop("grad_out"), stacked.pop("grad_lse")]
+    out, lse, grads = gradients(attend, stacked, cotangents, **options)
+    whole = {"out": out, "lse": lse} | {f"grad of {n}": grad for n, grad in grads.items()}
+    for number, one in enumerate(pool):
+        expected = dense(of, [one])[0]
+        assert not differing({n: t.flatten(0, 1)[number] for n, t in whole.items()}, expected)
+
+
 # ---- packed, nested -------------------------------------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers import DTYPES, check, dropped, keep_mask, leaf, make_inputs, name_of, rand, rng_state
 from torch import Tensor
+from torch.profiler import profile
 from torch.utils.checkpoint import checkpoint
 
 import flash_ext
@@ -81,6 +82,7 @@ def test_map_is_a_function_of_position(device: str) -> None:
     for q0, k0 in [(0, 0), (1, 1), (16, 32), (17, 33), (49, 69)]:
         part = OPS.dropout_mask(state, 0.3, 3, 50 - q0, 70 - k0, q0=q0, k0=k0)
         assert torch.equal(part, whole[:, q0:, k0:])
+        assert torch.equal(OPS.dropout_mask(state, 0.3, 1, 50 - q0, 70 - k0, q0=q0, k0=k0, n0=2), part[2:])
 
 
 @pytest.mark.parametrize("p", [0.001, 0.1, 0.5, 0.9, 0.999])
@@ -228,3 +230,12 @@ def test_backends_draw_the_same(dtype: torch.dtype, device: str, backend: str) -
     other, _ = OPS.attention_with_rng_state(q, q, v, state, dropout_p=p, backend="chunked")
     assert torch.equal(mine > 0, other > 0)
     assert torch.equal(mine > 0, keep_mask(state, p, (1, 2), n, n))
+
+
+def test_a_batch_invariant_element_draws_its_own_mask() -> None:
+    """The composite draws no other element's, and what it takes does not follow from the size of the batch."""
+    leaves = [torch.randn(16, 2, 24, 8) for _ in range(3)]
+    with flash_ext.use_backend("chunked"), profile(record_shapes=True, acc_events=True) as profiler:
+        OPS.attention(*leaves, dropout_p=0.5, batch_invariant=True)
+    drawn = [event.concrete_inputs[2] for event in profiler.events() if event.name == "flash_ext::dropout_mask"]
+    assert drawn == [2] * 16

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,21 +13,14 @@ from torch import Tensor
 
 import flash_ext
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
 # Where each of three sequences begins, and where the last one ends: the second has no rows, because the numbers
 # descend there, and the third lies before the first.
 STARTS = {"q": [40, 75, 3, 24], "k": [35, 70, 2, 33]}
 ROWS = {"q": 80, "k": 72}
 ASCENDING = {"q": [3, 24, 40, 75], "k": [2, 33, 35, 70]}
 CASES = {"queries": "q", "keys": "k", "both": "qk"}
-
-
-@pytest.fixture(autouse=True)
-def _memory_is_poisoned() -> Iterator[None]:
-    """What nobody writes is NaN."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(before)
 
 
 def lengths_of(descending: str) -> dict[str, list[int]]:

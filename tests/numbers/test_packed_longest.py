@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from helpers import name_of
 from packed import Heads, Side, packed
 from torch import Tensor
 
-
-@pytest.fixture(autouse=True)
-def _memory_is_poisoned() -> Iterator[None]:
-    """What nobody writes is NaN."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(before)
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 @pytest.mark.parametrize("more", [(0, 0), (1, 0), (0, 3), (40, 200)], ids=str)

@@ -98,7 +98,7 @@ namespace flash_ext {
 
 // The op dropout_mask: any origin, so whole 16x16 blocks are drawn and cut.
 void cpu_dropout_mask(const int64_t* rng_state, double p, int64_t batch_heads, int64_t rows, int64_t cols, int64_t q0,
-                      int64_t k0, bool* out) {
+                      int64_t k0, int64_t n0, bool* out) {
   constexpr int64_t kWidth = 256;
   const Dropout dropout = make_dropout(rng_state[0], rng_state[1], p);
   const auto keep_tile = cpu::vector_table().f32.keep_tile;
@@ -110,7 +110,7 @@ void cpu_dropout_mask(const int64_t* rng_state, double p, int64_t batch_heads, i
     const int64_t bh = item / row_tiles;
     const int64_t row = first_row + item % row_tiles * 16;
     for (int64_t col = k0 / 16 * 16; col < k0 + cols; col += kWidth) {
-      keep_tile(dropout, static_cast<uint32_t>(bh), row, col, 16, kWidth, /*transposed=*/false, keep, kWidth);
+      keep_tile(dropout, static_cast<uint32_t>(n0 + bh), row, col, 16, kWidth, /*transposed=*/false, keep, kWidth);
       for (int64_t i = std::max(row, q0); i < std::min(row + 16, q0 + rows); ++i) {
         for (int64_t j = std::max(col, k0); j < std::min(col + kWidth, k0 + cols); ++j) {
           out[(bh * rows + i - q0) * cols + j - k0] = keep[(i - row) * kWidth + j - col] != 0;

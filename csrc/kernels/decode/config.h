@@ -22,6 +22,7 @@ struct Fp8 {};
 
 constexpr int kFewRows = 16, kManyRows = 64;
 constexpr int kMaxStages = 4;
+constexpr int kLeastKeys = 256;  // of a run, or a piece: less to merge is worth a longer run
 
 template <class Cache_, int kHeadDim_, int kRows_>
 struct Traits {
@@ -38,16 +39,17 @@ struct Traits {
   // Of a group. NOTE: e4m3 at head dimension 128 has no registers for 32 keys beside 64 rows.
   static constexpr int kKeys = kRows == kManyRows ? (kFp8 && kHeadDim == 128 ? 16 : 32) : (kRowBytes <= 128 ? 32 : 16);
   static constexpr int kTileKeys = kGroups * kKeys;
+  static_assert(kLeastKeys % kTileKeys == 0);
   static constexpr bool kQueryInRegisters = kM == 1 && kHeadDim <= 128;
 
   static constexpr int kTileBytes = kKeys * kRowBytes;  // of keys, and of values, of a group
   static constexpr int kStageBytes = 2 * kTileBytes, kRingBytes = kGroups * kStageBytes;  // of all groups
   static constexpr int kQueryBytes = kRows * kHeadDim * 2;
-  // What the groups merge at last, in the place of the ring.
+  // What the groups merge at last, in the place of the ring and of Q behind it.
   static constexpr int kOutPitch = kHeadDim + 8;  // floats
   static constexpr int kOutBytes = kGroups * kRows * kOutPitch * 4;
   static constexpr int kSumBytes = kGroups * kRows * 8;
-  static int64_t shared_bytes(int stages) { return std::max(stages * kRingBytes, kOutBytes + kSumBytes) + kQueryBytes; }
+  static int64_t shared_bytes(int stages) { return std::max(stages * kRingBytes + kQueryBytes, kOutBytes + kSumBytes); }
 };
 
 }  // namespace flash_ext::decode

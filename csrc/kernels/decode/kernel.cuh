@@ -192,6 +192,10 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     load_query_rows<Traits>(args, plan, keys, segment, products.tile, state.table);
     __syncthreads();  // Q and the table are there; all have read where they are
     if (threadIdx.x == 0) {
+      if (plan.tells_places && segment.tile == 0) {
+        parts.places[(segment.b * args.heads_k + segment.head) * plan.row_tiles + segment.row_tile] =
+            state.walk.get().place();
+      }
       state.walk.get() = walk;
       state.segment.get() = segment;
     }
@@ -200,7 +204,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     sm80::clear(o);
     sm80::SoftmaxRows<Traits::kM> softmax;
     attend(args, tiles, products, o, softmax, state.table, seen);
-    __syncthreads();  // nobody reads or copies to the ring any more
+    __syncthreads();  // nobody reads Q, or reads or copies to the ring any more
     auto* const merged = reinterpret_cast<float*>(ring);
     auto* const sums = reinterpret_cast<float2*>(ring + Traits::kOutBytes);
     store_group<Traits>(o, softmax, row, merged, sums);

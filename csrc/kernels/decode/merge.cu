@@ -41,30 +41,48 @@ struct Merged {
   }
 };
 
-// Where the parts of a work are. Part n is that of a run n runs behind the first or, with split_tiles, of unit first +
-// n.
+// Where the parts of a work are.
 struct PartsOfWork {
-  int first, first_run, run, count;
-  bool fixed;
+  int first, behind, step, count;  // part 0, and what is added to n steps for part n
 
-  __device__ __forceinline__ PartsOfWork(const DecodeArgs& args, const DecodePlan& plan, int tile_keys, int b,
-                                         int work) {
-    const int units = units_of(plan, tiles_of(keys_of_sequence(args, b), tile_keys));
-    const Deal deal = Deal::make(args, plan, tile_keys);
-    first = deal.before_sequence(args, plan, b, tile_keys) + work * units;
-    run = deal.run;
-    first_run = first / run;
-    fixed = plan.split_tiles > 0;
-    count = fixed ? units : (first + units - 1) / run - first_run + 1;
+  // In pieces.
+  __device__ __forceinline__ PartsOfWork(const DecodeArgs& args, const DecodePlan& plan, int b, int work, int tiles)
+      : first(first_piece(args, plan, b, work)), behind(first), step(1) {
+    const int piece = piece_of(plan, tiles);
+    count = (tiles + piece - 1) / piece;
   }
-  __device__ __forceinline__ int part(int n) const {
-    if (fixed) return first + n;
-    const int block = first_run + n;
-    return 2 * block + (first > block * run ? 1 : 0);
+  // In runs: place.x is the work's first tile among all, place.y the tiles of a run. A block has two parts.
+  __device__ __forceinline__ PartsOfWork(int2 place, int tiles) : step(2) {
+    const int block = place.x / place.y;
+    behind = 2 * block;
+    first = behind + (place.x > block * place.y ? 1 : 0);
+    count = (place.x + tiles - 1) / place.y - block + 1;
   }
+  __device__ __forceinline__ int part(int n) const { return n == 0 ? first : behind + n * step; }
 };
 
-// kAlone: a block has one row, whose parts its lines of threads share; else each line has a row at a time.
+// Parts begin, begin + step, ... of a row.
+__device__ __forceinline__ Merged merge_every(const Parts& parts, const PartsOfWork& from, int begin, int step, int row,
+                                              int head_dim, int col) {
+  Merged merged;
+#pragma unroll 1
+  for (int n = begin; n < from.count; n += kBatch * step) {
+    Merged parts_of[kBatch];
+#pragma unroll
+    for (int k = 0; k < kBatch; ++k) {
+      if (n + k * step >= from.count) break;
+      const int part = from.part(n + k * step);
+      const float2 sums = parts.sums_of(part)[row];
+      const int64_t line_of_part = int64_t{part} * parts.rows + row;
+      parts_of[k] = {sums.x, sums.y, *reinterpret_cast<const float4*>(parts.out + line_of_part * head_dim + col)};
+    }
+    merged.join(parts_of);
+  }
+  return merged;
+}
+
+// kAlone: a block has one row, whose parts its lines of threads share; else each line has a row at a time. Of pieces
+// either sums every so many parts first, and then these sums, so that bits do not follow from how many rows there are.
 template <bool kAlone>
 __global__ void __launch_bounds__(kMergeThreads)
     merge_kernel(const __grid_constant__ DecodeArgs args, const __grid_constant__ DecodePlan plan,
@@ -76,31 +94,32 @@ __global__ void __launch_bounds__(kMergeThreads)
   segment.b = at / works;
   segment.head = at % works / plan.row_tiles;
   segment.row_tile = at % plan.row_tiles;
-  const PartsOfWork from(args, plan, tile_keys, segment.b, at % works);
+  const int tiles = tiles_of(keys_of_sequence(args, segment.b), tile_keys);
+  int2 place = {};
+  if (plan.piece_tiles == 0 && !plan.tells_places) {
+    const Deal deal = Deal::make(args, plan, tile_keys);
+    place = make_int2(deal.before_sequence(args, plan, segment.b, tile_keys) + at % works * tiles, deal.run);
+  }
 #if __CUDA_ARCH__ >= 900
   if (plan.dependent) grid_dependency_wait();  // of every block: what comes behind on the stream relies on it
 #endif
+  if (plan.tells_places) place = parts.places[at];
+  const PartsOfWork from =
+      plan.piece_tiles > 0 ? PartsOfWork(args, plan, segment.b, at % works, tiles) : PartsOfWork(place, tiles);
   if (from.count == 1) return;  // all written
   const int head_dim = args.head_dim, quarter = head_dim / 4, lines = kMergeThreads / quarter;
   const int line = static_cast<int>(threadIdx.x) / quarter, col = static_cast<int>(threadIdx.x) % quarter * 4;
-  const int step = kAlone ? lines : 1, begin = kAlone ? line : 0;  // of parts
+  const int step = kAlone || plan.piece_tiles > 0 ? lines : 1;  // of parts that are summed first
   const int rows = min(plan.part_rows, first_row + (kAlone ? 1 : kBlockRows));
   for (int row = first_row + (kAlone ? 0 : line); row < rows; row += lines) {
-    Merged merged;
+    Merged merged = merge_every(parts, from, kAlone ? line : 0, step, row, head_dim, col);
+    if constexpr (!kAlone) {
 #pragma unroll 1
-    for (int n = begin; n < from.count; n += kBatch * step) {
-      Merged parts_of[kBatch];
-#pragma unroll
-      for (int k = 0; k < kBatch; ++k) {
-        if (n + k * step >= from.count) break;
-        const int part = from.part(n + k * step);
-        const float2 sums = parts.sums_of(part)[row];
-        const int64_t line_of_part = int64_t{part} * parts.rows + row;
-        parts_of[k] = {sums.x, sums.y, *reinterpret_cast<const float4*>(parts.out + line_of_part * head_dim + col)};
+      for (int begin = 1; begin < step; ++begin) {
+        const Merged next[1] = {merge_every(parts, from, begin, step, row, head_dim, col)};
+        merged.join(next);
       }
-      merged.join(parts_of);
-    }
-    if constexpr (kAlone) {
+    } else {
       __shared__ Merged others[kMergeThreads];
       others[threadIdx.x] = merged;
       __syncthreads();
@@ -146,9 +165,9 @@ DecodePlan plan_decode(const DecodeArgs& args, const DeviceInfo& device, bool ba
   using namespace decode;
   // NOTE: beyond these a packed call was faster, which copies pages and e4m3 first. One H100, 8 sequences of 8k keys:
   // 256 rows 271 us against 218, 128 rows 167 against 215; of pages of 64, 256 rows 376 against 420.
-  const int64_t most_rows = args.fp8 || args.table != nullptr ? 256 : 128;
-  constexpr int kInvariantKeys = 1024;  // of a part
-  constexpr int kLeastKeys = 256;       // of a run: less to merge is worth a longer run
+  // In any layout the same with batch_invariant.
+  const int64_t most_rows = args.fp8 || args.table != nullptr || batch_invariant ? 256 : 128;
+  constexpr int kManySequences = 256;  // of which each block of the merge would add up the lengths
   DecodePlan plan;
   const int64_t rows = int64_t{args.len_q} * (args.heads_q / args.heads_k);
   const Unit* const unit = unit_of(args, rows > 16);
@@ -171,28 +190,42 @@ DecodePlan plan_decode(const DecodeArgs& args, const DeviceInfo& device, bool ba
   plan.row_tiles = static_cast<int>((rows + plan.tile_rows - 1) / plan.tile_rows);
   plan.group = args.heads_q / args.heads_k;
   plan.of_group = plan.group == 1 ? 0 : UINT32_MAX / static_cast<unsigned>(plan.group) + 1;
-  plan.least_tiles = batch_invariant ? 1 : std::max(1, kLeastKeys / unit->tile_keys);
+  const int least_tiles = kLeastKeys / unit->tile_keys;
+  plan.least_tiles = batch_invariant ? 1 : least_tiles;
   plan.part_rows = static_cast<int>(std::min<int64_t>(rows, plan.tile_rows));
   plan.dependent = may_depend(device.compute_capability);
-  const int64_t tiles = (args.capacity + unit->tile_keys - 1) / unit->tile_keys;
+  // Rows times pieces are bounded, and so is what scratch has of a sequence.
+  constexpr int64_t kPieceRows = 512, kLeastPieces = 4, kMostPieces = 64;
+  const int64_t keys = std::min<int64_t>(args.capacity, int64_t{args.left} + args.right + args.len_q);
+  const int64_t tiles = std::max<int64_t>(1, (keys + unit->tile_keys - 1) / unit->tile_keys);
   const int64_t works = int64_t{args.batch} * args.heads_k * plan.row_tiles;
-  if (batch_invariant) plan.split_tiles = std::max(1, kInvariantKeys / unit->tile_keys);
-  const int64_t pieces = batch_invariant ? (tiles + plan.split_tiles - 1) / plan.split_tiles : tiles;
+  int64_t pieces = tiles;
+  if (batch_invariant) {
+    plan.piece_tiles = least_tiles;
+    plan.most_pieces = static_cast<int>(std::clamp(kPieceRows / rows, kLeastPieces, kMostPieces));
+    pieces = std::min<int64_t>(plan.most_pieces, (tiles + least_tiles - 1) / least_tiles);
+    plan.pieces = static_cast<int>(pieces);
+  }
   plan.grid = static_cast<int>(std::min<int64_t>(int64_t{device.multiprocessors} * blocks, works * pieces));
-  plan.runs = works * tiles + 2 * plan.grid < INT32_MAX / 2;  // work.cuh counts in 32 bits
-  const int64_t parts = batch_invariant ? works * pieces : 2 * plan.grid;
-  plan.scratch_bytes = parts * plan.part_rows * (args.head_dim + 2) * 4;
+  plan.too_large = works * tiles + 2 * plan.grid >= INT32_MAX / 2;  // work.cuh counts in 32 bits
+  plan.runs = !plan.too_large;
+  plan.merges = pieces > 1;
+  plan.tells_places = plan.merges && !batch_invariant && args.batch > kManySequences;
+  plan.parts = !plan.merges ? 0 : batch_invariant ? works * pieces : 2 * plan.grid;
+  plan.scratch_bytes = plan.parts * plan.part_rows * (args.head_dim + 2) * 4 + (plan.tells_places ? 8 * works : 0);
   return plan;
 }
 
 void run_decode(const DecodeArgs& args, const DecodePlan& plan, void* scratch) {
   using namespace decode;
   const Unit* const unit = unit_of(args, plan.tile_rows > 16);
-  // Sums last, because rows of out begin at multiples of 16 bytes.
-  const int64_t all_parts = plan.scratch_bytes / (int64_t{plan.part_rows} * (args.head_dim + 2) * 4);
+  // Rows of out begin at multiples of 16 bytes, sums and places at such of 8.
+  const int64_t all_rows = plan.parts * plan.part_rows;
   auto* const out = static_cast<float*>(scratch);
-  const Parts parts{reinterpret_cast<float2*>(out + all_parts * plan.part_rows * args.head_dim), out, plan.part_rows};
+  auto* const sums = reinterpret_cast<float2*>(out + all_rows * args.head_dim);
+  const Parts parts{sums, out, plan.part_rows, reinterpret_cast<int2*>(sums + all_rows)};
   unit->run(args, plan, parts);
+  if (!plan.merges) return;
   const int64_t works = int64_t{args.batch} * args.heads_k * plan.row_tiles;
   const bool alone = works * plan.part_rows <= kLoneRows;
   const dim3 grid = cuda::grid_of(works * (alone ? plan.part_rows : (plan.part_rows + kBlockRows - 1) / kBlockRows));

@@ -16,6 +16,7 @@ struct Parts {
   float2* sums;
   float* out;
   int rows;
+  int2* places;  // with plan.tells_places, of each work: its first tile among all, and the tiles of a run
 
   __device__ __forceinline__ float2* sums_of(int part) const { return sums + int64_t{part} * rows; }
   template <int kHeadDim>

@@ -1,16 +1,18 @@
 // Who computes what, decided on the device from the lengths. All tiles of keys of the call are dealt to the blocks in
 // runs of equal size:
 //
-//   sequence 0, head 0      head 1                  sequence 1, head 0     head 1          units: tiles of keys
+//   sequence 0, head 0      head 1                  sequence 1, head 0     head 1
 //   |---------------------|---------------------|-------|-------|
 //   | block 0   | block 1   | block 2   | block 3   | block 4   |
 //
-// A work is (sequence, key head, tile of rows); each has at least one unit, so that its rows are written. What a block
+// A work is (sequence, key head, tile of rows); each has at least one tile, so that its rows are written. What a block
 // has of a work is a segment: all of it is written to out, a part of it to scratch, where the merge finds it. A block
-// has at most two parts: of the work that its run begins in, and of the one that it ends in. With plan.split_tiles a
-// unit is instead a piece of so many tiles, and every piece a part of its own unless it is the whole work.
+// has at most two parts: of the work that its run begins in, and of the one that it ends in.
 //
-// Called by kernel.cuh and merge.cu. Invariant: all lanes of a warp, and all warps, find the same; all units of a call,
+// With plan.piece_tiles a work is cut in pieces that follow from its own keys. A block has those that begin in its run;
+// each is a segment, and a part unless it is the whole work, at a place of its own.
+//
+// Called by kernel.cuh and merge.cu. Invariant: all lanes of a warp, and all warps, find the same; all tiles of a call,
 // and one run more, fit 31 bits (merge.cu).
 #pragma once
 
@@ -54,38 +56,40 @@ __device__ __forceinline__ int tiles_of(const SequenceKeys& keys, int tile_keys)
   return tiles > 0 ? tiles : 1;
 }
 
-// Units of one work.
-__device__ __forceinline__ int units_of(const DecodePlan& plan, int tiles) {
-  return plan.split_tiles == 0 ? tiles : (tiles + plan.split_tiles - 1) / plan.split_tiles;
+// Tiles of each piece, but the last, of a work of so many: sixteen pieces, of piece_tiles to four times that many tiles
+// each; where these are more than plan.pieces, that many.
+__device__ __forceinline__ int piece_of(const DecodePlan& plan, int tiles) {
+  const int piece = min(max((tiles + 15) / 16, plan.piece_tiles), 4 * plan.piece_tiles);
+  return max(piece, (tiles + plan.most_pieces - 1) / plan.most_pieces);
 }
 
 __device__ __forceinline__ int works_of(const DecodeArgs& args, const DecodePlan& plan) {
   return args.heads_k * plan.row_tiles;
 }
 
-__device__ __forceinline__ int units_of_sequence(const DecodeArgs& args, const DecodePlan& plan, int b, int tile_keys) {
-  return units_of(plan, tiles_of(keys_of_sequence(args, b), tile_keys)) * works_of(args, plan);
+__device__ __forceinline__ int tiles_of_works(const DecodeArgs& args, const DecodePlan& plan, int b, int tile_keys) {
+  return tiles_of(keys_of_sequence(args, b), tile_keys) * works_of(args, plan);
 }
 
-// How units are dealt, and the units before some sequences; of a warp, each lane of which adds up the sequences
+// How tiles are dealt, and the tiles before some sequences; of a warp, each lane of which adds up the sequences
 // [lane * count, lane * count + count).
 struct Deal {
-  int before = 0, own = 0;  // units of the lanes before, and of this one
+  int before = 0, own = 0;  // tiles of the lanes before, and of this one
   int total = 0, run = 0;   // of all, and of a block
   int count = 0;
 
   static __device__ __forceinline__ Deal make(const DecodeArgs& args, const DecodePlan& plan, int tile_keys) {
     const int lane = threadIdx.x % 32;
     Deal deal;
-    int longest = 0;  // units of a work
+    int longest = 0;  // of a work
     deal.count = (args.batch + 31) / 32;
 #pragma unroll 1
     for (int i = 0; i < deal.count; ++i) {
       const int b = lane * deal.count + i;
       if (b >= args.batch) break;
-      const int units = units_of(plan, tiles_of(keys_of_sequence(args, b), tile_keys));
-      longest = max(longest, units);
-      deal.own += units * works_of(args, plan);
+      const int tiles = tiles_of(keys_of_sequence(args, b), tile_keys);
+      longest = max(longest, tiles);
+      deal.own += tiles * works_of(args, plan);
     }
     longest = static_cast<int>(__reduce_max_sync(~0u, static_cast<unsigned>(longest)));
     int sum = deal.own;
@@ -101,14 +105,14 @@ struct Deal {
     return deal;
   }
 
-  // Units before sequence b.
+  // Tiles before sequence b.
   __device__ __forceinline__ int before_sequence(const DecodeArgs& args, const DecodePlan& plan, int b,
                                                  int tile_keys) const {
     int sum = before;
 #pragma unroll 1
     for (int other = threadIdx.x % 32 * count; other < b && other < args.batch; ++other) {
       if (other >= (static_cast<int>(threadIdx.x) % 32 + 1) * count) break;
-      sum += units_of_sequence(args, plan, other, tile_keys);
+      sum += tiles_of_works(args, plan, other, tile_keys);
     }
     return __shfl_sync(~0u, sum, b / count);
   }
@@ -122,65 +126,83 @@ struct Segment {
   int part = 0;  // its place in scratch, unless it is whole
 };
 
+// The place of a work in scratch, where it is cut in pieces: that of its first part.
+__device__ __forceinline__ int first_piece(const DecodeArgs& args, const DecodePlan& plan, int b, int work) {
+  return (b * works_of(args, plan) + work) * plan.pieces;
+}
+
 // The segments of a block, in order.
 class Walk {
  public:
   __device__ __forceinline__ Walk(const DecodeArgs& args, const DecodePlan& plan, int tile_keys) {
     const Deal deal = Deal::make(args, plan, tile_keys);
-    begin_ = unit_ = static_cast<int>(blockIdx.x) * deal.run;
-    end_ = min(unit_ + deal.run, deal.total);
-    if (unit_ >= end_) return;
+    run_ = deal.run;
+    begin_ = next_ = static_cast<int>(blockIdx.x) * deal.run;
+    end_ = min(next_ + deal.run, deal.total);
+    if (next_ >= end_) return;
     int b = threadIdx.x % 32 * deal.count;
     int before = deal.before;
-    const bool is_here = deal.before <= unit_ && unit_ < deal.before + deal.own;
+    const bool is_here = deal.before <= next_ && next_ < deal.before + deal.own;
 #pragma unroll 1
     while (is_here) {
-      const int units = units_of_sequence(args, plan, b, tile_keys);
-      if (before + units > unit_) break;
-      before += units;
+      const int tiles = tiles_of_works(args, plan, b, tile_keys);
+      if (before + tiles > next_) break;
+      before += tiles;
       ++b;
     }
     const int from = __ffs(static_cast<int>(__ballot_sync(~0u, is_here))) - 1;
     b_ = __shfl_sync(~0u, b, from);
-    const int inside = unit_ - __shfl_sync(~0u, before, from);
-    const int units = units_of(plan, tiles_of(keys_of_sequence(args, b_), tile_keys));
-    work_ = inside / units;
-    at_ = inside % units;
+    const int inside = next_ - __shfl_sync(~0u, before, from);
+    const int tiles = tiles_of(keys_of_sequence(args, b_), tile_keys);
+    work_ = inside / tiles;
+    at_ = inside % tiles;
+    if (plan.piece_tiles > 0) {
+      const int piece = piece_of(plan, tiles), behind = at_ % piece;
+      if (behind > 0) take(args, plan, tiles, min(piece - behind, tiles - at_));
+    }
   }
 
-  __device__ __forceinline__ bool has_more() const { return unit_ < end_; }
+  __device__ __forceinline__ bool has_more() const { return next_ < end_; }
 
   // The sequence of the next segment.
   __device__ __forceinline__ int b() const { return b_; }
+  // The first tile of the next segment, among all; and the tiles of a run.
+  __device__ __forceinline__ int2 place() const { return make_int2(next_, run_); }
+
   // tiles: of keys of that sequence.
   __device__ __forceinline__ Segment next(const DecodeArgs& args, const DecodePlan& plan, int tiles) {
-    const int units = units_of(plan, tiles);
-    int taken = min(end_ - unit_, units - at_);
-    if (plan.split_tiles > 0) taken = 1;
     Segment segment;
     segment.b = b_;
     segment.head = work_ / plan.row_tiles;
     segment.row_tile = work_ % plan.row_tiles;
-    segment.whole = taken == units;
-    const int size = plan.split_tiles == 0 ? 1 : plan.split_tiles;
-    segment.tile = at_ * size;
-    segment.tiles = (at_ + taken) * size < tiles ? taken * size : tiles - at_ * size;
-    segment.part = plan.split_tiles == 0 ? 2 * static_cast<int>(blockIdx.x) + (unit_ == begin_ ? 0 : 1) : unit_;
-    unit_ += taken;
-    at_ += taken;
-    if (at_ == units) {
-      at_ = 0;
-      if (++work_ == works_of(args, plan)) {
-        work_ = 0;
-        ++b_;
-      }
+    segment.tile = at_;
+    if (plan.piece_tiles > 0) {
+      const int piece = piece_of(plan, tiles);
+      segment.tiles = min(piece, tiles - at_);
+      segment.part = first_piece(args, plan, b_, work_) + at_ / piece;
+    } else {
+      segment.tiles = min(end_ - next_, tiles - at_);
+      segment.part = 2 * static_cast<int>(blockIdx.x) + (next_ == begin_ ? 0 : 1);
     }
+    segment.whole = segment.tiles == tiles;
+    take(args, plan, tiles, segment.tiles);
     return segment;
   }
 
  private:
-  int begin_ = 0, unit_ = 0, end_ = 0;
-  int b_ = 0, work_ = 0, at_ = 0;  // where unit_ lies: unit at_ of work work_ of sequence b_
+  __device__ __forceinline__ void take(const DecodeArgs& args, const DecodePlan& plan, int tiles, int taken) {
+    next_ += taken;
+    at_ += taken;
+    if (at_ < tiles) return;
+    at_ = 0;
+    if (++work_ == works_of(args, plan)) {
+      work_ = 0;
+      ++b_;
+    }
+  }
+
+  int run_ = 0, begin_ = 0, next_ = 0, end_ = 0;  // tiles among all
+  int b_ = 0, work_ = 0, at_ = 0;                 // where next_ lies: tile at_ of work work_ of sequence b_
 };
 
 }  // namespace flash_ext::decode

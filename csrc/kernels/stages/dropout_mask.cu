@@ -1,6 +1,6 @@
 // The operator dropout_mask on a GPU: the map of core/dropout.h, for tests and for `chunked`.
 //
-//   out[n, i, j] = keep(n, q0 + i, k0 + j)      out [batch_heads, rows, cols] contiguous
+//   out[n, i, j] = keep(n0 + n, q0 + i, k0 + j)      out [batch_heads, rows, cols] contiguous
 //
 // A thread draws the eight numbers of one lane of one 16x16 block, as the attention kernels do, and writes those of
 // them that lie inside; the origin need not be a multiple of 16. Called by torch/dropout_mask.cpp.
@@ -18,7 +18,7 @@ constexpr int kLanes = 32;
 FLASH_DEVICE int64_t blocks_of(int64_t first, int64_t size) { return (first + size + 15) / 16 - first / 16; }
 
 struct Window {
-  int64_t batch_heads, rows, cols, q0, k0;
+  int64_t batch_heads, rows, cols, q0, k0, n0;
 };
 
 __global__ void __launch_bounds__(kThreads)
@@ -32,8 +32,8 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t k16 = window.k0 / 16 + item % col_blocks;
   const uint32_t lane = threadIdx.x % kLanes;
   const Dropout dropout = make_dropout(rng_state[0], rng_state[1], p);
-  const PhiloxWords<uint32_t> words =
-      dropout.block_words(static_cast<uint32_t>(bh), static_cast<uint32_t>(q16), static_cast<uint32_t>(k16), lane);
+  const PhiloxWords<uint32_t> words = dropout.block_words(static_cast<uint32_t>(window.n0 + bh),
+                                                          static_cast<uint32_t>(q16), static_cast<uint32_t>(k16), lane);
 #pragma unroll
   for (int number = 0; number < 8; ++number) {
     const int word = number / 2, half = number % 2;
@@ -48,12 +48,12 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 void cuda_dropout_mask(const int64_t* rng_state, double p, int64_t batch_heads, int64_t rows, int64_t cols, int64_t q0,
-                       int64_t k0, bool* out, void* stream) {
+                       int64_t k0, int64_t n0, bool* out, void* stream) {
   if (batch_heads * rows * cols == 0) return;
   const int64_t blocks = batch_heads * blocks_of(q0, rows) * blocks_of(k0, cols);
   const int64_t per_cta = kThreads / kLanes;
   cuda::launch(dropout_mask_kernel, cuda::grid_of((blocks + per_cta - 1) / per_cta), kThreads, 0, stream, rng_state, p,
-               Window{batch_heads, rows, cols, q0, k0}, out);
+               Window{batch_heads, rows, cols, q0, k0, n0}, out);
 }
 
 }  // namespace flash_ext

@@ -195,17 +195,24 @@ __device__ bool is_unused(const Problem& problem, const Sequences& sequences, Ti
   return position < 0 || position >= (is_query ? sequence.len_q : sequence.len_k);
 }
 
-// A warp: zeros in the rows from `first` on that have a bit.
+// A warp: zeros in the rows from `first` on that have a bit, a T of `elements` columns at a time.
 template <class T>
-__device__ void clear_rows(const UnusedRows& rows, int64_t first, unsigned unused) {
+__device__ void clear_rows(const UnusedRows& rows, int64_t first, unsigned unused, int elements = 1) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   for (int i = 0; i < 32 && unused >> i != 0; ++i) {
     if ((unused >> i & 1) == 0) continue;
-    T* to = static_cast<T*>(rows.view.data) + (first + i) * rows.view.row_stride;
-    for (int64_t head = 0; head < rows.heads; ++head, to += rows.view.head_stride) {
-      for (int64_t col = lane; col < rows.cols; col += 32) to[col * rows.view.col_stride] = T(0);
+    T* to = static_cast<T*>(rows.view.data) + (first + i) * rows.view.row_stride / elements;
+    for (int64_t head = 0; head < rows.heads; ++head, to += rows.view.head_stride / elements) {
+      for (int64_t col = lane; col < rows.cols / elements; col += 32) to[col * rows.view.col_stride] = T{};
     }
   }
+}
+
+// Whether rows of heads are whole chunks of 16 bytes, `elements` columns each.
+__device__ bool has_whole_chunks(const UnusedRows& rows, int elements) {
+  const TensorView& view = rows.view;
+  return view.col_stride == 1 && reinterpret_cast<uintptr_t>(view.data) % 16 == 0 && rows.cols % elements == 0 &&
+         view.row_stride % elements == 0 && view.head_stride % elements == 0;
 }
 
 // What block 0 does not, each of the others for kSortThreads rows, of queries and behind them of keys.
@@ -225,8 +232,13 @@ __device__ void clear_unused(const Problem& problem, const Sequences& sequences,
   for (const UnusedRows& rows : clearing.rows) {
     if (rows.view.data == nullptr || rows.of != of) continue;
     const int64_t first = row - threadIdx.x % 32;
-    if (rows.element_bytes == 2) clear_rows<uint16_t>(rows, first, of_warp);
-    if (rows.element_bytes == 4) clear_rows<uint32_t>(rows, first, of_warp);
+    if (const int elements = 16 / rows.element_bytes; has_whole_chunks(rows, elements)) {
+      clear_rows<uint4>(rows, first, of_warp, elements);
+    } else if (rows.element_bytes == 2) {
+      clear_rows<uint16_t>(rows, first, of_warp);
+    } else {
+      clear_rows<uint32_t>(rows, first, of_warp);
+    }
   }
   if (!unused || of != TilesOf::kQueries || clearing.lse == nullptr) return;
   for (int64_t head = 0; head < problem.heads_q; ++head) clearing.lse[head * problem.rows_q + row] = -INFINITY;

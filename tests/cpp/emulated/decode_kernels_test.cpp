@@ -19,7 +19,8 @@ namespace decode {
 
 std::span<const Unit> bf16_units() {
   static const Unit all[] = {unit<Traits<__nv_bfloat16, 64, kFewRows>>(DType::kBFloat16),
-                             unit<Traits<__nv_bfloat16, 128, kManyRows>>(DType::kBFloat16)};
+                             unit<Traits<__nv_bfloat16, 128, kManyRows>>(DType::kBFloat16),
+                             unit<Traits<__nv_bfloat16, 256, kManyRows>>(DType::kBFloat16)};
   return all;
 }
 std::span<const Unit> fp16_units() { return {}; }
@@ -213,6 +214,12 @@ TEST(DecodeKernels, ManyRows) {
   check_decode({.queries = 21, .heads_q = 4, .heads_k = 1, .cols = 128, .page = 16, .lengths = {40, 256}}, 5);
 }
 
+TEST(DecodeKernels, WideHeadsFitEitherCard) {  // what is merged lies where Q lay
+  for (const unsigned seed : {16u, 17u}) {
+    check_decode({.queries = 9, .heads_q = 2, .heads_k = 1, .cols = 256, .lengths = {40, 100}}, seed);
+  }
+}
+
 TEST(DecodeKernels, Fp8) {
   check_decode({.queries = 1, .heads_q = 4, .heads_k = 2, .cols = 64, .fp8 = true}, 6);
   check_decode({.queries = 9, .heads_q = 4, .heads_k = 2, .cols = 64, .page = 64, .fp8 = true}, 7);
@@ -224,8 +231,103 @@ TEST(DecodeKernels, Scores) {
   check_decode({.queries = 3, .heads_q = 2, .heads_k = 2, .cols = 64, .left = 0, .softcap = 2.f}, 10);
 }
 
+TEST(DecodeKernels, ManySequences) {  // whose parts the kernel tells
+  std::vector<int> lengths(260);
+  for (size_t b = 0; b < lengths.size(); ++b) lengths[b] = b % 50 == 7 ? 250 : static_cast<int>(b % 3);
+  check_decode({.queries = 1, .heads_q = 2, .heads_k = 1, .cols = 64, .lengths = lengths}, 13);
+}
+
 TEST(DecodeKernels, PartsByTheSequenceAlone) {
   check_decode({.queries = 1, .heads_q = 4, .heads_k = 2, .cols = 64, .invariant = true, .lengths = {256, 5, 0}}, 11);
+  check_decode({.queries = 5, .heads_q = 4, .heads_k = 1, .cols = 128, .invariant = true, .lengths = {256, 0, 3}}, 14);
+}
+
+// Sequences of one query each that read the same rows of one slot or of pages of 16, as many as their lengths say.
+class SameRows {
+ public:
+  static constexpr int kRows = 2400, kHeads = 16, kCols = 64, kPage = 16;
+
+  SameRows() : k_({.queries = 1, .heads_q = kHeads, .heads_k = 1, .cols = kCols}, 1, kRows), v_(k_) {
+    std::mt19937 random(15);
+    for (int64_t at = 0; at < k_.slot_stride; ++at) {
+      k_.set(at, number(random));
+      v_.set(at, number(random));
+    }
+    for (int i = 0; i < kHeads * kCols; ++i) q_.push_back(__nv_bfloat16(number(random)));
+  }
+
+  // Bits of out and lse of each sequence, [batch][heads, cols] and behind them [heads].
+  std::vector<std::vector<uint32_t>> attend(std::vector<int32_t> lengths, int capacity, bool paged,
+                                            const DeviceInfo& device, bool invariant = true, int left = -1) const {
+    const int batch = static_cast<int>(lengths.size()), row = kHeads * kCols;
+    std::vector<int32_t> slot_of(batch, 0), table(kRows / kPage);
+    std::iota(table.begin(), table.end(), 0);
+    std::vector<__nv_bfloat16> out(static_cast<size_t>(batch) * row);
+    std::vector<float> lse(batch * kHeads);
+    DecodeArgs args;
+    args.batch = batch;
+    args.len_q = args.heads_k = 1;
+    args.heads_q = kHeads;
+    args.head_dim = kCols;
+    args.capacity = paged ? kRows : capacity;
+    args.slots = paged ? kRows / kPage : 1;
+    args.scale = 0.2f;
+    args.right = 0;
+    if (left >= 0) args.left = left;
+    args.q = {q_.data(), 0, 0, kCols};
+    args.k = k_.view();
+    args.v = v_.view();
+    if (paged) {
+      args.page_rows = kPage;
+      args.table = table.data();
+      args.k.slot_stride = args.v.slot_stride = int64_t{kPage} * kCols;
+    } else {
+      args.slot_of = slot_of.data();
+    }
+    args.lengths = lengths.data();
+    args.out = out.data();
+    args.lse = lse.data();
+    const DecodePlan plan = plan_decode(args, device, invariant);
+    EXPECT_TRUE(plan.runs);
+    std::vector<float4> scratch(plan.scratch_bytes / 16 + 1, make_float4(NAN, NAN, NAN, NAN));
+    run_decode(args, plan, scratch.data());
+    std::vector<std::vector<uint32_t>> result(batch);
+    for (int b = 0; b < batch; ++b) {
+      for (int i = 0; i < row; ++i) result[b].push_back(reinterpret_cast<const uint16_t&>(out[b * row + i]));
+      for (int i = 0; i < kHeads; ++i) result[b].push_back(reinterpret_cast<const uint32_t&>(lse[b * kHeads + i]));
+    }
+    return result;
+  }
+
+ private:
+  Store k_, v_;
+  std::vector<__nv_bfloat16> q_;
+};
+
+TEST(DecodeKernels, BitsFollowFromTheSequenceAlone) {
+  const SameRows rows;
+  const DeviceInfo &small = kDevices[0], &other = kDevices[1];
+  for (const int length : {130, 257, 1100}) {
+    const auto alone = rows.attend({length}, length, false, small)[0];
+    EXPECT_EQ(rows.attend({3, length, 0, 700, length}, 1200, false, small)[1], alone) << length;
+    EXPECT_EQ(rows.attend({3, length, 0, 700, length}, 1100, false, other)[4], alone) << length;
+    EXPECT_EQ(rows.attend({length, 900}, 1200, true, other)[0], alone) << length;
+    EXPECT_EQ(rows.attend({900, length}, 1200, true, small, true, 600)[1],
+              rows.attend({length}, 1150, false, other, true, 600)[0])
+        << length;
+  }
+}
+
+TEST(DecodeKernels, BitsAreThoseOfAnyMerge) {  // of a row a block, and of many rows
+  const SameRows rows;
+  std::vector<int32_t> lengths(260, 1);
+  lengths[3] = lengths[258] = 2400;
+  const auto alone = rows.attend({2400}, 2400, false, kDevices[0])[0],
+             loose = rows.attend({2400}, 2400, false, kDevices[0], false)[0];
+  const auto all = rows.attend(lengths, 2400, false, kDevices[0]);
+  EXPECT_EQ(all[3], alone);
+  EXPECT_EQ(all[258], alone);
+  EXPECT_NE(loose, rows.attend({2400, 2400}, 2400, false, kDevices[0], false)[1]);  // without, something differs
 }
 
 // Two new rows of each of four sequences, of which one has no length, one no page, and one no place for the second row.

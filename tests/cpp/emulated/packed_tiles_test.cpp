@@ -183,7 +183,7 @@ TEST(PackedTiles, RowsOfNoSequenceAreCleared) {
     view.col_stride = 1;
     TensorView wide = view;
     wide.data = queries.data();
-    wide.row_stride = 4;
+    wide.row_stride = wide.head_stride = 4;  // chunks of 16 bytes
     list(s.problem, s.used(), of, 64,
          {.rows = {{view, TilesOf::kKeys, 3, 5, 2}, {}, {wide, TilesOf::kQueries, 1, 4, 4}},
           .lse = lse.data(),
