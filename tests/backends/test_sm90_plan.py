@@ -165,6 +165,41 @@ def test_many_short_tiles_run_in_order() -> None:
     assert in_order(1, 500, 64) and not in_order(8, 600, 64)
 
 
+def test_packed_sequences_in_one_order() -> None:
+    """In deterministic mode, and where dense calls of the mean length would; each kernel by its name."""
+
+    def backward(batch: int, length: int, head_dim: int = 64, longest: int | None = None, **options: Any) -> Any:
+        rows = half(batch * length, 16, head_dim).requires_grad_()
+        cu = torch.empty(batch + 1, dtype=torch.int32, device="meta")
+        return explain(rows, rows, cu_seqlens_q=cu, max_q=longest or length, **options).backward
+
+    in_order, in_any = "sm90.backward.packed.in_order", "sm90.backward.packed"
+    for head_dim in (64, 128):
+        assert backward(16, 1024, head_dim, causal=True).kernel == in_order
+        assert backward(16, 1024, head_dim, causal=True, longest=3000).kernel == in_order
+        for others in (
+            backward(16, 1024, head_dim),
+            backward(3, 1024, head_dim, causal=True),
+            backward(16, 1024, head_dim, causal=True, longest=3100),
+        ):
+            assert others.kernel == in_any and others.schedule == "a tile of keys a block"
+        for options in ({"deterministic": True}, {"batch_invariant": True}):
+            for length in (256, 1024, 8192):
+                strict, loose = backward(4, length, head_dim, **options), backward(4, length, head_dim)
+                assert (strict.kernel, strict.schedule) == (in_order, "dq in order, persistent")
+                assert strict.block_m == loose.block_m and strict.grid <= MULTIPROCESSORS
+        assert backward(100, 8, head_dim, deterministic=True).backend == "sm80"
+        assert backward(100, 8, head_dim, batch_invariant=True).kernel == in_order
+        mask = torch.empty(4, 1, 1, 1024, dtype=torch.bool, device="meta")
+        for options in ({"mask": mask}, {"dropout_p": 0.1}):
+            assert backward(4, 1024, head_dim, **options).kernel == in_any
+            assert backward(4, 1024, head_dim, deterministic=True, **options).backend == "sm80"
+    assert backward(4, 1024, 160, deterministic=True).backend == "sm80"
+    for kernel in (in_order, in_any):
+        with flash_ext.use_backend(kernel):
+            assert backward(16, 1024, causal=True).kernel == backward(16, 1024).kernel == kernel
+
+
 def test_tiles_that_differ_are_counted() -> None:
     def schedule(length: int, **options: Any) -> str:
         q = half(4, 16, length, 128)

@@ -6,6 +6,7 @@
 #include "core/tile_schedule.h"
 #include "kernels/sm90/backward_two_pass/config.h"
 #include "kernels/sm90/config.h"
+#include "kernels/sm90/forward/choose_tiles.h"
 
 namespace flash_ext::sm90 {
 
@@ -36,6 +37,21 @@ inline double backward_cost(const Problem& problem, const DeviceInfo& device) {
   double us = time_of(problem, device, 5, tiles, {is_scored(problem) ? 0.8 * tflops : tflops, 6});
   if (problem.wants_dbias && !problem.whole_dbias) us += time_of(problem, device, 2, tiles, {400, 6});
   return us + (is_dq_stored(problem) ? 0.0 : memory_cost(dq_bytes(problem)));
+}
+
+// Packed sequences whose dQ is added up in one order. is_faster_in_order() is dense calls' rule for their mean
+// (is_ordered), where tiles differ; above head dim 64 it is measured for dense calls alone, and up to 64 dense calls
+// have another way to even out what blocks have to do (is_backward_persistent), which packed ones have not.
+inline bool is_faster_in_order(const Problem& problem) {
+  Problem mean = mean_of_packed(problem);
+  mean.packed = false;
+  const int64_t tiles = mean.batch * mean.heads_k * block_count(mean.len_k, BackwardShape::block_n);
+  return !is_even(mean) && tiles >= 512 && std::max(mean.len_q, mean.len_k) <= 2048;
+}
+inline double packed_in_order_cost(const Problem& problem, const DeviceInfo& device) {
+  const double us = backward_cost(problem, device);
+  if (!problem.packed) return us;  // of one size: the batch must not choose
+  return is_faster_in_order(problem) ? 0.95 * us : 1.05 * us;
 }
 
 // Seven products instead of five, of what it has a kernel for. NOTE: dQ is not added up in memory, but up to kNarrow

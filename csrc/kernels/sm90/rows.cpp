@@ -74,8 +74,9 @@ std::string refuses_views(const ForwardArgs& args, const BackwardArgs* backward)
   const bool reads_any_bias = problem.batch_invariant && backward == nullptr;
   if (reason.empty() && !reads_any_bias) reason = refuses_bias(args);
   if (backward == nullptr || !reason.empty()) return reason;
-  // As limits() says of the longest sequence, which may be one of many.
-  if (problem.packed && problem.rows_k < kFewKeys * problem.batch)
+  // As limits() says of the longest sequence, which may be one of many. Whether a sequence has others beside it must
+  // not choose a kernel where results are batch-invariant.
+  if (problem.packed && !problem.batch_invariant && problem.rows_k < kFewKeys * problem.batch)
     return "sequences have fewer than 16 keys in the mean";
   for (const auto& [name, in_accum] :
        {std::pair{"query", backward->dq_in_accum}, std::pair{"key", backward->dk_in_accum},
@@ -200,16 +201,19 @@ Plan plan_two_pass(const Problem& problem, const DeviceInfo& device) {
   return plan;
 }
 
+constexpr const char* kPackedInOrder = "sm90.backward.packed.in_order";
+
 Plan plan_backward(const Problem& problem, const DeviceInfo& device) {
   const Instance& instance = instance_of(problem, Pass::kBackward);
   const Added added = added_of(problem);
   const bool scored = is_scored(added);
   const BackwardShape shape = backward_shape(instance.head_dim, added);
-  const BackwardSmem smem = backward_smem(shape, instance.head_dim);
   const bool ordered = is_ordered(problem);
+  const BackwardSmem smem =
+      backward_smem(shape, instance.head_dim, problem.packed && ordered ? kPackedKeyWorkBytes : kKeyWorkBytes);
   const TileSchedule schedule = narrow_schedule(problem, shape.block_n, device.multiprocessors);
   const char* const kernel = has_bias_gradient(problem) ? "sm90.backward.scored, sm90.bias_gradient"
-                             : problem.packed           ? "sm90.backward.packed"
+                             : problem.packed           ? ordered ? kPackedInOrder : "sm90.backward.packed"
                              : scored                   ? "sm90.backward.scored"
                              : added == Added::kCap     ? "sm90.backward.softcap"
                                                         : "sm90.backward";
@@ -239,12 +243,25 @@ Plan plan_backward(const Problem& problem, const DeviceInfo& device) {
   return plan;
 }
 
+// dQ of packed sequences in one order, in deterministic mode and without: who decides is the row (is_ordered).
+Plan plan_in_order(const Problem& problem, const DeviceInfo& device) {
+  Problem in_order = problem;
+  in_order.deterministic = true;
+  return plan_backward(in_order, device);
+}
+
 void forward(const ForwardArgs& args, const Plan& plan, void* workspace) {
   instance_of(args.problem, Pass::kForward).run_forward(args, plan.chosen<ForwardLaunch>(), workspace);
 }
 
 void backward(const BackwardArgs& args, const Plan& plan, void* workspace) {
   instance_of(args.fwd.problem, Pass::kBackward).run_backward(args, plan.chosen<BackwardLaunch>(), workspace);
+}
+
+void backward_in_order(const BackwardArgs& args, const Plan& plan, void* workspace) {
+  BackwardArgs in_order = args;
+  in_order.fwd.problem.deterministic = true;
+  backward(in_order, plan, workspace);
 }
 
 // ---- rows ----------------------------------------------------------------------------------------------------------
@@ -318,6 +335,14 @@ constexpr Kernel backward_row(const char* name, Features features, Features only
           .refuses_views = refuses_views};
 }
 
+constexpr Kernel packed_in_order_row() {
+  Kernel row = backward_row(kPackedInOrder, {Feature::kPacked, Feature::kDeterministic}, {Feature::kPacked});
+  row.plan = plan_in_order;
+  row.backward = backward_in_order;
+  row.cost = packed_in_order_cost;
+  return row;
+}
+
 constexpr Features kScores = {Feature::kMask, Feature::kBias, Feature::kAlibi, Feature::kDropout};
 constexpr Features kSome = {Feature::kNoQueryGradient, Feature::kNoKeyGradient, Feature::kNoValueGradient};
 
@@ -347,6 +372,7 @@ constexpr Kernel kKernels[] = {
                  kLeastScores),
     backward_row("sm90.backward.softcap", {Feature::kSoftcap}, {Feature::kSoftcap}, kLeastScores),
     backward_row("sm90.backward.packed", kScores.with({Feature::kPacked}), {Feature::kPacked}),
+    packed_in_order_row(),
     backward_row("sm90.backward", {Feature::kDeterministic}, {}),
 };
 

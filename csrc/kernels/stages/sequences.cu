@@ -266,6 +266,11 @@ int64_t packed_tiles_bytes(const Problem& problem, TilesOf of, int64_t block) {
   return (bytes + 127) / 128 * 128;
 }
 
+const int64_t* packed_tile_count(const Problem& problem, TilesOf of, int64_t block, const PackedTile* tiles) {
+  return reinterpret_cast<const int64_t*>(tiles + most_packed_tiles(problem, rows_of(problem, of), block)) +
+         problem.batch;
+}
+
 const PackedTile* prepare_packed(const Problem& problem, const Sequences& sequences, TilesOf of, int64_t block,
                                  void* memory, const PackedResults& results, void* stream) {
   ListScratch scratch;

@@ -35,4 +35,7 @@ struct PackedResults {
 const PackedTile* prepare_packed(const Problem& problem, const Sequences& sequences, TilesOf of, int64_t block,
                                  void* scratch, const PackedResults& results, void* stream);
 
+// How many tiles the list has, in device memory; prepare_packed writes it, too.
+const int64_t* packed_tile_count(const Problem& problem, TilesOf of, int64_t block, const PackedTile* tiles);
+
 }  // namespace flash_ext::cuda

@@ -120,7 +120,7 @@ struct TileRanges {
 };
 
 constexpr int kKeyWorkBytes = 32;        // of a tile of keys that one thread tells the others of, see work.cuh
-constexpr int kPackedKeyWorkBytes = 64;  // of packed sequences; a block has one
+constexpr int kPackedKeyWorkBytes = 64;  // of packed sequences
 
 struct BackwardSmem {
   int k = 0, v = 0, q = 0, d_out = 0, ds = 0, dq = 0, scores = 0, drops = 0, drop_keys = 0, stats = 0;  // offsets
@@ -134,7 +134,8 @@ constexpr int kMaskBytes = kScoreRows * BackwardShape::block_n / 8;  // of a slo
 
 constexpr int kDropKeyBytes = 3 * 64;  // of the warps that draw
 
-constexpr BackwardSmem backward_smem(BackwardShape shape, int head_dim) {
+// work_bytes: of each of two tiles of keys that all are told of.
+constexpr BackwardSmem backward_smem(BackwardShape shape, int head_dim, int work_bytes = kKeyWorkBytes) {
   BackwardSmem smem;
   smem.v = smem.k + tile_bytes(shape.block_n, head_dim);
   smem.q = smem.v + tile_bytes(shape.block_n, head_dim);
@@ -144,7 +145,7 @@ constexpr BackwardSmem backward_smem(BackwardShape shape, int head_dim) {
   smem.scores = smem.dq + shape.block_m * head_dim * 4;
   const int stats = kQueryStats * shape.stages * shape.block_m * 4, maxima = shape.consumers * 4 * 4;
   const int barriers = 16 * (2 + 2 * shape.stages + shape.ds_stages + (shape.scored ? kScoreStages + shape.stages : 0));
-  const int walk = 8 * 8 + 2 * kKeyWorkBytes + 16;
+  const int walk = 8 * 8 + 2 * work_bytes + 16;
   const int left = kSharedMemoryLimit - kTileAlign - smem.scores - stats - maxima - barriers - walk;
   const int drops = shape.stages * shape.drop_bytes();
   smem.drops = smem.scores + (shape.scored ? (left - drops - kDropKeyBytes) / 16 * 16 : 0);
@@ -190,8 +191,16 @@ inline int64_t queries_of(const Problem& problem, int64_t key) {
   return make_band(problem).queries({key, key + 1}, problem.len_q).size();
 }
 
-// For Walk::kOrdered: those with the fewest queries first; order.cuh says why.
+// For Walk::kOrdered: those with the fewest queries first; order.cuh says why. Of packed sequences each has an order of
+// its own, which the kernel finds; and a section's heads need room in L2 for one of them after the other, not for all.
 inline TileSchedule ordered_schedule(const Problem& problem, int block_n) {
+  if (problem.packed) {
+    Problem longest = problem;
+    longest.rows_q = std::min(problem.rows_q, problem.len_q);
+    TileSchedule schedule = backward_schedule(longest, block_n, 0);
+    schedule.section = std::min(schedule.section, schedule.kv_heads);
+    return schedule;
+  }
   TileSchedule schedule = backward_schedule(problem, block_n, 0);
   schedule.last_first = queries_of(problem, 0) > queries_of(problem, problem.len_k - 1);
   return schedule;
@@ -238,7 +247,7 @@ inline bool is_backward_persistent(const Problem& problem, int64_t processors) {
 inline bool is_ordered(const Problem& problem) {
   if (is_dq_stored(problem)) return false;
   if (problem.deterministic) return true;
-  if (is_scored(problem) || problem.packed) return false;
+  if (is_scored(problem) || problem.packed) return false;  // packed sequences have a row for each (rows.cpp)
   const int64_t length = problem.len_q > problem.len_k ? problem.len_q : problem.len_k;
   if (is_even(problem) && length <= 512) return true;
   const int64_t tiles = problem.batch * problem.heads_k * block_count(problem.len_k, BackwardShape::block_n);

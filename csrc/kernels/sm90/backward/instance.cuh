@@ -56,6 +56,10 @@ void run_backward(const BackwardArgs& args, const BackwardLaunch& how, void* wor
       launch_backward<BackwardTraits<T, kHeadDim, Walk::kOne, kAdded, true>>(args, how, workspace);
     };
     if (args.fwd.problem.packed) {
+      if (is_ordered(args.fwd.problem)) {
+        return launch_backward<BackwardTraits<T, kHeadDim, Walk::kOrdered, Added::kNothing, true>>(args, how,
+                                                                                                   workspace);
+      }
       if (added == Added::kDrops) return launch_packed(std::integral_constant<Added, Added::kDrops>());
       if (added == Added::kScores) return launch_packed(std::integral_constant<Added, Added::kScores>());
       return launch_packed(std::integral_constant<Added, Added::kNothing>());

@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(Traits::kShape.threads, 1)
     backward_kernel(const __grid_constant__ typename Traits::Params params) {
   constexpr BackwardShape kShape = Traits::kShape;
   const typename Traits::Tiles tiles{tile_base()};
-  if constexpr (Traits::kPacked) {
+  if constexpr (Traits::kPacked && !Traits::kOrdered) {
     // Before prepare has ended: the list was there when that began.
     const auto work = Traits::Work::template at<Traits::kBlockM, Traits::kBlockN>(params, blockIdx.x);
     if (work.b0 < 0) {  // NOTE: in all blocks where there is no tile, and finish waits for this kernel alone

@@ -1,4 +1,5 @@
-// dQ in one order: what backward has in deterministic mode beside its consumers. Threads of warps of their own:
+// dQ in one order: what backward has in deterministic mode, and where it is faster, beside its consumers. Threads of
+// warps of their own:
 //
 //   load_queries_in_order  takes the next tile of keys from a counter and tells all others; loads Q and dO
 //   load_keys_in_order     loads K and V
@@ -13,6 +14,12 @@
 // its head that come before it in TileSchedule. Numbers are handed out in that order, to blocks that run, and a block
 // works on its own in order; so of all that are not finished the first is being worked on, and what it waits for is
 // finished. This holds whichever blocks run at a time and in whatever order they start.
+//
+// Packed sequences: turns belong to a tile of queries of one sequence, whose tiles of keys stand in the list one behind
+// the other, each of them once; of a head, numbers ascend with the list. PackedKeyWork::at may take those of a sequence
+// from the last to the first; then it is the last that all wait for, and it has the first place. No number is handed
+// out for an entry behind the last tile (tile_count), and no tile of queries counts a tile of keys that nobody sees. So
+// a sequence waits for itself alone, and its order of sums is a function of its own lengths and of the band.
 #pragma once
 
 #include <cstddef>
@@ -30,8 +37,8 @@ struct Place2 {
 
 // What load_queries_in_order told. The stage stays as it is until the reader has arrived at its empty barrier.
 template <class Traits>
-__device__ __forceinline__ KeyWork read_work(const typename Traits::Tiles& tiles, Place2 place) {
-  KeyWork work;
+__device__ __forceinline__ typename Traits::Work read_work(const typename Traits::Tiles& tiles, Place2 place) {
+  typename Traits::Work work;
   barrier_wait(tiles.works().full(place.stage()), place.phase());
   load_shared(work, tiles.works().tile(place.stage()));
   return work;
@@ -45,6 +52,25 @@ __device__ __forceinline__ KeyWork uniform(KeyWork work) {
   }
   return work;
 }
+__device__ __forceinline__ PackedKeyWork uniform(PackedKeyWork work) {
+  for (int* field : {&work.head_k, &work.first_key, &work.first_m, &work.last_m, &work.row, &work.first, &work.row_k,
+                     &work.edges.len_q, &work.edges.band.lower, &work.edges.band.upper, &work.edges.band.len_k}) {
+    *field = uniform(*field);
+  }
+  return work;
+}
+
+// Of a PackedKeyWork in shared memory the number at this offset.
+__device__ __forceinline__ int packed_number(uint32_t told, size_t offset) {
+  return load_shared_int(told + static_cast<uint32_t>(offset));
+}
+
+// Where the packed tile of keys that a block works on lies in shared memory.
+template <class Traits>
+__device__ __forceinline__ uint32_t packed_work_at(const typename Traits::Tiles& tiles, Place2 place) {
+  if constexpr (Traits::kOrdered) return tiles.works().tile(place.stage());
+  return tiles.packed_work();
+}
 
 // fn(work) for all that is told, in one thread.
 template <class Traits, class Fn>
@@ -53,6 +79,18 @@ __device__ __forceinline__ void for_works(const typename Traits::Tiles& tiles, c
     const KeyWork work = read_work<Traits>(tiles, place);
     if (work.step == 0) return;
     fn(work);
+    barrier_arrive(tiles.works().empty(place.stage()));
+  }
+}
+
+// The same of packed sequences; fn(where the work lies).
+template <class Traits, class Fn>
+__device__ __forceinline__ void for_told(const typename Traits::Tiles& tiles, const Fn& fn) {
+  for (Place2 place;; ++place.count) {
+    const uint32_t told = tiles.works().tile(place.stage());
+    barrier_wait(tiles.works().full(place.stage()), place.phase());
+    if (packed_number(told, offsetof(PackedKeyWork, step)) == 0) return;
+    fn(told);
     barrier_arrive(tiles.works().empty(place.stage()));
   }
 }
@@ -67,12 +105,49 @@ __device__ __forceinline__ void in_order(const BackwardParams& params, const Key
   }
 }
 
+// Of PackedKeyWork in shared memory what a box needs. NOTE: no more, because these threads have 24 registers.
+__device__ __forceinline__ PackedKeyWork read_query_part(uint32_t told) {
+  PackedKeyWork work;
+  work.head_k = packed_number(told, offsetof(PackedKeyWork, head_k));
+  work.row_q = packed_number(told, offsetof(PackedKeyWork, row_q));
+  work.edges.len_q = packed_number(told, offsetof(PackedKeyWork, edges.len_q));
+  return work;
+}
+__device__ __forceinline__ PackedKeyWork read_key_part(uint32_t told) {
+  PackedKeyWork work;
+  work.head_k = packed_number(told, offsetof(PackedKeyWork, head_k));
+  work.first_key = packed_number(told, offsetof(PackedKeyWork, first_key));
+  work.row_k = packed_number(told, offsetof(PackedKeyWork, row_k));
+  work.edges.band.len_k = packed_number(told, offsetof(PackedKeyWork, edges.band.len_k));
+  return work;
+}
+
+// Tells all others of the tile of keys of this number; begin_m: its first tile of queries. False: there is none.
+template <class Traits>
+__device__ __forceinline__ bool tell_packed(const typename Traits::Params& params, const typename Traits::Tiles& tiles,
+                                            Place2 place, uint32_t number, int& begin_m) {
+  const auto works = tiles.works();
+  const uint32_t stage = works.tile(place.stage());
+  const bool exists = number < tile_count(params);
+  barrier_wait(works.empty(place.stage()), place.phase() ^ 1);
+  if (exists) {
+    const auto work = PackedKeyWork::at<Traits::kBlockM, Traits::kBlockN, true>(params, number);
+    store_shared(stage, work);
+    begin_m = work.begin_m();
+  } else {
+    store_shared(stage + static_cast<uint32_t>(offsetof(PackedKeyWork, step)), 0u);
+  }
+  barrier_arrive(works.full(place.stage()));
+  return exists;
+}
+
 // NOTE: it takes a number when it has loaded all for the one before. A number that was taken a whole tile earlier kept
 // all waiting who depend on it until its block came to it; so, and with the most queries first, causal calls of 2k and
 // more took 1.6 to 3 times as long as those in any order.
 template <class Traits>
-__device__ __forceinline__ void load_queries_in_order(const BackwardParams& params,
+__device__ __forceinline__ void load_queries_in_order(const typename Traits::Params& params,
                                                       const typename Traits::Tiles& tiles) {
+  using Work = typename Traits::Work;
   constexpr int kBlockM = Traits::kBlockM;
   static_assert(Traits::kShape.stages == 2);
   const auto works = tiles.works();
@@ -81,15 +156,26 @@ __device__ __forceinline__ void load_queries_in_order(const BackwardParams& para
     const uint32_t stage = works.tile(work_place.stage());
     const bool takes = params.walks || work_place.count == 0;
     const uint32_t number = takes ? atomicAdd(params.turns + params.turn_count, 1) : params.tiles;
-    KeyWork told = {};
-    if (number < params.tiles) told = KeyWork::at<kBlockM, Traits::kBlockN>(params, number);
-    barrier_wait(works.empty(work_place.stage()), work_place.phase() ^ 1);
-    store_shared(stage, told);
-    barrier_arrive(works.full(work_place.stage()));
-    if (told.step == 0) return;
-    for (int m = told.begin_m(), member = 0;;) {
-      KeyWork work;
-      load_shared(work, stage);  // NOTE: again, because keeping it costs registers that this thread does not have.
+    int m;
+    if constexpr (Traits::kPacked) {
+      if (!tell_packed<Traits>(params, tiles, work_place, number, m)) return;
+    } else {
+      Work told = {};
+      if (number < params.tiles) told = Work::template at<kBlockM, Traits::kBlockN>(params, number);
+      barrier_wait(works.empty(work_place.stage()), work_place.phase() ^ 1);
+      store_shared(stage, told);
+      barrier_arrive(works.full(work_place.stage()));
+      if (told.step == 0) return;
+      m = told.begin_m();
+    }
+    for (int member = 0;;) {
+      Work work;  // NOTE: again, because keeping it costs registers that this thread does not have.
+      if constexpr (Traits::kPacked) {
+        work.first_m = packed_number(stage, offsetof(Work, first_m));
+        work.last_m = packed_number(stage, offsetof(Work, last_m));
+      } else {
+        load_shared(work, stage);
+      }
       if (m < work.first_m || m >= work.last_m) break;
 #pragma unroll 1
       for (int part = 0; part < 2; ++part) {  // Q and stats, dO
@@ -99,18 +185,20 @@ __device__ __forceinline__ void load_queries_in_order(const BackwardParams& para
         barrier_wait(ring.empty(place.stage()), place.phase() ^ 1);
         if (part == 1) store_shared1(tiles.m_block(place.stage()), __int_as_float(m));
         barrier_expect(full, Traits::kQBytes + (part == 0 ? Traits::kStatsBytes : 0));
+        if constexpr (Traits::kPacked) work = read_query_part(stage);
         load_panels<kBlockM, Traits::kPanels>(
             ring.tile(place.stage()), full, map,
             work.query_box(map.steps, work.head_k * params.group_size + member, m * kBlockM));
         if (part == 1) continue;
-        const int tile = (work.row + member) * params.m_blocks + m;
+        if constexpr (Traits::kPacked) work.first = packed_number(stage, offsetof(Work, first));
+        const int tile = work.first_tile_number(params, member) + m;
         bulk_load(tiles.stats(place.stage()), params.stats + int64_t{tile} * (kQueryStats * kBlockM), full,
                   Traits::kStatsBytes);
       }
       ++place.count;
       if (++member == params.group_size) {
         member = 0;
-        m += load_shared_int(stage + offsetof(KeyWork, step));
+        m += load_shared_int(stage + offsetof(Work, step));
       }
     }
   }
@@ -120,23 +208,36 @@ __device__ __forceinline__ void load_queries_in_order(const BackwardParams& para
 // the consumers it kept them waiting between two tiles of keys.
 // NOTE: what is told is read again, and far rows one by one: there are 24 registers.
 template <class Traits>
-__device__ __forceinline__ void load_keys_in_order(const BackwardParams& params, const typename Traits::Tiles& tiles) {
+__device__ __forceinline__ void load_keys_in_order(const typename Traits::Params& params,
+                                                   const typename Traits::Tiles& tiles) {
+  using Work = typename Traits::Work;
   uint32_t phase = 0;
   for (Place2 place;; ++place.count) {
     const uint32_t told = tiles.works().tile(place.stage());
     const auto number = [&](size_t offset) { return load_shared_int(told + static_cast<uint32_t>(offset)); };
     barrier_wait(tiles.works().full(place.stage()), place.phase());
-    if (number(offsetof(KeyWork, step)) == 0) return;
-    if (number(offsetof(KeyWork, first_m)) < number(offsetof(KeyWork, last_m))) {
+    if (number(offsetof(Work, step)) == 0) return;
+    if (number(offsetof(Work, first_m)) < number(offsetof(Work, last_m))) {
       bool far = false;
       if constexpr (Traits::kMayBeFar) {
-        far = any_far<Traits::kBlockM, 1>(
-            params.stats + int64_t{number(offsetof(KeyWork, row))} * params.m_blocks * (kQueryStats * Traits::kBlockM),
-            params.group_size, params.m_blocks, number(offsetof(KeyWork, first_m)), number(offsetof(KeyWork, last_m)));
+        const int64_t first = [&] {  // of the first head's tiles
+          if constexpr (Traits::kPacked) {
+            return int64_t{number(offsetof(Work, first))};
+          } else {
+            return int64_t{number(offsetof(Work, row))} * params.m_blocks;
+          }
+        }();
+        far = any_far<Traits::kBlockM, 1>(params.stats + first * (kQueryStats * Traits::kBlockM), params.group_size,
+                                          params.m_blocks, number(offsetof(Work, first_m)),
+                                          number(offsetof(Work, last_m)));
       }
       const auto load = [&](const Ring<Traits::kKvBytes>& ring, const TensorMap& map) {
-        KeyWork work;
-        load_shared(work, told);
+        Work work;
+        if constexpr (Traits::kPacked) {
+          work = read_key_part(told);
+        } else {
+          load_shared(work, told);
+        }
         barrier_expect(ring.full(0), Traits::kKvBytes);
         load_panels<Traits::kBlockN, Traits::kPanels>(ring.tile(0), ring.full(0), map,
                                                       work.key_box(map.steps, work.head_k, work.first_key));
@@ -163,32 +264,65 @@ __device__ __forceinline__ void load_keys_in_order(const BackwardParams& params,
 // Two, of which one waits for its turn while the other waits until its additions are done: of tiles of queries, in the
 // block's order, those of this parity.
 template <class Traits, uint32_t kParity>
-__device__ __forceinline__ void add_in_order(const BackwardParams& params, const typename Traits::Tiles& tiles) {
+__device__ __forceinline__ void add_in_order(const typename Traits::Params& params,
+                                             const typename Traits::Tiles& tiles) {
   constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kTile = kBlockM * Traits::kHeadDim;
   uint32_t count = 0;
-  for_works<Traits>(tiles, [&](const KeyWork& work) {
-    const auto tile_ranges = params.template tile_ranges<kBlockM, kBlockN>();
-    in_order(params, work, [&](int member, int m) {
-      const uint32_t index = count++;
-      if (index % 2 != kParity) return;
-      const int64_t tile = int64_t{work.row + member} * params.m_blocks + m;
-      const int n = work.first_key / kBlockN;
-      const int before = work.step > 0 ? tile_ranges.last_keys_of(m) - n : n - tile_ranges.first_keys_of(m);
-      float* const dq = params.dq + tile * kTile;
-      wait_count(params.turns + tile, before);
-      barrier_wait(tiles.dq_full(index % 2), index / 2 % 2);
-      if (before == 0) {
-        bulk_store(dq, tiles.staging(0), kTile * 4);
-      } else {
-        bulk_add(dq, tiles.staging(0), kTile * 4);
+  struct Turn {
+    int64_t tile;  // of queries
+    int before;    // how many tiles of keys come before this one
+  };
+  const auto add = [&](const auto& turn_of) {
+    const uint32_t index = count++;
+    if (index % 2 != kParity) return;
+    const auto [tile, before] = turn_of();
+    float* const dq = params.dq + tile * kTile;
+    wait_count(params.turns + tile, before);
+    barrier_wait(tiles.dq_full(index % 2), index / 2 % 2);
+    if (before == 0) {
+      bulk_store(dq, tiles.staging(0), kTile * 4);
+    } else {
+      bulk_add(dq, tiles.staging(0), kTile * 4);
+    }
+    bulk_commit();
+    bulk_wait_read();
+    barrier_arrive(tiles.dq_empty());
+    bulk_wait();
+    add_count(params.turns + tile);
+  };
+  const auto tiles_before = [](const TileRanges<kBlockM, kBlockN>& ranges, int step, int m, int n) {
+    return step > 0 ? ranges.last_keys_of(m) - n : n - ranges.first_keys_of(m);
+  };
+  if constexpr (Traits::kPacked) {
+    for_told<Traits>(tiles, [&](uint32_t told) {
+      const auto number = [&](size_t offset) { return packed_number(told, offset); };
+      int m = number(offsetof(PackedKeyWork, first_m)), left = number(offsetof(PackedKeyWork, last_m)) - m;
+      if (number(offsetof(PackedKeyWork, step)) < 0) m += left - 1;
+#pragma unroll 1
+      for (; left > 0; --left, m += number(offsetof(PackedKeyWork, step))) {
+        int tile = number(offsetof(PackedKeyWork, first)) + m;
+#pragma unroll 1
+        for (int member = 0; member < params.group_size; ++member, tile += params.m_blocks) {
+          add([&] {
+            const SequenceEdges edges = packed_edges(told);
+            return Turn{tile, tiles_before({edges.band.lower, edges.band.upper, edges.len_q, edges.band.len_k},
+                                           number(offsetof(PackedKeyWork, step)), m,
+                                           number(offsetof(PackedKeyWork, first_key)) / kBlockN)};
+          });
+        }
       }
-      bulk_commit();
-      bulk_wait_read();
-      barrier_arrive(tiles.dq_empty());
-      bulk_wait();
-      add_count(params.turns + tile);
     });
-  });
+  } else {
+    for_works<Traits>(tiles, [&](const KeyWork& work) {
+      const auto tile_ranges = params.template tile_ranges<kBlockM, kBlockN>();
+      in_order(params, work, [&](int member, int m) {
+        add([&] {
+          return Turn{work.first_tile(params, member) + m,
+                      tiles_before(tile_ranges, work.step, m, work.first_key / kBlockN)};
+        });
+      });
+    });
+  }
 }
 
 }  // namespace flash_ext::sm90

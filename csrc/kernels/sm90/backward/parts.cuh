@@ -33,11 +33,13 @@ struct BackwardTraits {
   static constexpr Walk kWalk = kWalk_;
   static constexpr bool kOrdered = kWalk == Walk::kOrdered, kStored = kWalk == Walk::kStored;
   // NOTE: a softcap of packed sequences spilled 4 to 12 bytes (bf16), or its products waited for each other (fp16).
-  static_assert(!kPacked || (kWalk == Walk::kOne && !kCaps));
+  // In order, three of the four warps that bring scores have other work.
+  static_assert(!kPacked || ((kWalk == Walk::kOne || (kOrdered && !kScored)) && !kCaps));
   static constexpr BackwardShape kShape = backward_shape(kHeadDim_, kAdded);
   static constexpr int kHeadDim = kHeadDim_, kBlockM = kShape.block_m, kBlockN = kShape.block_n;
   static constexpr int kPanels = panels(kHeadDim);
-  static constexpr BackwardSmem kSmem = backward_smem(kShape, kHeadDim);
+  static constexpr int kWorkBytes = kPacked && kOrdered ? kPackedKeyWorkBytes : kKeyWorkBytes;
+  static constexpr BackwardSmem kSmem = backward_smem(kShape, kHeadDim, kWorkBytes);
   static constexpr int kQBytes = tile_bytes(kBlockM, kHeadDim), kKvBytes = tile_bytes(kBlockN, kHeadDim);
   static constexpr int kDsBytes = tile_bytes(kBlockN, kBlockM), kStatsBytes = kQueryStats * kBlockM * 4;
   static constexpr int kWarps = kShape.consumers * 4;
@@ -99,11 +101,11 @@ struct BackwardTraits {
     __device__ __forceinline__ uint32_t dq_full(int parity) const { return base + kSmem.walk + parity * 8; }
     __device__ __forceinline__ uint32_t dq_empty() const { return base + kSmem.walk + 16; }
     __device__ __forceinline__ uint32_t m_block(int stage) const { return base + kSmem.walk + 24 + stage * 4; }
-    __device__ __forceinline__ Ring<kKeyWorkBytes> works() const {
+    __device__ __forceinline__ Ring<kWorkBytes> works() const {
       return {base + kSmem.walk + 64, base + kSmem.walk + 32};
     }
-    __device__ __forceinline__ uint32_t meets_far() const { return base + kSmem.walk + 64 + 2 * kKeyWorkBytes; }
-    // kPacked: the block's tile of keys.
+    __device__ __forceinline__ uint32_t meets_far() const { return base + kSmem.walk + 64 + 2 * kWorkBytes; }
+    // kPacked and Walk::kOne: the block's tile of keys.
     __device__ __forceinline__ uint32_t packed_work() const { return base + kSmem.walk + 64; }
   };
 };
@@ -116,10 +118,10 @@ __device__ __forceinline__ PackedKeyWork packed_work(const typename Traits::Tile
   load_shared(work, tiles.packed_work());
   return work;
 }
-template <class Traits>
-__device__ __forceinline__ SequenceEdges packed_edges(const typename Traits::Tiles& tiles) {
+// work: where that lies in shared memory.
+__device__ __forceinline__ SequenceEdges packed_edges(uint32_t work) {
   SequenceEdges edges;
-  load_shared(edges, tiles.packed_work() + static_cast<uint32_t>(offsetof(PackedKeyWork, edges)));
+  load_shared(edges, work + static_cast<uint32_t>(offsetof(PackedKeyWork, edges)));
   return edges;
 }
 

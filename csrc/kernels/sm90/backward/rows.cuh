@@ -107,11 +107,39 @@ __global__ void __launch_bounds__(kRowThreads, 2)
   if (far) measure_rows(args, tile, tile_stats);
 }
 
+constexpr int kFinishWarps = kRowThreads / 32, kFinishChunk = 16 * kPanelCols;  // numbers
+
+// Of a warp: 16 queries by 64 columns, as one warp of the main kernel added them up, by way of 16 rows of shared
+// memory.
+template <class Traits>
+__device__ __forceinline__ void store_dq(const BackwardArgs& args, const QueryTile<Traits>& tile, const float4 (&c)[8],
+                                         float scale, const char* buffer, int first_row, int first_col) {
+  using T = typename Traits::T;
+  const Problem& problem = args.fwd.problem;
+  const int lane = threadIdx.x % 32, col = lane % 8 * 8;
+  const uint32_t rows = shared_address(buffer);
+  __syncwarp();  // all lanes have read what was there before
+#pragma unroll
+  for (int i = 0; i < 8; i += 2) {
+    const auto packed = [&](float x, float y) { return pack(x * scale, y * scale, T()); };
+    stmatrix_x4(rows + tile_offset(16, lane % 16, 8 * i + lane / 16 * 8), packed(c[i].x, c[i].y),
+                packed(c[i].z, c[i].w), packed(c[i + 1].x, c[i + 1].y), packed(c[i + 1].z, c[i + 1].w));
+  }
+  __syncwarp();
+  T* const dq = tile.template rows<T>(problem, args.dq) + first_col + col;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int row = first_row + lane / 8 + 4 * i;
+    if (tile.first_query + row >= tile.len_q(problem) || first_col + col >= problem.head_dim) continue;
+    *reinterpret_cast<uint4*>(dq + row * args.dq.row_stride) =
+        *reinterpret_cast<const uint4*>(buffer + tile_offset(16, lane / 8 + 4 * i, col));
+  }
+}
+
 constexpr int kFinishBlocks = 4;  // of finish_kernel that a multiprocessor has room for
 
-// A warp: 16 queries by 64 columns, as one warp of the main kernel added them up. From the last head to the first: what
-// was added to last is still in L2. NOTE: 0.3 and 0.6 % of a whole call of S = 512, full and causal; the same in
-// prepare is nothing.
+// From the last head to the first: what was added to last is still in L2. NOTE: 0.3 and 0.6 % of a whole call of S =
+// 512, full and causal; the same in prepare is nothing.
 // turns: of Walk::kOrdered where all tiles of queries meet keys, else null. With them blocks, of which all have room,
 // begin with the heads that are added up while the main kernel, of which all blocks run or have run, is still at the
 // others.
@@ -120,17 +148,14 @@ __global__ void __launch_bounds__(kRowThreads, kFinishBlocks)
     finish_kernel(const __grid_constant__ BackwardArgs args, const float* dq_accum, const uint32_t* turns,
                   TileRanges<Traits::kBlockM, Traits::kBlockN> tile_ranges, int m_blocks, unsigned tiles) {
   if (turns == nullptr) grid_dependency_wait();
-  using T = typename Traits::T;
-  constexpr int kWarps = kRowThreads / 32, kChunk = 16 * kPanelCols;  // numbers
+  constexpr int kWarps = kFinishWarps, kChunk = kFinishChunk;
   static_assert(Traits::kDqCols == kPanelCols && Traits::kBlockM * Traits::kHeadDim == kWarps * kChunk);
   __shared__ __align__(128) char buffer[kWarps][16 * kPanelBytes];
   const Problem& problem = args.fwd.problem;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int first_row = (Traits::kSplitsQueries ? warp : warp % 4) * 16;
   const int first_col = Traits::kSplitsQueries ? 0 : warp / 4 * kPanelCols;
-  const int col = lane % 8 * 8;
   const float scale = gradient_scale(problem);
-  const uint32_t rows = shared_address(buffer[warp]);
   for (unsigned number = blockIdx.x; number < tiles; number += gridDim.x) {
     const unsigned index = turns == nullptr ? tiles - 1 - number : number;
     if (turns != nullptr) {
@@ -144,24 +169,63 @@ __global__ void __launch_bounds__(kRowThreads, kFinishBlocks)
     float4 c[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) c[i] = from[i * 32];
-    __syncwarp();  // all lanes have read what was there before
-#pragma unroll
-    for (int i = 0; i < 8; i += 2) {
-      const auto packed = [&](float x, float y) { return pack(x * scale, y * scale, T()); };
-      stmatrix_x4(rows + tile_offset(16, lane % 16, 8 * i + lane / 16 * 8), packed(c[i].x, c[i].y),
-                  packed(c[i].z, c[i].w), packed(c[i + 1].x, c[i + 1].y), packed(c[i + 1].z, c[i + 1].w));
-    }
-    __syncwarp();
-    T* const dq = tile.template rows<T>(problem, args.dq) + first_col + col;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int row = first_row + lane / 8 + 4 * i;
-      if (tile.first_query + row >= tile.len_q(problem) || first_col + col >= problem.head_dim) continue;
-      *reinterpret_cast<uint4*>(dq + row * args.dq.row_stride) =
-          *reinterpret_cast<const uint4*>(buffer[warp] + tile_offset(16, lane / 8 + 4 * i, col));
-    }
+    store_dq<Traits>(args, tile, c, scale, buffer[warp], first_row, first_col);
   }
   if (turns != nullptr) grid_dependency_wait();  // who waits for this kernel waits for the main one
+}
+
+// Of packed sequences in Walk::kOrdered.
+struct PackedFinish {
+  const int64_t* tile_count;  // of keys
+  const uint32_t* turns;
+  int lower, upper, diagonal_mask;  // as PackedBackwardParams has them
+  int m_blocks, heads_q;
+  int section;  // query heads that the main kernel works on at a time
+
+  // The number of the `number`-th tile of queries: sequence by sequence for a section's heads.
+  __device__ __forceinline__ unsigned find(unsigned number) const {
+    const unsigned tiles = static_cast<unsigned>(section) * m_blocks, first_head = number / tiles * section;
+    const unsigned heads = min(static_cast<unsigned>(section), heads_q - first_head), rest = number % tiles;
+    return (first_head + rest % heads) * m_blocks + rest / heads;
+  }
+};
+
+// The same for packed sequences whose dQ is added up in one order: blocks wait for turns as above. A tile of queries
+// that meets no key has no dQ in memory; there are none that do where the list of keys is empty, whatever the lengths.
+// Invariant: the list was there before the main kernel began, see kernel.cuh.
+template <class Traits>
+__global__ void __launch_bounds__(kRowThreads, kFinishBlocks)
+    finish_in_order_kernel(const __grid_constant__ BackwardArgs args, const float* dq_accum, PackedFinish how) {
+  constexpr int kWarps = kFinishWarps, kChunk = kFinishChunk;
+  static_assert(Traits::kDqCols == kPanelCols && Traits::kBlockM * Traits::kHeadDim == kWarps * kChunk);
+  __shared__ __align__(128) char buffer[kWarps][16 * kPanelBytes];
+  const Problem& problem = args.fwd.problem;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int first_row = (Traits::kSplitsQueries ? warp : warp % 4) * 16;
+  const int first_col = Traits::kSplitsQueries ? 0 : warp / 4 * kPanelCols;
+  const float scale = gradient_scale(problem);
+  const bool has_keys = *how.tile_count > 0;
+  const unsigned tiles = static_cast<unsigned>(how.heads_q) * how.m_blocks;
+  for (unsigned number = blockIdx.x; number < tiles; number += gridDim.x) {
+    const unsigned index = how.find(number);
+    const QueryTile<Traits> tile(problem, args.fwd.sequences, how.m_blocks, index);
+    if (!tile.exists) continue;
+    const Sequence& sequence = tile.sequence;
+    const int diagonal = (sequence.len_k - sequence.len_q) & how.diagonal_mask;
+    const TileRanges<Traits::kBlockM, Traits::kBlockN> ranges{how.lower + diagonal, how.upper + diagonal,
+                                                              sequence.len_q, sequence.len_k};
+    const int m = tile.first_query / Traits::kBlockM;
+    float4 c[8] = {};
+    if (has_keys && ranges.meets_keys(m)) {
+      wait_count(how.turns + index, ranges.last_keys_of(m) - ranges.first_keys_of(m) + 1);
+      const float4* const from =
+          reinterpret_cast<const float4*>(dq_accum + (int64_t{index} * kWarps + warp) * kChunk) + lane;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) c[i] = from[i * 32];
+    }
+    store_dq<Traits>(args, tile, c, scale, buffer[warp], first_row, first_col);
+  }
+  grid_dependency_wait();  // who waits for this kernel waits for the main one
 }
 
 }  // namespace flash_ext::sm90

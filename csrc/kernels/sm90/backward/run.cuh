@@ -132,17 +132,28 @@ void launch_backward(const BackwardArgs& args, const BackwardLaunch& how, void* 
   }
   if constexpr (Traits::kPacked) {
     params.tiles_of_keys = prepare_packed(args, kBlockN, scratch.packed_tiles);
+    params.tile_count = cuda::packed_tile_count(problem, cuda::TilesOf::kKeys, kBlockN, params.tiles_of_keys);
     params.diagonal_mask = problem.bottom_right ? -1 : 0;
   }
-  // In order, the first tile of keys stores dQ; only tiles of queries that meet none need zeros.
+  // In order, the first tile of keys stores dQ; only tiles of queries that meet none need zeros, and of packed
+  // sequences finish knows them.
+  constexpr bool kPackedInOrder = Traits::kPacked && Traits::kOrdered;
   const TileRanges<kBlockM, kBlockN> tile_ranges{params.band.lower, params.band.upper, params.len_q, params.band.len_k};
-  const bool is_stored = Traits::kOrdered && tile_ranges.meets_keys(0) && tile_ranges.meets_keys(params.m_blocks - 1);
+  const bool is_stored =
+      kPackedInOrder || (Traits::kOrdered && tile_ranges.meets_keys(0) && tile_ranges.meets_keys(params.m_blocks - 1));
   cuda::launch(prepare_kernel<Prepare>, cuda::grid_of(query_tiles), kRowThreads, 0, args.fwd.stream, args,
                scratch.stats, scratch.bounds, is_stored || Traits::kStored ? nullptr : scratch.dq, params.m_blocks);
   cuda::launch_dependent(backward_kernel<Traits>, blocks, Traits::kShape.threads, Traits::kSmem.total, args.fwd.stream,
                          params);
-  if constexpr (!Traits::kStored) {
-    const int64_t rooms = is_stored ? int64_t{kFinishBlocks} * how.processors : query_tiles;
+  const int64_t rooms = is_stored ? int64_t{kFinishBlocks} * how.processors : query_tiles;
+  if constexpr (kPackedInOrder) {
+    const PackedFinish finish = {params.tile_count,    scratch.turns,
+                                 params.band.lower,    params.band.upper,
+                                 params.diagonal_mask, params.m_blocks,
+                                 params.heads_q,       static_cast<int>(params.schedule.section) * params.group_size};
+    cuda::launch_dependent(finish_in_order_kernel<Rows>, cuda::grid_of(std::min(query_tiles, rooms)), kRowThreads, 0,
+                           args.fwd.stream, args, scratch.dq, finish);
+  } else if constexpr (!Traits::kStored) {
     cuda::launch_dependent(finish_kernel<Rows>, cuda::grid_of(std::min(query_tiles, rooms)), kRowThreads, 0,
                            args.fwd.stream, args, scratch.dq, is_stored ? scratch.turns : nullptr, tile_ranges,
                            params.m_blocks, static_cast<unsigned>(query_tiles));

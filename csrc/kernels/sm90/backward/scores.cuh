@@ -207,7 +207,7 @@ __device__ __forceinline__ void load_backward_scores(const typename Traits::Para
   const ScoreParams& scores = params.scores;
   int len_q = params.len_q, len_k = params.band.len_k;
   if constexpr (Traits::kPacked) {
-    const SequenceEdges edges = packed_edges<Traits>(tiles);
+    const SequenceEdges edges = packed_edges(tiles.packed_work());
     len_q = edges.len_q;
     len_k = edges.band.len_k;
   }

@@ -90,10 +90,10 @@ struct BackwardConsumer {
   __device__ __forceinline__ int element() const { return number(work.b0, offsetof(Work, b0)); }
 
   __device__ __forceinline__ typename Traits::Work find_work(uint32_t number) const {
-    if constexpr (Traits::kPacked) {
-      return packed_work<Traits>(tiles);
-    } else if constexpr (Traits::kOrdered) {
+    if constexpr (Traits::kOrdered) {
       return uniform(read_work<Traits>(tiles, work_place));
+    } else if constexpr (Traits::kPacked) {
+      return packed_work<Traits>(tiles);
     } else {
       KeyWork found = KeyWork::at<kBlockM, kBlockN>(params, number);
       if constexpr (Traits::kStored) found.first_m = 0, found.last_m = params.m_blocks;
@@ -181,13 +181,13 @@ struct BackwardConsumer {
     if constexpr (!Traits::kScored && !(Traits::kCaps && Traits::kScaled)) return !inside.has(at.m);
     const int query = at.m * kBlockM, key = first_key() + consumer * 64;
     if constexpr (Traits::kPacked) {
-      return uniform(packed_edges<Traits>(tiles).is_boundary(query, kBlockM, key, 64)) != 0;
+      return uniform(packed_edges(packed_work_at<Traits>(tiles, work_place)).is_boundary(query, kBlockM, key, 64)) != 0;
     }
     return params.is_boundary(query, kBlockM, key, 64);
   }
   __device__ __forceinline__ KeptColumns kept_by_band() const {
     if constexpr (Traits::kPacked) {
-      const SequenceEdges edges = packed_edges<Traits>(tiles);
+      const SequenceEdges edges = packed_edges(packed_work_at<Traits>(tiles, work_place));
       return KeptColumns::of_keys(edges.band, edges.len_q, row(), at.m * kBlockM);
     } else {
       return KeptColumns::of_keys(params.band, params.len_q, row(), at.m * kBlockM);
@@ -225,7 +225,7 @@ struct BackwardConsumer {
   // Of ALiBi: what a distance from the diagonal is less than j - i, and the slope.
   __device__ __forceinline__ int diagonal() const {
     if constexpr (Traits::kPacked) {
-      const SequenceEdges edges = packed_edges<Traits>(tiles);
+      const SequenceEdges edges = packed_edges(packed_work_at<Traits>(tiles, work_place));
       return (edges.band.len_k - edges.len_q) & params.diagonal_mask;
     } else {
       return params.scores.alibi.offset;

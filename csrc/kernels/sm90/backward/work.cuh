@@ -70,8 +70,15 @@ struct CappedBackwardParams : BackwardParams {
 template <class Base>
 struct PackedBackwardParams : Base {
   const PackedTile* tiles_of_keys;
-  int diagonal_mask;  // -1: a sequence's diagonal ends at its last key; 0: it begins at the first
+  const int64_t* tile_count;  // of that list
+  int diagonal_mask;          // -1: a sequence's diagonal ends at its last key; 0: it begins at the first
 };
+
+// How many tiles of keys Walk::kOrdered hands out.
+template <class Base>
+__device__ __forceinline__ uint32_t tile_count(const PackedBackwardParams<Base>& params) {
+  return static_cast<uint32_t>(*params.tile_count) * static_cast<uint32_t>(params.schedule.kv_heads);
+}
 
 // One tile of the grid: block_n keys of one key head, and the tiles of queries that see them, of each query head.
 struct alignas(16) KeyWork {
@@ -105,6 +112,10 @@ struct alignas(16) KeyWork {
   __device__ __forceinline__ int64_t first_tile(const BackwardParams& params, int member) const {
     return int64_t{row + member} * params.m_blocks;
   }
+  // The same, in 32 bits.
+  __device__ __forceinline__ int first_tile_number(const BackwardParams& params, int member) const {
+    return (row + member) * params.m_blocks;
+  }
   template <int kBlockM, int kBlockN>
   __device__ __forceinline__ TileRanges<kBlockM, kBlockN> ranges(const BackwardParams& params) const {
     return params.template tile_ranges<kBlockM, kBlockN>();
@@ -129,6 +140,10 @@ struct alignas(16) SequenceEdges {
   __device__ __forceinline__ bool is_boundary(int first_query, int queries, int first_key, int keys) const {
     return band.is_boundary(first_query, queries, first_key, keys) || first_query + queries > len_q;
   }
+  // Queries that see a key.
+  __device__ __forceinline__ int queries_of(int key) const {
+    return max(min(len_q, key + 1 - band.lower) - max(0, key - band.upper), 0);
+  }
 };
 
 // As KeyWork, of one sequence.
@@ -137,15 +152,26 @@ struct alignas(16) PackedKeyWork {
   int first_key;
   int first_m, last_m;
   int row;
-  int first;  // the sequence's tiles of queries begin there
+  int first;  // the tiles of queries of the sequence and its first query head begin there
   int row_q, row_k;
+  int step;  // Walk::kOrdered, as KeyWork's
   SequenceEdges edges;
 
   static constexpr int b1 = 0;
 
-  template <int kBlockM, int kBlockN, class Params>
+  // kOrdered: of tile_count() tiles, and of those of a sequence the ones with the fewest queries first. The list has
+  // all of a sequence one behind the other, from its first key on. What comes first follows from the sequence alone,
+  // by the rule that ordered_schedule has for dense calls.
+  template <int kBlockM, int kBlockN, bool kOrdered = false, class Params>
   static __device__ __forceinline__ PackedKeyWork at(const Params& params, uint32_t linear) {
-    const Tile tile = params.schedule.template at<uint32_t>(linear);
+    const Tile tile = [&] {
+      if constexpr (!kOrdered) return params.schedule.template at<uint32_t>(linear);
+      TileSchedule own;  // NOTE: of the other fields the compiler knows what they are, and there are 24 registers
+      own.blocks = static_cast<uint32_t>(*params.tile_count);
+      own.heads_k = own.kv_heads = params.schedule.kv_heads;
+      own.section = params.schedule.section;
+      return own.template at<uint32_t>(linear);
+    }();
     const PackedTile entry = params.tiles_of_keys[static_cast<uint32_t>(tile.block)];
     const Sequence& sequence = entry.sequence;
     PackedKeyWork work;
@@ -153,19 +179,28 @@ struct alignas(16) PackedKeyWork {
     work.b0 = entry.b;
     work.first_key = entry.block * kBlockN;
     work.row = entry.b * params.heads_q + work.head_k * params.group_size;
-    work.first = first_packed_tile(sequence, entry.b, kBlockM);
+    work.first = work.head_k * params.group_size * params.m_blocks + first_packed_tile(sequence, entry.b, kBlockM);
     work.row_q = sequence.row_q;
     work.row_k = sequence.row_k;
     const int diagonal = (sequence.len_k - sequence.len_q) & params.diagonal_mask;
     work.edges = {sequence.len_q, {params.band.lower + diagonal, params.band.upper + diagonal, sequence.len_k}};
+    if constexpr (kOrdered) {
+      const bool last_first = work.edges.queries_of(0) > work.edges.queries_of(sequence.len_k - 1);
+      work.step = last_first ? 1 : -1;
+      if (last_first) work.first_key = ((sequence.len_k - 1) / kBlockN - entry.block) * kBlockN;
+    }
     const auto met = work.ranges<kBlockM, kBlockN>(params).of_keys(work.first_key);
     work.first_m = met.first;
     work.last_m = met.last;
     return work;
   }
 
+  __device__ __forceinline__ int begin_m() const { return step > 0 ? first_m : last_m - 1; }
   __device__ __forceinline__ int64_t first_tile(const BackwardParams& params, int member) const {
-    return int64_t{head_k * params.group_size + member} * params.m_blocks + first;
+    return first_tile_number(params, member);
+  }
+  __device__ __forceinline__ int first_tile_number(const BackwardParams& params, int member) const {
+    return first + member * params.m_blocks;
   }
   template <int kBlockM, int kBlockN>
   __device__ __forceinline__ TileRanges<kBlockM, kBlockN> ranges(const BackwardParams&) const {
