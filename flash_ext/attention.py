@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from flash_ext import nested, ops, script
-from flash_ext import sinks as _sinks
 from flash_ext.arguments import Window, check_band, flag, number
 from flash_ext.errors import AttentionError
 
@@ -105,22 +104,12 @@ def attention(
             softcap=softcap, alibi_slopes=alibi_slopes, dropout_p=dropout_p, scale=scale, deterministic=deterministic,
             batch_invariant=batch_invariant, return_lse=return_lse,
         )  # fmt: skip
-    if sinks is not None:
-        check_native(query, key, value, window, align)
-        _sinks.check(sinks, query)
-        out, lse = attention(
-            query, key, value, causal=causal, window=window, align=align, mask=mask, bias=bias, softcap=softcap,
-            alibi_slopes=alibi_slopes, dropout_p=dropout_p, scale=scale, deterministic=deterministic,
-            batch_invariant=batch_invariant, return_lse=True,
-        )  # fmt: skip
-        out, lse = _sinks.join(out, lse, sinks)
-        return (out, lse) if flag(return_lse, "return_lse") else out
     left, right = check_native(query, key, value, window, align)
     bottom_right = align == "bottom_right"
     if _eager is not None and not torch.compiler.is_compiling():
         result = _eager(
-            query, key, value, mask, bias, alibi_slopes, None, None, None, None, causal, left, right, bottom_right,
-            softcap, dropout_p, scale, True, deterministic, None, 0, 0, batch_invariant, return_lse,
+            query, key, value, mask, bias, alibi_slopes, None, None, None, None, sinks, causal, left, right,
+            bottom_right, softcap, dropout_p, scale, True, deterministic, None, 0, 0, batch_invariant, return_lse,
         )  # fmt: skip
         if result is not NotImplemented:
             return result
@@ -129,7 +118,7 @@ def attention(
     flag(causal, "causal"), flag(return_lse, "return_lse"), flag(batch_invariant, "batch_invariant")
     deterministic = None if deterministic is None else flag(deterministic, "deterministic")
     out, lse, _ = _operator(
-        query, key, value, mask, bias, alibi_slopes, causal=causal, window_left=left, window_right=right,
+        query, key, value, mask, bias, alibi_slopes, sinks=sinks, causal=causal, window_left=left, window_right=right,
         bottom_right=bottom_right, softcap=softcap, dropout_p=dropout_p, scale=scale, gqa=True,
         deterministic=deterministic, return_lse=return_lse, batch_invariant=batch_invariant,
     )  # fmt: skip

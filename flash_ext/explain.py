@@ -15,7 +15,6 @@ from flash_ext.arguments import Window, check_band, flag, number
 from flash_ext.attention import check_native
 from flash_ext.errors import AttentionError
 from flash_ext.ops import require_c
-from flash_ext.sinks import check as check_sinks
 
 
 @dataclass(frozen=True)
@@ -213,7 +212,7 @@ def explain(
 ) -> Explanation:
     """The plan that ``attention`` executes for these arguments; with ``sdpa=True`` the plan of
     ``scaled_dot_product_attention``, with ``cu_seqlens_q`` that of ``attention_varlen``, of which the CPU computes one
-    sequence after the other: the plan is the longest one's. ``sinks``, which are joined behind the kernel, are checked.
+    sequence after the other: the plan is the longest one's.
 
     Takes meta and fake tensors. ``device`` plans for a device that is not there; by default the tensors' own (the CPU
     for meta tensors). Backward is planned for the floating inputs that require gradients, or for all if none does.
@@ -239,8 +238,6 @@ def explain(
         packed = cu_seqlens_q is not None
         left, right = check_band(window, align) if packed else check_native(query, key, value, window, align)
         bottom_right = align == "bottom_right"
-    if sinks is not None:
-        check_sinks(sinks, query)
     if max_k is None:
         max_k = max_q
     inputs = (query, key, value, bias, alibi_slopes)
@@ -251,10 +248,11 @@ def explain(
         device = "" if query.device.type == "meta" else query.device
     with _disable_current_modes():
         q, k, v, mask, bias, alibi_slopes = (_meta(t) for t in (query, key, value, mask, bias, alibi_slopes))
+        sinks = _meta(sinks)
         lengths = (None if t is None else t.to("meta") for t in (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k))
         options = (causal, left, right, bottom_right, softcap, dropout_p, scale, gqa, deterministic, None)
         options += (max_q, max_k, batch_invariant)
-        text = require_c().explain(q, k, v, mask, bias, alibi_slopes, *lengths, *options, str(device), wanted)
+        text = require_c().explain(q, k, v, mask, bias, alibi_slopes, *lengths, sinks, *options, str(device), wanted)
     parts = json.loads(text)
     plans = []
     for name in ("forward", "backward"):

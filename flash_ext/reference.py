@@ -84,7 +84,7 @@ def attention(
         value: (..., Hv, S, Ev), Hv dividing Hq; Hv may differ from Hk.
         mask: bool, broadcastable to (..., Hq, L, S); True = attend.
         bias: floating, broadcastable to (..., Hq, L, S), added to the scores.
-        sinks: (Hq,), a logit in each row of a head whose value is 0.
+        sinks: (Hq,) or (..., Hq), a logit in each row of a head whose value is 0.
         alibi_slopes: (Hq,) or (..., Hq).
         keep: bool, broadcastable to (..., Hq, L, S), True = kept; needed where 0 < dropout_p < 1.
         rounded: round each intermediate to query's dtype (see the module's docstring).
@@ -117,7 +117,7 @@ def attention(
     s = s.masked_fill(~visible, -math.inf)
 
     if sinks is not None:  # one more key, of value 0, that every row sees
-        s = torch.cat((s, sinks.to(wide)[:, None, None].expand(*s.shape[:-1], 1)), -1)
+        s = torch.cat((s, sinks.to(wide)[..., None, None].expand(*s.shape[:-1], 1)), -1)
         v = torch.nn.functional.pad(v, (0, 0, 0, 1))
         keep = (
             None if keep is None else torch.nn.functional.pad(keep.expand(*keep.shape[:-1], keys), (0, 1), value=True)

@@ -31,7 +31,7 @@ from flash_ext.ops import GRADIENTS
 _ops = torch.ops.flash_ext
 # Dimensions that a tensor has less than the scores (batch..., heads, queries, keys).
 _MISSING = dict.fromkeys(("query", "key", "value", "mask", "bias", "out", "grad_out"), 0)
-_MISSING |= {"lse": 1, "grad_lse": 1, "alibi_slopes": 2}
+_MISSING |= {"lse": 1, "grad_lse": 1, "alibi_slopes": 2, "sinks": 2}
 _INPUTS = ("query", "key", "value", "mask", "bias")
 _LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
 
@@ -82,7 +82,8 @@ class _Call:
         if not self.packed:
             return dims - self.rank + _MISSING[name]
         # The one leading dimension is the heads: query (rows, heads, cols), lse (heads, rows), mask (.., heads, L, S).
-        return {"lse": 0, "grad_lse": 0, "alibi_slopes": dims - 1, "mask": dims - 3, "bias": dims - 3}.get(name, 1)
+        of_heads = {"lse": 0, "grad_lse": 0, "alibi_slopes": dims - 1, "sinks": 0}
+        return (of_heads | {"mask": dims - 3, "bias": dims - 3}).get(name, 1)
 
     def _whole_size(self, dim: int) -> int:
         names = ("query",) if self.values.get("gqa", False) and dim == self.rank - 3 else ("query", "key", "value")
@@ -234,6 +235,25 @@ def _backward(cls: Any, func: Any, types: Any, args: tuple, kwargs: dict[str, An
         return tuple(results)
 
 
+def _sinks_gradient(cls: Any, func: Any, types: Any, args: tuple, kwargs: dict[str, Any] | None = None) -> Tensor:
+    grad_out, grad_lse, out, lse, sinks = args
+    packed = (kwargs or {}).get("packed", False)
+    heads = 1 if packed else out.dim() - 3
+    with torch.no_grad():
+        mesh, placements = out.device_mesh, list(out.placements)
+        of_lse = [Shard(0) if packed and isinstance(p, Shard) else p for p in placements]
+        of_sinks = [Shard(sinks.dim() - 1) if p == Shard(heads) else Replicate() for p in placements]
+        result = [q if q != Replicate() else Partial() if isinstance(p, Shard) else p
+                  for p, q in zip(placements, of_sinks, strict=True)]  # fmt: skip
+
+        def local(tensor: Tensor | None, wanted: list[Placement]) -> Tensor | None:
+            return tensor.redistribute(mesh, wanted).to_local() if isinstance(tensor, DTensor) else tensor
+
+        parts = (local(grad_out, placements), local(grad_lse, of_lse), out.to_local(), local(lse, of_lse))
+        grad = func(*parts, local(sinks, of_sinks), **(kwargs or {}))
+        return DTensor.from_local(grad, mesh, result, run_check=False)
+
+
 def _dropout_mask(cls: Any, func: Any, types: Any, args: tuple, kwargs: dict[str, Any] | None = None) -> Tensor:
     state, *rest = args
     if any(isinstance(p, Shard) for p in state.placements):
@@ -299,6 +319,7 @@ def register(library: torch.library.Library) -> None:
         ("attention_with_rng_state", _forward),
         ("attention_backward", _backward),
         ("attention_with_cache", _with_cache),
+        ("sinks_gradient", _sinks_gradient),
         ("dropout_mask", _dropout_mask),
     ):
         torch.library.register_torch_dispatch(f"flash_ext::{name}", DTensor, rule, lib=library)

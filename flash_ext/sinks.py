@@ -48,23 +48,3 @@ def join(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     share = torch.sigmoid(of_keys - sink).masked_fill(empty, 0.0).to(lse.dtype)
     joined = torch.where(empty, sink, torch.logaddexp(of_keys, sink)).to(lse.dtype)
     return (out * share.unsqueeze(-1)).to(out.dtype), joined
-
-
-def belongs(rows: int, cu_seqlens: Tensor, used: Tensor | None, longest: int) -> Tensor:
-    """(rows,) bool: which rows of packed sequences belong to one and are in use. Nothing is read on the host."""
-    first, behind = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
-    row = torch.arange(rows, device=cu_seqlens.device)
-    if first.shape[0] == 0:
-        return torch.zeros_like(row, dtype=torch.bool)
-    length = (behind - first).clamp(max=longest)
-    if used is not None:
-        length = torch.minimum(length, used.long())
-    owner = torch.searchsorted(behind.contiguous(), row, right=True).clamp(max=first.shape[0] - 1)
-    position = row - first[owner]
-    return (position >= 0) & (position < length[owner])
-
-
-def join_packed(out: Tensor, lse: Tensor, sinks: Tensor, is_used: Tensor) -> tuple[Tensor, Tensor]:
-    """The same of out (rows, Hq, Ev) and lse (Hq, rows). Rows that are nobody's keep out 0 and lse -inf."""
-    joined, lse_joined = join(out.transpose(0, 1), lse, sinks)
-    return joined.transpose(0, 1), lse_joined.masked_fill(~is_used, _MINUS_INFINITY)

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from flash_ext import ops, script
-from flash_ext import sinks as _sinks
 from flash_ext.arguments import Window, check_band, flag, number
 from flash_ext.errors import AttentionError
 
@@ -107,21 +106,10 @@ def attention_varlen(
     max_k = max_q if max_k is None else _length(max_k, "max_k")
     if not isinstance(cu_seqlens_q, Tensor):
         raise TypeError(f"cu_seqlens_q is of type {type(cu_seqlens_q).__name__}; it must be a torch.Tensor")
-    if sinks is not None:
-        if isinstance(query, Tensor) and query.dim() == 3:  # else the call itself says so
-            _sinks.check(sinks, query)
-        out, lse = attention_varlen(
-            query, key, value, cu_seqlens_q, cu_seqlens_k, max_q=max_q, max_k=max_k, seqused_q=seqused_q,
-            seqused_k=seqused_k, causal=causal, window=window, align=align, mask=mask, bias=bias, softcap=softcap,
-            alibi_slopes=alibi_slopes, dropout_p=dropout_p, scale=scale, deterministic=deterministic,
-            batch_invariant=batch_invariant, return_lse=True,
-        )  # fmt: skip
-        out, lse = _sinks.join_packed(out, lse, sinks, _sinks.belongs(query.shape[0], cu_seqlens_q, seqused_q, max_q))
-        return (out, lse) if flag(return_lse, "return_lse") else out
     if _eager is not None and not torch.compiler.is_compiling() and type(max_q) is type(max_k) is int:
         result = _eager(
-            query, key, value, mask, bias, alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, causal,
-            left, right, bottom_right, softcap, dropout_p, scale, True, deterministic, None, max_q, max_k,
+            query, key, value, mask, bias, alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks,
+            causal, left, right, bottom_right, softcap, dropout_p, scale, True, deterministic, None, max_q, max_k,
             batch_invariant, return_lse,
         )  # fmt: skip
         if result is not NotImplemented:
@@ -131,9 +119,9 @@ def attention_varlen(
     flag(causal, "causal"), flag(return_lse, "return_lse"), flag(batch_invariant, "batch_invariant")
     deterministic = None if deterministic is None else flag(deterministic, "deterministic")
     out, lse, _ = _operator(
-        query, key, value, mask, bias, alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, causal=causal,
-        window_left=left, window_right=right, bottom_right=bottom_right, softcap=softcap, dropout_p=dropout_p,
-        scale=scale, gqa=True, deterministic=deterministic, return_lse=return_lse, max_q=max_q, max_k=max_k,
+        query, key, value, mask, bias, alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks,
+        causal=causal, window_left=left, window_right=right, bottom_right=bottom_right, softcap=softcap,
+        dropout_p=dropout_p, scale=scale, gqa=True, deterministic=deterministic, return_lse=return_lse, max_q=max_q, max_k=max_k,
         batch_invariant=batch_invariant,
     )  # fmt: skip
     return (out, lse) if return_lse else out

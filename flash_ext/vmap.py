@@ -39,14 +39,14 @@ def _logical_rank(qkv: list[Tensor], dims: _Dims) -> int:
     return max(t.dim() - (d is not None) for t, d in zip(qkv, dims, strict=True))
 
 
-_INPUTS = 10  # of attention: query, key, value, mask, bias, alibi_slopes, and four of packed sequences
+_INPUTS = 11  # of attention: query, key, value, mask, bias, alibi_slopes, four of packed sequences, and sinks
 _CU_SEQLENS_Q = 6
 _CACHE_INPUTS, _NEW_KEY = 13, 4  # of attention_with_cache; query, the caches and their lengths are before key
 
 
 def _ranks(rank: int) -> list[int]:
-    """Logical dimensions of the inputs in a dense call of ``rank``, which has none of the last four."""
-    return [rank] * 5 + [rank - 2] + [1] * 4
+    """Logical dimensions of the inputs in a dense call of ``rank``, which has none of the four of packed sequences."""
+    return [rank] * 5 + [rank - 2] + [1] * 4 + [rank - 2]
 
 
 def _sample(values: list, dims: _Dims, index: int) -> list:
@@ -58,7 +58,7 @@ def _stack(results: list[tuple[Tensor, ...]]) -> tuple[tuple[Tensor, ...], tuple
 
 
 def _forward_inputs(batch: int, inputs: list, dims: _Dims) -> list:
-    """query, key, value, mask, bias, alibi_slopes in front form; query is expanded where only a mask is mapped."""
+    """The inputs in front form; query is expanded where only a mask is mapped."""
     rank = _logical_rank(inputs[:3], dims[:3])
     fronted = [_front(t, d, r) for t, d, r in zip(inputs, dims, _ranks(rank), strict=True)]
     if all(d is None for d in dims[:3]):
@@ -113,7 +113,7 @@ def _attention_backward(info: Any, in_dims: _Dims, *args: Any, **options: Any) -
         return _stack([_ops.attention_backward(*_sample(args, dims, i), **options) for i in range(info.batch_size)])
     rank = _logical_rank(args[2:5], dims[2:5])
     # Every sample has gradients of its own, so inputs that are shared between samples are expanded, not summed over.
-    ranks = [rank, rank - 1, rank, rank, rank, rank, rank - 1, 1, rank, rank, rank - 2, 1, 1, 1, 1]
+    ranks = [rank, rank - 1, rank, rank, rank, rank, rank - 1, 1, rank, rank, rank - 2, 1, 1, 1, 1, rank - 2]
     state = args[7] if dims[7] is None else args[7].select(dims[7], 0)
     fronted = [_front(t, d, r, info.batch_size) for t, d, r in zip(args, dims, ranks, strict=True)]
     fronted[7] = state
@@ -127,6 +127,17 @@ def _attention_backward(info: Any, in_dims: _Dims, *args: Any, **options: Any) -
         result.append(grad)
         out_dims.append(0 if wanted else None)
     return tuple(result), tuple(out_dims)
+
+
+def _sinks_gradient(info: Any, in_dims: _Dims, *args: Any, **options: Any) -> tuple[Tensor, int]:
+    if options.get("packed", False):
+        results = [_ops.sinks_gradient(*_sample(list(args), in_dims, i), **options) for i in range(info.batch_size)]
+        return torch.stack(results), 0
+    rank = args[2].dim() - (in_dims[2] is not None)
+    ranks = (rank, rank - 1, rank, rank - 1, rank - 2)
+    fronted = [_front(t, d, r, info.batch_size) for t, d, r in zip(args, in_dims, ranks, strict=True)]
+    logical = args[4].shape if in_dims[4] is None else args[4].select(in_dims[4], 0).shape
+    return _ops.sinks_gradient(*fronted, **options).reshape(info.batch_size, *logical), 0
 
 
 def _draw_rng_state(info: Any, in_dims: _Dims, *args: Any) -> tuple[Tensor, int | None]:
@@ -165,4 +176,5 @@ def register(library: torch.library.Library) -> None:
     torch.library.register_vmap("flash_ext::attention_with_rng_state", _attention_with_rng_state, lib=library)
     torch.library.register_vmap("flash_ext::attention_with_cache", _attention_with_cache, lib=library)
     torch.library.register_vmap("flash_ext::attention_backward", _attention_backward, lib=library)
+    torch.library.register_vmap("flash_ext::sinks_gradient", _sinks_gradient, lib=library)
     torch.library.register_vmap("flash_ext::dropout_mask", _dropout_mask, lib=library)

@@ -3,6 +3,8 @@
 //   out = softmax(softcap(scale * q k^T) + bias + alibi, masked) v        lse = log-sum-exp of the same row (natural
 //   log)
 //
+// A sink is one more score in each row of a head, of a key whose value is 0: it takes its part of the sum and of lse.
+//
 // torch/ builds these structures once per call (torch/problem.cpp); kernels read them and never change them.
 // Packed sequences have views of [row, head, col] with batch strides of 0; masks, biases and slopes are indexed by
 // sequence and by positions inside it, as are the bits of dropout.
@@ -11,6 +13,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 
 #include "core/portable.h"
 
@@ -67,6 +70,7 @@ struct Problem {
   bool has_mask = false;
   bool has_bias = false;
   bool has_alibi = false;
+  bool has_sinks = false;
   DType bias_dtype = DType::kFloat32;  // dtype or float32
 
   // Backward only: which gradients are wanted.
@@ -93,6 +97,7 @@ struct ForwardArgs {
   TensorView mask;   // [b..., h_q, s_q, s_k] bool (uint8), true = attend
   TensorView bias;   // [b..., h_q, s_q, s_k] problem.bias_dtype
   TensorView alibi;  // [b..., h_q, 1, 1] float32
+  TensorView sinks;  // [b..., h_q, s_q, 1] float32 (float64 for float64); row_stride is 0 but of folded heads
 
   TensorView out;                      // [b..., h_q, s_q, d_v] problem.dtype
   void* lse = nullptr;                 // [b, h_q, s_q] contiguous, float32 (float64 for float64); null: not wanted.
@@ -143,6 +148,15 @@ FLASH_DEVICE int64_t batch_offset(const Problem& problem, const TensorView& view
     b /= problem.batch_size[i];
   }
   return offset + b * view.batch_stride[0];
+}
+
+// Of a row of a head: -inf where there is none.
+template <class Real>
+FLASH_DEVICE Real sink_of(const ForwardArgs& args, int64_t b, int64_t head, int64_t row) {
+  if (!args.sinks) return -std::numeric_limits<Real>::infinity();
+  const TensorView& sinks = args.sinks;
+  return static_cast<const Real*>(
+      sinks.data)[batch_offset(args.problem, sinks, b) + head * sinks.head_stride + row * sinks.row_stride];
 }
 
 }  // namespace flash_ext

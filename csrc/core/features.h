@@ -21,6 +21,7 @@ enum class Feature : uint8_t {
   kMask,
   kBias,
   kAlibi,
+  kSinks,
   kSoftcap,
   kDropout,
   kPacked,
@@ -49,6 +50,7 @@ constexpr const char* kFeatureNames[] = {
     "a mask",
     "a bias",
     "alibi_slopes",
+    "sinks",
     "a softcap",
     "dropout",
     "packed sequences",
@@ -112,6 +114,7 @@ inline Features required(const Problem& problem, Pass pass) {
   features.add(Feature::kMask, problem.has_mask);
   features.add(Feature::kBias, problem.has_bias);
   features.add(Feature::kAlibi, problem.has_alibi);
+  features.add(Feature::kSinks, problem.has_sinks);
   features.add(Feature::kSoftcap, problem.softcap != 0.0);
   features.add(Feature::kDropout, problem.dropout_p > 0.0);
   features.add(Feature::kPacked, problem.packed);

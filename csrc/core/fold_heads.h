@@ -25,7 +25,7 @@ inline void fold_heads(ForwardArgs& args) {
   if (keys.empty()) return;
 
   const int64_t group = problem.heads_q / problem.heads_k;
-  for (TensorView* view : {&args.q, &args.out, &args.mask, &args.bias}) {
+  for (TensorView* view : {&args.q, &args.out, &args.mask, &args.bias, &args.sinks}) {
     view->row_stride = view->head_stride;
     view->head_stride *= group;
   }

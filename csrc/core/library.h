@@ -28,6 +28,12 @@ void cpu_dropout_mask(const int64_t* rng_state, double p, int64_t batch_heads, i
                                                       int64_t rows, int64_t cols, int64_t q0, int64_t k0, int64_t n0,
                                                       bool* out, void* stream);
 
+// The gradient of sinks in parts of so many rows, [b, h_q, count] contiguous: of fwd it reads batch, heads_q, len_q,
+// head_dim_v and dtype of the problem, which has one leading dimension, and out, lse, sinks and stream. Only in a build
+// with CUDA.
+constexpr int64_t kSinkRows = 64;
+[[gnu::visibility("default")]] void cuda_sink_gradient(const BackwardArgs& args, double* parts, int64_t count);
+
 // What the CPU backend takes from its host. Without one it runs on one thread, by its own products.
 struct CpuHost {
   // Calls body(context, worker) for each worker of [0, workers), at a time where it can.

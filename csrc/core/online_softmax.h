@@ -78,6 +78,18 @@ FLASH_DEVICE float log_sum_exp(float max, float scale, float sum) {
   return total + (lost + std::fma(static_cast<float>(exponent), kLn2Low, std::log(factor)));
 }
 
+// A row's maximum and sum with a sink; factor: of what was summed relative to the maximum before.
+template <class Real>
+struct RowWithSink {
+  Real max, sum, factor;
+};
+template <class Real>
+FLASH_DEVICE RowWithSink<Real> with_sink(Real max, Real sum, Real sink) {
+  if (sink == OnlineSoftmax<Real>::kEmpty) return {max, sum, Real(1)};
+  const Real top = max > sink ? max : sink, factor = std::exp(max - top);
+  return {top, sum * factor + std::exp(sink - top), factor};
+}
+
 // Backward: the probability of a score, from the lse that forward wrote (with a sink, its share is already in lse).
 template <class Real>
 FLASH_DEVICE Real probability(Real score, Real lse) {

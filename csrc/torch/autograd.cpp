@@ -129,8 +129,8 @@ Gradients attention_backward_autograd(c10::DispatchKeySet keys, const Tensor& gr
 
 // ---- autocast -------------------------------------------------------------------------------------------------------
 
-// float64 stays; a bias may be float32 beside half queries; slopes are float32. The casts are recorded by autograd, so
-// that gradients come back in the caller's dtypes.
+// float64 stays; a bias may be float32 beside half queries; slopes and sinks are float32. The casts are recorded by
+// autograd, so that gradients come back in the caller's dtypes.
 template <c10::DeviceType device>
 Inputs cast(const Inputs& in) {
   const at::ScalarType dtype = at::autocast::get_autocast_dtype(device);
@@ -141,7 +141,12 @@ Inputs cast(const Inputs& in) {
   if (in.bias.defined() && in.bias.scalar_type() != at::kFloat && in.bias.scalar_type() != result.query.scalar_type()) {
     result.bias = at::autocast::cached_cast(dtype, in.bias, device);
   }
-  if (in.alibi_slopes.defined()) result.alibi_slopes = at::autocast::cached_cast(at::kFloat, in.alibi_slopes, device);
+  for (Tensor Inputs::*const of_heads : {&Inputs::alibi_slopes, &Inputs::sinks}) {
+    const Tensor& given = in.*of_heads;
+    if (given.defined() && given.scalar_type() != at::kDouble) {
+      result.*of_heads = at::autocast::cached_cast(at::kFloat, given, device);
+    }
+  }
   return result;
 }
 

@@ -161,7 +161,7 @@ CacheShape<Int> check_cache(const CacheInputs& in, const CacheOptions& options) 
   } catch (const AttentionError& error) {
     throw AttentionError(error.argument() + "_cache", error.rest());
   }
-  check_alibi(in.alibi_slopes, dense);
+  check_per_head("alibi_slopes", in.alibi_slopes, dense);
   if (in.alibi_slopes.defined() && in.alibi_slopes.scalar_type() != at::kFloat) {
     fail("alibi_slopes", "is of ", dtype_text(in.alibi_slopes.scalar_type()), "; it must be of torch.float32");
   }

@@ -38,18 +38,26 @@ void check_grouped_heads(const Shape<Int>& shape) {
 }
 
 template <class Int>
-void check_alibi(const Tensor& slopes, const Shape<Int>& shape) {
-  if (!slopes.defined()) return;
+void check_per_head(const char* name, const Tensor& numbers, const Shape<Int>& shape) {
+  if (!numbers.defined()) return;
   const Sizes<Int> heads = shape.heads_sizes();
-  const auto sizes = sizes_of<Int>(slopes);
+  const auto sizes = sizes_of<Int>(numbers);
   bool fits =
       shape.rank > 2 && !sizes.empty() && sizes.size() <= heads.size() && must_equal(sizes.back(), heads.back());
   for (size_t i = 1; fits && i <= sizes.size(); ++i) {
     fits = broadcasts_to(sizes[sizes.size() - i], heads[heads.size() - i]);
   }
   if (!fits) {
-    fail("alibi_slopes", "of shape ", shape_text<Int>(slopes), " is neither (", shape.heads_q, ",) [heads] nor ",
+    fail(name, "of shape ", shape_text<Int>(numbers), " is neither (", shape.heads_q, ",) [heads] nor ",
          shape_text<Int>(heads), " [batch, heads]");
+  }
+}
+
+void check_sinks_dtype(const Tensor& sinks, at::ScalarType query) {
+  const auto wanted = query == at::kDouble ? at::kDouble : at::kFloat;
+  if (sinks.defined() && sinks.scalar_type() != wanted) {
+    fail("sinks", "is of ", dtype_text(sinks.scalar_type()), "; it must be of ", dtype_text(wanted),
+         " beside a query of ", dtype_text(query));
   }
 }
 
@@ -73,6 +81,7 @@ void check_dtypes_and_devices(const Inputs& in) {
   same_device("mask", in.mask);
   same_device("bias", in.bias);
   same_device("alibi_slopes", in.alibi_slopes);
+  same_device("sinks", in.sinks);
   same_device("cu_seqlens_q", in.cu_seqlens_q);
   same_device("cu_seqlens_k", in.cu_seqlens_k);
   same_device("seqused_q", in.seqused_q);
@@ -87,6 +96,7 @@ void check_dtypes_and_devices(const Inputs& in) {
   if (in.alibi_slopes.defined() && in.alibi_slopes.scalar_type() != at::kFloat) {
     fail("alibi_slopes", "is of ", dtype_text(in.alibi_slopes.scalar_type()), "; it must be of torch.float32");
   }
+  check_sinks_dtype(in.sinks, dtype);
 }
 
 // The common size of a broadcast dimension, or an error that names the tensors.
@@ -228,7 +238,11 @@ Shape<Int> check_call(const Inputs& in, const Options& options) {
     Shape<Int> shape = check_packed<Int>(in, options);
     check_scores_like("mask", in.mask, shape);
     check_scores_like("bias", in.bias, shape);
-    check_alibi(in.alibi_slopes, shape);
+    check_per_head("alibi_slopes", in.alibi_slopes, shape);
+    if (in.sinks.defined() && in.sinks.dim() != 1) {
+      fail("sinks", "of shape ", shape_text<Int>(in.sinks), " is not (", shape.heads_q, ",) [heads]");
+    }
+    check_per_head("sinks", in.sinks, shape);
     return shape;
   }
   check_dense(in, options);
@@ -264,7 +278,8 @@ Shape<Int> check_call(const Inputs& in, const Options& options) {
   check_heads(in, options, shape);
   check_scores_like("mask", in.mask, shape);
   check_scores_like("bias", in.bias, shape);
-  check_alibi(in.alibi_slopes, shape);
+  check_per_head("alibi_slopes", in.alibi_slopes, shape);
+  check_per_head("sinks", in.sinks, shape);
   return shape;
 }
 
@@ -346,8 +361,8 @@ template Shape<int64_t> check_call(const Inputs&, const Options&);
 template Shape<c10::SymInt> check_call(const Inputs&, const Options&);
 template void check_grouped_heads(const Shape<int64_t>&);
 template void check_grouped_heads(const Shape<c10::SymInt>&);
-template void check_alibi(const Tensor&, const Shape<int64_t>&);
-template void check_alibi(const Tensor&, const Shape<c10::SymInt>&);
+template void check_per_head(const char*, const Tensor&, const Shape<int64_t>&);
+template void check_per_head(const char*, const Tensor&, const Shape<c10::SymInt>&);
 template void check_saved(const Shape<int64_t>&, const Inputs&, const Tensor&, const Tensor&, const ForwardResult&,
                           double);
 template void check_saved(const Shape<c10::SymInt>&, const Inputs&, const Tensor&, const Tensor&, const ForwardResult&,

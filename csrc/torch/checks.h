@@ -79,12 +79,13 @@ template <class Int>
 Shape<Int> check_call(const Inputs& in, const Options& options);
 
 // Parts of it, which attention_with_cache has as well: numbers; key and value heads that divide the query heads;
-// slopes.
+// numbers of heads; the dtype of sinks.
 void check_options(const Options& options);
 template <class Int>
 void check_grouped_heads(const Shape<Int>& shape);
 template <class Int>
-void check_alibi(const Tensor& slopes, const Shape<Int>& shape);
+void check_per_head(const char* name, const Tensor& numbers, const Shape<Int>& shape);
+void check_sinks_dtype(const Tensor& sinks, at::ScalarType query);
 
 // The drop-in's own errors, which only it can make.
 void check_drop_in(const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& attn_mask,

@@ -1,6 +1,7 @@
 // The equations, per block of queries (rows i) and all keys that it sees (columns j); o is the elementwise product:
 //   A = scale q k^T      C = c tanh(A / c)      S = C + bias + slope R, R = -|i + offset - j|      P = softmax(S)
 //   out = (P o Z) v      Z = keep / (1 - p)     lse = log sum exp S
+// A sink is one more column of S, of a key whose value is 0.
 // backward, with G = grad_out:
 //   dP = (G v^T) o Z     delta = rowsum(P o dP) - grad_lse     dS = P o (dP - delta)     dA = dS o C'(A)
 //   dq = scale dA k      dk = scale dA^T q      dv = (P o Z)^T G      dbias = dS      dslope = sum dS o R
@@ -45,9 +46,18 @@ struct Block {
   Tensor distance;     // ALiBi only: R
   Tensor probability;  // P
   Tensor lse;          // (.., Hq, l, 1)
+  Tensor of_sink;      // sinks only: P of the sink, (.., Hq, l, 1)
   Tensor kept;         // dropout only: Z
   Tensor hidden;       // pairs that the band or the mask removes, and rows without keys
 };
+
+// Of rows that see no key, what to_bias asks for.
+Block without_keys(Range rows, int64_t len_k) {
+  Block block;
+  block.rows = rows;
+  block.cols = {0, len_k};
+  return block;
+}
 
 class Composite {
  public:
@@ -124,11 +134,17 @@ class Composite {
     if (padding_ != nullptr) hide(padding_->hidden(i, j));
     if (in_.mask.defined()) hide(part(part(in_.mask, -2, rows), -1, cols).logical_not());
     // The row maximum is a constant: the result does not depend on it. A row without keys subtracts 0.
-    const Tensor row_max = scores.detach().amax(-1, true);
+    Tensor row_max = scores.detach().amax(-1, true);
+    const Tensor sink = sinks();
+    if (sink.defined()) row_max = at::maximum(row_max, sink.detach());
     const Tensor empty = row_max == -kInfinity;
     const Tensor shift = row_max.masked_fill(empty, 0.0);
     const Tensor exponential = (scores - shift).exp();
-    const Tensor row_sum = exponential.sum(-1, true).masked_fill(empty, 1.0);
+    Tensor row_sum = exponential.sum(-1, true);
+    const Tensor exponential_of_sink = sink.defined() ? (sink - shift).exp() : Tensor();
+    if (sink.defined()) row_sum = row_sum + exponential_of_sink;
+    row_sum = row_sum.masked_fill(empty, 1.0);
+    if (sink.defined()) b.of_sink = exponential_of_sink / row_sum;
     b.hidden = b.hidden.defined() ? b.hidden.logical_or(empty) : empty;
     b.probability = only_visible(b, exponential / row_sum);
     b.lse = (shift + row_sum.log()).masked_fill(empty, -kInfinity);
@@ -149,6 +165,17 @@ class Composite {
   static Tensor through_softcap(const Block& b, const Tensor& x) {
     return b.tanh.defined() ? x * (1 - b.tanh * b.tanh) : x;
   }
+
+  // (.., Hq, 1, 1), or undefined.
+  Tensor sinks() const { return in_.sinks.defined() ? per_row(in_.sinks) : Tensor(); }
+  Tensor per_row(const Tensor& of_heads) const { return of_heads.to(dtype_).unsqueeze(-1).unsqueeze(-1); }
+  // Of rows without keys.
+  Tensor lse_without_keys(Range rows) const {
+    const Tensor none = zero_rows(rows, 1);
+    return in_.sinks.defined() ? none + sinks() : none - kInfinity;
+  }
+  // Sum over rows of a (.., Hq, l, 1) tensor, for each head; in double, because large terms of both signs cancel.
+  static Tensor to_sinks(const Tensor& x) { return x.sum({-1, -2}, false, at::kDouble).to(x.scalar_type()); }
 
   Tensor keys(Range cols) const { return part(k, -2, cols); }
   Tensor values(Range cols) const { return part(v, -2, cols); }
@@ -265,7 +292,7 @@ Forward forward_of(const Inputs& in, const Tensor& rng_state, const Options& opt
     const Range cols = c.columns(rows);
     if (cols.empty()) {
       out.push_back(c.zero_rows(rows, c.shape().head_dim_v));
-      lse.push_back(c.zero_rows(rows, 1) - kInfinity);
+      lse.push_back(c.lse_without_keys(rows));
       continue;
     }
     const Block b = c.block(rows, cols);
@@ -285,8 +312,7 @@ Gradients backward_of(const Tensor& grad_out, const Tensor& grad_lse, const Inpu
     const Range cols = c.columns(rows);
     if (cols.empty()) {
       dq.push_back(c.zero_rows(rows, c.shape().head_dim));
-      if (grad_mask[kDbias])
-        dbias.push_back(c.to_bias(c.zero_rows(rows, c.len_k), {rows, {0, c.len_k}, {}, {}, {}, {}, {}, {}, {}}));
+      if (grad_mask[kDbias]) dbias.push_back(c.to_bias(c.zero_rows(rows, c.len_k), without_keys(rows, c.len_k)));
       continue;
     }
     const Block b = c.block(rows, cols);
@@ -321,6 +347,7 @@ Gradients backward_of(const Tensor& grad_out, const Tensor& grad_lse, const Inpu
 //   df/dS = X = P o (Y - rowsum(P o Y))                 Y = dP o (W - w) - delta o W + U
 //   df/dA = X o C' + dS o M o C''                       C'' = -2 t (1 - t^2) / c
 //   df/dq = scale (df/dA k + dA Gk)     df/dk = scale (df/dA^T q + dA^T Gq)     df/dbias = X     df/dslope = sum X o R
+// The column of the sink has dP = W = U = 0, so that its Y is 0 and df/dsink is the sum of -P rowsum(P o Y).
 DoubleBackward double_backward_of(const Gradients& cotangents, const Tensor& grad_out, const Tensor& grad_lse,
                                   const Inputs& in, const Tensor& rng_state, const Options& options,
                                   const packed::Padding* padding) {
@@ -328,15 +355,14 @@ DoubleBackward double_backward_of(const Gradients& cotangents, const Tensor& gra
   const Tensor &gq = cotangents[kDq], &gk = cotangents[kDk], &gv = cotangents[kDv], &gb = cotangents[kDbias],
                &gs = cotangents[kDslopes];
   std::vector<Tensor> d_grad_out, d_grad_lse, dq, dbias;
-  Tensor dk, dv, dslopes;
+  Tensor dk, dv, dslopes, dsinks;
   for (const Range rows : c.row_blocks()) {
     const Range cols = c.columns(rows);
     if (cols.empty()) {
       d_grad_out.push_back(c.zero_rows(rows, c.shape().head_dim_v));
       d_grad_lse.push_back(c.zero_rows(rows, 1));
       dq.push_back(c.zero_rows(rows, c.shape().head_dim));
-      if (in.bias.defined())
-        dbias.push_back(c.to_bias(c.zero_rows(rows, c.len_k), {rows, {0, c.len_k}, {}, {}, {}, {}, {}, {}, {}}));
+      if (in.bias.defined()) dbias.push_back(c.to_bias(c.zero_rows(rows, c.len_k), without_keys(rows, c.len_k)));
       continue;
     }
     const Block b = c.block(rows, cols);
@@ -367,7 +393,9 @@ DoubleBackward double_backward_of(const Gradients& cotangents, const Tensor& gra
       y = y + c.drop(b, c.times_transposed(g, gv_cols, c.heads_v));
       d_g = d_g + c.times(c.drop(b, p), gv_cols, c.heads_v);
     }
-    const Tensor x = p * (y - (p * y).sum(-1, true));
+    const Tensor row_y = (p * y).sum(-1, true);
+    const Tensor x = p * (y - row_y);
+    if (in.sinks.defined()) accumulate(dsinks, c.to_sinks(-b.of_sink * row_y));
     Tensor d_a = c.through_softcap(b, x);
     if (b.tanh.defined() && m.defined()) d_a = d_a - ds * m * (b.tanh * (1 - b.tanh * b.tanh) * (2 / options.softcap));
     d_a = d_a * c.scale;
@@ -386,7 +414,8 @@ DoubleBackward double_backward_of(const Gradients& cotangents, const Tensor& gra
           c.join(d_grad_lse, 1).squeeze(-1),
           {c.sum_like(c.join(dq, c.shape().head_dim), in.query), c.sum_like(dk, in.key), c.sum_like(dv, in.value),
            in.bias.defined() ? c.join_bias(dbias) : Tensor(),
-           in.alibi_slopes.defined() ? c.sum_like(dslopes, in.alibi_slopes) : Tensor()}};
+           in.alibi_slopes.defined() ? c.sum_like(dslopes, in.alibi_slopes) : Tensor()},
+          in.sinks.defined() ? c.sum_like(dsinks, in.sinks) : Tensor()};
 }
 
 }  // namespace flash_ext::chunked

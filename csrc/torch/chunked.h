@@ -36,9 +36,10 @@ Gradients backward_alone(const Tensor& grad_out, const Tensor& grad_lse, const I
 struct DoubleBackward {
   Tensor grad_out, grad_lse;
   Gradients inputs;
+  Tensor sinks;
 };
 
-// Gradients of sum over the five gradients of <cotangent, gradient>; an undefined cotangent is zero.
+// Gradients of sum over the gradients that backward gives of <cotangent, gradient>; an undefined cotangent is zero.
 DoubleBackward double_backward(const Gradients& cotangents, const Tensor& grad_out, const Tensor& grad_lse,
                                const Inputs& in, const Tensor& rng_state, const Options& options);
 

@@ -25,7 +25,9 @@ Tensor copy_of(const Tensor& tensor, int64_t trailing, const Index& index) {
   return tensor.defined() ? part_of(tensor, trailing, index).clone(at::MemoryFormat::Contiguous) : Tensor();
 }
 
-int64_t trailing_of(const Input& input) { return input.tensor == &Inputs::alibi_slopes ? 1 : 3; }
+int64_t trailing_of(const Input& input) {
+  return input.tensor == &Inputs::alibi_slopes || input.tensor == &Inputs::sinks ? 1 : 3;
+}
 
 // body(index, number, inputs) of every batch element.
 template <class Body>

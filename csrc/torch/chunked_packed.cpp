@@ -79,7 +79,7 @@ DoubleBackward double_backward(const Gradients& cotangents, const Tensor& grad_o
     };
     GradMask every;
     every.fill(true);
-    return {zeros(grad_out), zeros(grad_lse), zeros_of(in, every)};
+    return {zeros(grad_out), zeros(grad_lse), zeros_of(in, every), zeros(in.sinks)};
   }
   const packed::Padding padding(in, options);
   Gradients padded = cotangents;

@@ -149,6 +149,7 @@ Inputs longest_alone(const Inputs& in, const Shape<int64_t>& shape) {
   alone.mask = first(in.mask, 4);
   alone.bias = first(in.bias, 4);
   alone.alibi_slopes = first(in.alibi_slopes, 2);
+  alone.sinks = in.sinks;
   return alone;
 }
 

@@ -29,11 +29,13 @@ Inputs inputs_of(const variable_list& saved) {
 variable_list attention_backward(const variable_list& grads, const variable_list& saved, const Options& options,
                                  const std::vector<bool>& wanted) {
   GradMask grad_mask;
-  std::copy(wanted.begin(), wanted.end(), grad_mask.begin());
+  std::copy_n(wanted.begin(), kGradients, grad_mask.begin());
   const ForwardResult result{saved[kInputCount], saved[kInputCount + 1], saved[kInputCount + 2]};
   const Tensor grad_lse = grads.size() > 1 ? grads[1] : Tensor();  // lse may be no output
   const Gradients gradients = call_attention_backward(grads[0], grad_lse, inputs_of(saved), result, options, grad_mask);
-  return {gradients.begin(), gradients.end()};
+  variable_list results(gradients.begin(), gradients.end());
+  results.push_back(wanted.back() ? call_sinks_gradient(grads[0], grad_lse, inputs_of(saved), result) : Tensor());
+  return results;
 }
 
 variable_list attention_double_backward(const variable_list& cotangents, const variable_list& saved,
@@ -44,9 +46,10 @@ variable_list attention_double_backward(const variable_list& cotangents, const v
   Gradients given;
   std::copy(cotangents.begin(), cotangents.end(), given.begin());
   const chunked::DoubleBackward grads = chunked::double_backward(given, g, g_lse, in, saved[kInputCount + 2], options);
-  std::array<std::pair<const Tensor*, const Tensor*>, 2 + kGradients> all{
+  std::array<std::pair<const Tensor*, const Tensor*>, 3 + kGradients> all{
       {{&grads.grad_out, &g}, {&grads.grad_lse, &g_lse}}};
   for (size_t i = 0; i < kGradients; ++i) all[2 + i] = {&grads.inputs[i], &(in.*kDifferentiable[i].tensor)};
+  all.back() = {&grads.sinks, &in.sinks};
   variable_list result(std::size(all));
   for (size_t i = 0; i < result.size(); ++i) {
     const auto& [grad, like] = all[i];
@@ -185,9 +188,9 @@ variable_list SavingNode::apply_with_saved(const variable_list& grads,
 }
 
 AttentionBackward::AttentionBackward(const Options& options)
-    : SavingNode("AttentionBackward", attention_backward, kGradients, options) {}
+    : SavingNode("AttentionBackward", attention_backward, kGradients + 1, options) {}
 
 AttentionDoubleBackward::AttentionDoubleBackward(const Options& options)
-    : SavingNode("AttentionDoubleBackward", attention_double_backward, 2 + kGradients, options) {}
+    : SavingNode("AttentionDoubleBackward", attention_double_backward, 2 + kGradients + 1, options) {}
 
 }  // namespace flash_ext

@@ -22,6 +22,7 @@
 #include "torch/problem.h"
 #include "torch/schemas.h"
 #include "torch/signatures.h"
+#include "torch/sinks.h"
 
 namespace flash_ext {
 namespace {
@@ -102,7 +103,10 @@ void compute_one_by_one(const Inputs& in, const Tensor& rng_state, const Options
   const std::vector<Sequence> sequences = packed::sequences_of(in, shape);
   for (size_t b = 0; b < sequences.size(); ++b) {
     const Sequence& s = sequences[b];
-    if (s.len_q == 0 || s.len_k == 0) continue;
+    if (s.len_q == 0 || s.len_k == 0) {
+      if (lse.defined() && in.sinks.defined()) packed::cut_lse(lse, s).copy_(in.sinks.unsqueeze(-1));
+      continue;
+    }
     const Inputs alone = packed::cut(in, static_cast<int64_t>(b), s);
     const auto own = check_call<int64_t>(alone, options);
     const Tensor own_lse = lse.defined() ? allocate(own.lse_sizes(), in.query, lse.scalar_type()) : Tensor();
@@ -130,7 +134,10 @@ ForwardResult forward_with_rng_state(c10::DispatchKeySet, const Inputs& in, cons
     result.out.zero_();
     result.lse.fill_(-std::numeric_limits<double>::infinity());
   }
-  if (nothing) return result;
+  if (nothing) {
+    if (return_lse && in.sinks.defined()) sinks::fill_lse(result.lse, in, options);
+    return result;
+  }
   const Tensor lse = return_lse ? result.lse : Tensor();
   if (one_by_one) {
     compute_one_by_one(in, rng_state, options, shape, result.out, lse);
@@ -387,6 +394,7 @@ TORCH_LIBRARY(flash_ext, m) {
   m.def(torch::schema(schemas::kAttention.c_str()), {at::Tag::nondeterministic_seeded, at::Tag::pt2_compliant_tag});
   m.def(torch::schema(schemas::kAttentionWithRngState.c_str()), {at::Tag::pt2_compliant_tag});
   m.def(torch::schema(schemas::kAttentionBackward.c_str()), {at::Tag::pt2_compliant_tag});
+  m.def(torch::schema(schemas::kSinksGradient.c_str()), {at::Tag::pt2_compliant_tag});
   m.def(torch::schema(schemas::kDropoutMask.c_str()), {at::Tag::pt2_compliant_tag});
   m.def(torch::schema(schemas::kScaledDotProductAttention.c_str()), {at::Tag::pt2_compliant_tag});
   m.impl("scaled_dot_product_attention",

@@ -26,6 +26,7 @@ struct Inputs {
   Tensor query, key, value, mask, bias, alibi_slopes;
   // With cu_seqlens_q query, key and value are packed sequences, (rows, heads, head_dim), see core/sequences.h.
   Tensor cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k;
+  Tensor sinks;
 
   bool packed() const { return cu_seqlens_q.defined(); }
 };
@@ -50,6 +51,7 @@ inline constexpr Input kInputs[] = {
     {"cu_seqlens_k", &Inputs::cu_seqlens_k, false, false},
     {"seqused_q", &Inputs::seqused_q, false, false},
     {"seqused_k", &Inputs::seqused_k, false, false},
+    {"sinks", &Inputs::sinks, false, false},  // their gradient is an operator of its own, sinks_gradient
 };
 inline constexpr size_t kRequiredInputs = 3, kFirstInputs = 6;
 
@@ -85,11 +87,11 @@ inline constexpr size_t kDq = gradient_of(&Inputs::query), kDk = gradient_of(&In
                         kDv = gradient_of(&Inputs::value), kDbias = gradient_of(&Inputs::bias),
                         kDslopes = gradient_of(&Inputs::alibi_slopes);
 
-// function(in.query, in.key, ...) of the differentiable inputs.
+// function(in.query, in.key, ..., in.sinks) of all that autograd knows: the differentiable inputs, and sinks.
 template <class Function>
 decltype(auto) with_differentiable(const Inputs& in, const Function& function) {
   return [&]<size_t... I>(std::index_sequence<I...>)->decltype(auto) {
-    return function(in.*kDifferentiable[I].tensor...);
+    return function(in.*kDifferentiable[I].tensor..., in.sinks);
   }
   (std::make_index_sequence<kGradients>());
 }
@@ -172,6 +174,9 @@ ForwardResult call_attention_with_rng_state(const Inputs& in, const Tensor& rng_
                                             bool return_lse);
 ForwardResult call_attention_with_rng_state(c10::DispatchKeySet keys, const Inputs& in, const Tensor& rng_state,
                                             const Options& options, bool return_lse);
+// Gradient of <grad_out, out> + <grad_lse, lse> by the sinks, of what forward gave; in.packed() says how out lies.
+Tensor call_sinks_gradient(const Tensor& grad_out, const Tensor& grad_lse, const Inputs& in,
+                           const ForwardResult& saved);
 Gradients call_attention_backward(const Tensor& grad_out, const Tensor& grad_lse, const Inputs& in,
                                   const ForwardResult& saved, const Options& options, const GradMask& grad_mask);
 Gradients call_attention_backward(c10::DispatchKeySet keys, const Tensor& grad_out, const Tensor& grad_lse,

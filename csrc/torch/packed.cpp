@@ -121,6 +121,7 @@ Inputs cut(const Inputs& in, int64_t b, const Sequence& sequence) {
   alone.mask = cut_scores(in.mask, b, sequence);
   alone.bias = cut_scores(in.bias, b, sequence);
   alone.alibi_slopes = cut_slopes(in.alibi_slopes, b);
+  alone.sinks = in.sinks;
   return alone;
 }
 
@@ -193,6 +194,7 @@ Inputs Padding::inputs(const Inputs& in) const {
   padded.mask = in.mask;
   padded.bias = in.bias;
   padded.alibi_slopes = in.alibi_slopes;
+  padded.sinks = in.sinks;
   return padded;
 }
 

@@ -58,6 +58,9 @@ class Padding {
   Tensor unpad_keys(const Tensor& padded) const { return keys_.unpad(padded, 0.0); }
   Tensor unpad_lse(const Tensor& padded, double empty) const;
 
+  // Rows of query that belong to no sequence, (rows,) bool.
+  const Tensor& nobodys_queries() const { return queries_.is_nobodys; }
+
   // The dense call; its padding is to be hidden, and the diagonal's offset is this object's.
   Inputs inputs(const Inputs& in) const;
   // Pairs of padding, (sequences, 1, queries, keys) of positions i (queries, 1) and j (keys,).

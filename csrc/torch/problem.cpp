@@ -82,6 +82,7 @@ ProblemBuilder::ProblemBuilder(const Inputs& in, const Options& options, const S
   p.has_mask = in.mask.defined();
   p.has_bias = in.bias.defined();
   p.has_alibi = in.alibi_slopes.defined();
+  p.has_sinks = in.sinks.defined();
   if (p.has_bias) p.bias_dtype = dtype_of(in.bias.scalar_type());
 }
 
@@ -235,6 +236,7 @@ void add_inputs(ProblemBuilder& builder, ForwardArgs& args, const Inputs& in, co
   builder.add(args.mask, in.mask, shape.heads_q, shape.len_q, shape.len_k);
   builder.add(args.bias, in.bias, shape.heads_q, shape.len_q, shape.len_k);
   builder.add_per_head(args.alibi, in.alibi_slopes, shape.heads_q);
+  builder.add_per_head(args.sinks, in.sinks, shape.heads_q);
   const auto lengths = [](const Tensor& tensor) {
     return tensor.defined() ? static_cast<const int32_t*>(tensor.const_data_ptr()) : nullptr;
   };

@@ -53,6 +53,12 @@ inline const std::string kAttentionBackward = [] {
          ") -> (" + results + ")";
 }();
 
+// Of the sinks, in their shape and dtype, of what forward gave: -sum over rows of e^(sink - lse) (rowsum(grad_out o
+// out) - grad_lse). packed: out is (rows_q, Hq, Ev).
+inline const std::string kSinksGradient =
+    "sinks_gradient(Tensor? grad_out, Tensor? grad_lse, Tensor out, Tensor lse, Tensor sinks, *, bool packed=False) -> "
+    "Tensor";
+
 // True where dropout keeps: element (n, i, j) belongs to flat head n0 + n, query q0 + i and key k0 + j.
 inline const std::string kDropoutMask =
     "dropout_mask(Tensor rng_state, float dropout_p, SymInt batch_heads, SymInt rows, SymInt cols, *, SymInt q0=0, "

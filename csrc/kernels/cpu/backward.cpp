@@ -255,18 +255,26 @@ class BackwardWorker : BackwardTileWorker<Compute> {
     return {sums, sums + kPanel, sums + 4 * kPanel, sums + 5 * kPanel, 2 * kPanel};
   }
 
-  // Sum of -distance * dS over a panel. The sum of dS over all keys is dlse by definition; what was found instead came
-  // from the rounding of delta, which put that much times P into dS, so it is taken out. NOTE: 4x less error.
+  // Sum of -distance * dS over a panel. The sum of dS over all keys is dlse by definition, and with a sink, of
+  // probability p, dlse + p (delta - dlse); what was found instead came from the rounding of delta, which put that much
+  // times P into dS, so it is taken out. NOTE: 4x less error.
   double slope_gradient(const Panel& panel) const {
     const SlopeSums<Acc> sums = slope_sums(panel);
     const Acc* d_lse = static_cast<const Acc*>(args_.d_lse);
     const int64_t first = (this->batch_ * problem_.heads_q + this->head_) * problem_.len_q + panel.queries.first;
+    const int64_t at = int64_t{panel.index} * kPanel;
+    const auto sink = static_cast<double>(sink_of<Acc>(args_.fwd, this->batch_, this->head_, 0));
     double total = 0.0;
     for (int r = 0; r < static_cast<int>(panel.queries.size()); ++r) {
       if (sums.prob[r] == Acc(0)) continue;
       const double d_score = double{sums.d_score[r]} + double{sums.d_score[r + sums.lost]};
       const double gradient = double{sums.gradient[r]} + double{sums.gradient[r + sums.lost]};
-      const double excess = d_score - (d_lse != nullptr ? double{d_lse[first + r]} : 0.0);
+      double expected = d_lse != nullptr ? double{d_lse[first + r]} : 0.0;
+      if (problem_.has_sinks) {
+        const double renorm = tiles_.measured[panel.index] ? double{tiles_.renorm[at + r]} : 1.0;
+        expected += std::exp(sink - double{tiles_.lse[at + r]}) * renorm * (double{tiles_.delta[at + r]} - expected);
+      }
+      const double excess = d_score - expected;
       total += gradient + excess * double{sums.distance[r]} / double{sums.prob[r]};
     }
     return total;

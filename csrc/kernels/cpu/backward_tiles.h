@@ -373,8 +373,9 @@ class BackwardTileWorker {
     Acc* delta = at_.delta + panel.index * kPanel;
     const Acc* lse = at_.lse + panel.index * kPanel;
     const int64_t first = first_row(panel);
+    const Acc sink = sink_of<Acc>(args_.fwd, batch_, head_, 0);
     for (int r = 0; r < panel.width; ++r) {
-      const Acc sum = sums[0][r] + sums[2][r];
+      const Acc sum = sums[0][r] + sums[2][r] + std::exp(sink - lse[r]);
       renorm[r] = is_empty(lse[r]) ? Acc(1) : Acc(1) / sum;
       if (is_empty(lse[r])) continue;
       // With the remainder of the division it is rounded once, and of one key it is its dP, bit for bit.

@@ -105,8 +105,9 @@ class BiasWorker : BackwardTileWorker<Compute> {
     }
   }
 
-  // A bias that is the same for all keys moves lse and nothing else: the sum of dS over the keys is dlse, exactly. It
-  // is NaN where lse is, and where delta is NaN or infinite.
+  // A bias that is the same for all keys moves lse and nothing else: the sum of dS over the keys is dlse, exactly, and
+  // with a sink, of probability p, dlse + p (rowsum(dO O) - dlse). It is NaN where lse is, and where delta is NaN or
+  // infinite.
   void add_d_lse(int64_t b, int64_t h, Range queries, double (&column)[kPanel]) {
     const int64_t first = (b * problem_.heads_q + h) * problem_.len_q;
     const Acc* lse = static_cast<const Acc*>(args_.fwd.lse) + first;
@@ -128,7 +129,10 @@ class BiasWorker : BackwardTileWorker<Compute> {
     for (int64_t i = queries.first; i < queries.last; ++i) {
       if (lse[i] == OnlineSoftmax<Acc>::kEmpty) continue;
       const double poison = 0.0 * static_cast<double>(lse[i]) + 0.0 * static_cast<double>(delta[i - queries.first]);
-      column[i - queries.first] += poison + (args_.d_lse != nullptr ? static_cast<double>(d_lse[i]) : 0.0);
+      const double of_lse = args_.d_lse != nullptr ? static_cast<double>(d_lse[i]) : 0.0;
+      const double of_sink = static_cast<double>(probability(sink_of<Acc>(args_.fwd, b, h, i), lse[i]));
+      column[i - queries.first] +=
+          poison + of_lse + (of_sink > 0.0 ? of_sink * (static_cast<double>(delta[i - queries.first]) - of_lse) : 0.0);
     }
   }
 

@@ -243,12 +243,19 @@ class ForwardWorker {
   void finish(int64_t head, Range queries, int64_t slot) {
     const int rows = static_cast<int>(queries.size());
     const Acc* row_max = at_.row_max + slot * at_.cut.block_m;
-    const Acc* row_sum = at_.row_sum + slot * at_.cut.block_m;
+    Acc* row_sum = at_.row_sum + slot * at_.cut.block_m;
     Acc* lse = args_.lse == nullptr
                    ? nullptr
                    : static_cast<Acc*>(args_.lse) + (batch_ * problem_.heads_q + head) * problem_.len_q + queries.first;
     for (int r = 0; r < rows; ++r) {
-      if (lse != nullptr) lse[r] = OnlineSoftmax<Acc>{row_max[r], row_sum[r]}.finish().lse;
+      const auto joined = with_sink(row_max[r], row_sum[r], sink_of<Acc>(args_, batch_, head, queries.first + r));
+      if (lse != nullptr) lse[r] = OnlineSoftmax<Acc>{joined.max, joined.sum}.finish().lse;
+      if (!problem_.has_sinks || row_sum[r] == Acc(0)) continue;
+      // What O is divided by; where the keys have no weight left, O itself is 0.
+      row_sum[r] = joined.sum / joined.factor;
+      if (!std::isinf(row_sum[r])) continue;
+      row_sum[r] = Acc(1);
+      std::fill_n(at_.out + (slot * at_.cut.block_m + r) * at_.out_cols, at_.out_cols, Acc(0));
     }
     kernels_.store(at_.out + slot * at_.cut.block_m * at_.out_cols, at_.out_cols, rows,
                    static_cast<int>(problem_.head_dim_v), Acc(1), row_sum,

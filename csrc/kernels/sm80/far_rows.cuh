@@ -22,7 +22,8 @@ __device__ __forceinline__ bool is_far(float x) { return fabsf(x) > 4096.f && fa
 struct FarRows {
   float2* rows;  // [b, h_q, s_q], null: none
   ScoreOptions options;
-  float cap, to_cap;  // of ScoreMods
+  float cap, to_cap;   // of ScoreMods
+  float from_natural;  // what a score is in, of natural units
 };
 
 template <class Element>
@@ -32,7 +33,8 @@ template <class Element>
 FarRows make_far_rows(const ForwardArgs& args, float2* rows) {
   FarMods<Element> mods;
   mods.set_cap(args.problem);
-  return {rows, ScoreOptions::of(args, true), mods.cap, mods.to_cap};
+  const ScoreOptions options = ScoreOptions::of(args, true);
+  return {rows, options, mods.cap, mods.to_cap, options.features & kRaw ? 1.f / options.scale : 1.f};
 }
 
 // To far.rows, of query `query` of a sequence: its largest score, in what the main kernel has before ex2,
@@ -112,6 +114,14 @@ __device__ __forceinline__ float2 find_far_row(const ForwardArgs& args, const Fa
       return from == top ? x : x * exp2_fast((from - top) * options.to_log2);
     };
     sum = scaled(sum, before) + scaled(more, other);
+  }
+  if (problem.has_sinks) {
+    const float sink = sink_of<float>(args, b, head, 0) * far.from_natural, before = top;
+    top = fmaxf(top, sink);
+    const auto scaled = [&](float x, float from) {
+      return from == top ? x : x * exp2_fast((from - top) * options.to_log2);
+    };
+    sum = scaled(sum, before) + scaled(sink == kMinusInf ? 0.f : 1.f, sink);
   }
   return {top, -log2f(sum)};
 }

@@ -137,6 +137,7 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t place = (b * problem.heads_q + head) * problem.len_q + query;
     const bool empty = lse[i] == OnlineSoftmax<double>::kEmpty;
     const double d_lse = args.d_lse != nullptr ? static_cast<const double*>(args.d_lse)[place] : 0.0;
+    sum[i] += std::exp(sink_of<double>(args.fwd, b, head, query) - lse[i]);
     const double inverse_sum = empty ? 0.0 : 1.0 / sum[i];
     scratch.inverse_sum[place] = inverse_sum;
     scratch.delta[place] = empty ? 0.0 : product_sum[i] * inverse_sum - d_lse;
@@ -305,7 +306,8 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // dbias of a bias that is the same for all keys: it moves lse and nothing else, so the sum of dS over the keys is
-// d_lse, exactly, or, where delta is no number, is none. A block owns 256 queries of it, or all.
+// d_lse, exactly, or, where delta is no number, is none; a sink of probability p adds p delta. A block owns 256 queries
+// of it, or all.
 __global__ void __launch_bounds__(kThreads)
     row_bias_kernel(const __grid_constant__ BackwardArgs args, const __grid_constant__ BackwardScratch scratch) {
   __shared__ double partials[kTile];
@@ -327,7 +329,9 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t place = (b * problem.heads_q + head + i % owners.head_repeats) * problem.len_q;
     for (int64_t query = first; query < last; query += kThreads) {
       if (lse[place + query] == OnlineSoftmax<double>::kEmpty) continue;
-      sum += (d_lse != nullptr ? d_lse[place + query] : 0.0) + 0.0 * scratch.delta[place + query];
+      const double of_sink =
+          probability(sink_of<double>(args.fwd, b, head + i % owners.head_repeats, query), lse[place + query]);
+      sum += (d_lse != nullptr ? d_lse[place + query] : 0.0) + of_sink * scratch.delta[place + query];
     }
   }
   if (sums_rows) sum = block_sum(sum, partials);

@@ -186,8 +186,16 @@ struct Forward {
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float sum = softmax.total(m, half);
-        const float inverse = sum == 0.f ? 0.f : dropout_scale / sum;
+        const int query = block.first_query + warp_row() + m * 16 + half * 8 + threadIdx.x % 32 / 4;
+        float sum = softmax.total(m, half), keys = dropout_scale, sink = kMinusInf;
+        if (args.problem.has_sinks) {
+          const int head = static_cast<int>(block.bh % static_cast<uint32_t>(args.problem.heads_q));
+          sink = sink_of<float>(args, block.bh / static_cast<uint32_t>(args.problem.heads_q), head, query);
+          const auto joined = with_sink(softmax.row_max[m][half] * to_natural, sum, sink);
+          sum = joined.sum;
+          keys *= joined.factor;
+        }
+        const float inverse = sum == 0.f ? 0.f : keys / sum;
 #pragma unroll
         for (int n = 0; n < kHeadDim / 8; ++n) {
           o[m][n][2 * half] *= inverse;
@@ -195,11 +203,12 @@ struct Forward {
           has_nan[half] |= Frag::kSplit && (is_nan(o[m][n][2 * half]) || is_nan(o[m][n][2 * half + 1]));
         }
         has_nan[half] |= is_nan(sum);
-        const int query = block.first_query + warp_row() + m * 16 + half * 8 + threadIdx.x % 32 / 4;
         if (block.lse != nullptr && threadIdx.x % 4 == 0 && query < block.q.rows) {
           const float row_max = softmax.row_max[m][half];
-          float lse = row_max * to_natural + logf(sum);
-          if constexpr (sizeof(T) == 4) lse = log_sum_exp(row_max, to_natural, sum);
+          const bool is_sink = sink > row_max * to_natural;
+          const float max = is_sink ? sink : row_max, unit = is_sink ? 1.f : to_natural;
+          float lse = max * unit + logf(sum);
+          if constexpr (sizeof(T) == 4) lse = log_sum_exp(max, unit, sum);
           block.lse[query] = sum == 0.f ? kMinusInf : lse;
         }
       }

@@ -114,6 +114,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     const float lse = inside ? static_cast<const float*>(args.fwd.lse)[row + threadIdx.x] : kMinusInf;
     lse_smem[threadIdx.x] = lse == kMinusInf ? -kMinusInf : lse;
   }
+  // -inf where there is none.
+  const auto sink = [&] { return sink_of<float>(args.fwd, b, head, 0); };
   // The largest scores of far rows, of a thread's own keys, become what is subtracted.
   const auto find_shifts = [&](float(&most)[1][kN][4]) {
 #pragma unroll
@@ -131,6 +133,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       float x = kMinusInf;
 #pragma unroll
       for (int w = 0; w < kWarps; ++w) x = fmaxf(x, sums[w][0][threadIdx.x]);
+      x = fmaxf(x, sink());
       lse_smem[threadIdx.x] = scratch.shift[row + threadIdx.x] = x;
     }
     clear(most);
@@ -226,6 +229,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   }
   const bool joined = args.d_lse != nullptr && scratch.d_lse == nullptr;
   const float d_lse = joined ? static_cast<const float*>(args.d_lse)[row + i] : 0.f;
+  if (problem.has_sinks) x += expf(sink() - lse_smem[i]);
   scratch.inverse[row + i] = 1.f / x;
   if (has_one_float_key(problem)) return;
   // With the remainder of the division (y + z) / x is rounded once, and of one key it is its dP, bit for bit.

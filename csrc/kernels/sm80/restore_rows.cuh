@@ -67,7 +67,11 @@ __device__ __noinline__ inline void restore_rows(const ForwardArgs& args, const 
       softmax.step(other_max);
       softmax.add(other_sum * std::exp(other_max - softmax.shift()));
     }
-    const OnlineSoftmax<double>::Result result = softmax.finish();
+    const Problem& p = problem();
+    const double sink = args.problem.has_sinks
+                            ? static_cast<double>(sink_of<float>(args, bh / p.heads_q, bh % p.heads_q, query))
+                            : OnlineSoftmax<double>::kEmpty;
+    const OnlineSoftmax<double>::Result result = softmax.finish(sink);
     if (args.lse != nullptr && lane == 0) {
       float& lse = static_cast<float*>(
           args.lse)[row_index(problem(), sequence(), bh / problem().heads_q, bh % problem().heads_q) + query];

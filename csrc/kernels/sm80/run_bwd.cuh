@@ -297,7 +297,8 @@ void launch_backward(const BackwardArgs& given, const BackwardChoice& choice, vo
   }
   if (problem.wants_dq && !scratch.direct_dq) cuda::convert_dq(args, scratch.dq_accum, problem.head_dim == kHeadDim);
   if (problem.wants_dalibi) {
-    cuda::sum_slopes(args, scratch.slopes, key_tiles(problem, Traits::kBlockN), Traits::kBlockN);
+    cuda::sum_slopes(args, scratch.slopes, key_tiles(problem, Traits::kBlockN), Traits::kBlockN, scratch.delta,
+                     scratch.inverse, scratch.d_lse != nullptr);
   }
 }
 

@@ -305,9 +305,9 @@ constexpr Limits limits(Pass pass, int64_t least_length, int64_t least_head_dim,
 }
 
 constexpr Kernel forward_row(const char* name, Features features, int64_t least_length) {
-  const Features always =
-      dtypes(Pass::kForward)
-          .with({Feature::kGroupedHeads, Feature::kValueHeads, Feature::kPacked, Feature::kBatchInvariant});
+  const Features always = dtypes(Pass::kForward)
+                              .with({Feature::kGroupedHeads, Feature::kValueHeads, Feature::kSinks, Feature::kPacked,
+                                     Feature::kBatchInvariant});
   return {.name = name,
           .backend = "sm90",
           .device = DeviceType::kCuda,
@@ -326,7 +326,9 @@ constexpr Kernel backward_row(const char* name, Features features, Features only
           .backend = "sm90",
           .device = DeviceType::kCuda,
           .pass = Pass::kBackward,
-          .supports = dtypes(Pass::kBackward).with({Feature::kGroupedHeads, Feature::kBatchInvariant}).with(features),
+          .supports = dtypes(Pass::kBackward)
+                          .with({Feature::kGroupedHeads, Feature::kSinks, Feature::kBatchInvariant})
+                          .with(features),
           .limits = limits(Pass::kBackward, least_length, 1, largest(Pass::kBackward, kNarrow)),
           .serves_only = only,
           .plan = plan_backward,

@@ -2,6 +2,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "core/online_softmax.h"
 #include "gpu/host/launch.h"
 #include "gpu/ptx/grid.cuh"
 #include "kernels/stages/combine.h"
@@ -69,7 +70,15 @@ __global__ void __launch_bounds__(32 * kWarps)
     sum += weight[i];
   }
   sum = warp_sum(sum);
-  const float inverse = sum == 0.f ? 0.f : 1.f / sum;
+  const int64_t bh = row / problem.len_q, of_head = row % problem.len_q;
+  float keys = 1.f;
+  if (problem.has_sinks) {
+    const auto joined = with_sink(max, sum, sink_of<float>(args, bh / problem.heads_q, bh % problem.heads_q, of_head));
+    max = joined.max;
+    sum = joined.sum;
+    keys = joined.factor;
+  }
+  const float inverse = sum == 0.f ? 0.f : keys / sum;
   if (args.lse != nullptr && threadIdx.x % (32 * kWarpsARow) == 0) {
     static_cast<float*>(args.lse)[row] = max + logf(sum);
   }
@@ -83,9 +92,8 @@ __global__ void __launch_bounds__(32 * kWarps)
     return w;
   };
 
-  const int64_t bh = row / problem.len_q;
   T* const out = static_cast<T*>(args.out.data) + batch_offset(problem, args.out, bh / problem.heads_q) +
-                 bh % problem.heads_q * args.out.head_stride + row % problem.len_q * args.out.row_stride;
+                 bh % problem.heads_q * args.out.head_stride + of_head * args.out.row_stride;
   __shared__ float4 others[kWarpsARow][kWarpsARow == 1 ? 1 : kMaxCols / 4];
 #pragma unroll
   for (int chunk = 0; chunk < kMaxCols; chunk += 128) {

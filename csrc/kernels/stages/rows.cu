@@ -100,7 +100,9 @@ __global__ void __launch_bounds__(32 * kWarps, 5)
   }
   if (bounds != nullptr) squares = warp_sum(squares);
   if (lane == 0) {
-    if (sizeof(T) == 4 && problem.len_k == 1 && !problem.batch_invariant) sum *= 0.f;  // has_one_float_key
+    if (sizeof(T) == 4 && problem.len_k == 1 && !problem.batch_invariant && !problem.has_sinks) {
+      sum *= 0.f;  // has_one_float_key
+    }
     float d_lse = args.d_lse != nullptr ? static_cast<const float*>(args.d_lse)[index] : 0.f;
     if (lse == -INFINITY) sum = d_lse = 0.f;
     delta[index] = dlse_apart ? sum : sum - d_lse;
@@ -172,10 +174,11 @@ __global__ void convert_kernel(const __grid_constant__ BackwardArgs args, const 
   }
 }
 
-// A warp a head. What sm80's weighted_by_distance leaves of a row is dlse times the distance that its keys share.
+// A warp a head. What sm80's weighted_by_distance leaves of a row is the sum of dS, dlse, times the distance that its
+// keys share; with a sink, of probability p, that sum is dlse + p (delta - dlse).
 // block_n: of keys that have a number each, packed.
 __global__ void sum_slopes_kernel(const __grid_constant__ BackwardArgs args, const float* partial, int64_t count,
-                                  int64_t block_n) {
+                                  int64_t block_n, const float* delta, const float* inverse, bool dlse_apart) {
   const Problem& problem = args.fwd.problem;
   const int64_t row = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
   if (row >= problem.batch * problem.heads_q) return;
@@ -187,14 +190,21 @@ __global__ void sum_slopes_kernel(const __grid_constant__ BackwardArgs args, con
   const int64_t own = problem.packed ? block_count(len_k, block_n) : count;
   float sum = 0.f;
   for (int64_t i = threadIdx.x % 32; i < own; i += 32) sum += partial[first + i];
-  if (args.d_lse != nullptr) {
+  if (args.d_lse != nullptr || problem.has_sinks) {
     const int offset = problem.bottom_right ? len_k - len_q : 0;
     const int64_t first_row = sm80::row_index(problem, sequence, b, head);
     const float* const lse = static_cast<const float*>(args.fwd.lse) + first_row;
-    const float* const d_lse = static_cast<const float*>(args.d_lse) + first_row;
+    const float sink = sink_of<float>(args.fwd, b, head, 0);
     for (int i = threadIdx.x % 32; i < len_q; i += 32) {
       const int away = distance_to_keys(i + offset, len_k);
-      if (away > 0 && lse[i] != -INFINITY) sum -= static_cast<float>(away) * d_lse[i];
+      if (away <= 0 || lse[i] == -INFINITY) continue;
+      const float d_lse = args.d_lse != nullptr ? static_cast<const float*>(args.d_lse)[first_row + i] : 0.f;
+      float of_row = d_lse;
+      if (problem.has_sinks) {
+        const float p = expf(sink - lse[i]) * inverse[first_row + i];
+        of_row += p * (delta[first_row + i] - (dlse_apart ? d_lse : 0.f));
+      }
+      sum -= static_cast<float>(away) * of_row;
     }
   }
   sum = warp_sum(sum);
@@ -241,9 +251,11 @@ void convert_dq(const BackwardArgs& args, const float* dq_accum, bool in_fragmen
   });
 }
 
-void sum_slopes(const BackwardArgs& args, const float* partial, int64_t count, int64_t block_n) {
+void sum_slopes(const BackwardArgs& args, const float* partial, int64_t count, int64_t block_n, const float* delta,
+                const float* inverse, bool dlse_apart) {
   const int64_t rows = args.fwd.problem.batch * args.fwd.problem.heads_q;
-  launch(sum_slopes_kernel, grid_of_rows(rows), 32 * kWarps, 0, args.fwd.stream, args, partial, count, block_n);
+  launch(sum_slopes_kernel, grid_of_rows(rows), 32 * kWarps, 0, args.fwd.stream, args, partial, count, block_n, delta,
+         inverse, dlse_apart);
 }
 
 void sum_parts(void* sums, DType dtype, const float* partial, int64_t count, int64_t parts, void* stream) {

@@ -19,10 +19,12 @@ void delta(const BackwardArgs& args, float* delta, float* bounds, bool dlse_apar
 // groups of 16 rows lie there as kernels/sm80/dq_sum.cuh says.
 void convert_dq(const BackwardArgs& args, const float* dq_accum, bool in_fragments);
 
-// dalibi [b, h_q] = sums over the last dimension of partial [b, h_q, count], in its order, and of each row dlse times
-// distance_to_keys, which sm80's main kernel leaves out. Packed: partial [h_q, count] has a number for each block_n
-// keys of a sequence, from kernels/sm80/sequence.h's first_tile on.
-void sum_slopes(const BackwardArgs& args, const float* partial, int64_t count, int64_t block_n = 0);
+// dalibi [b, h_q] = sums over the last dimension of partial [b, h_q, count], in its order, and of each row the sum of
+// dS times distance_to_keys, which sm80's main kernel leaves out. Packed: partial [h_q, count] has a number for each
+// block_n keys of a sequence, from kernels/sm80/sequence.h's first_tile on. For sinks: delta and inverse of each row,
+// as kernels/sm80/measure.cuh finds them beside what args.fwd.lse is then; dlse_apart as in delta().
+void sum_slopes(const BackwardArgs& args, const float* partial, int64_t count, int64_t block_n, const float* delta,
+                const float* inverse, bool dlse_apart);
 
 // sums [count] = partial [parts, count] over its first dimension, in order.
 void sum_parts(void* sums, DType dtype, const float* partial, int64_t count, int64_t parts, void* stream);

@@ -235,7 +235,10 @@ __device__ __forceinline__ void measure_rows(const BackwardArgs& args, const Que
           of_all.join(largest[w][of], margins[w][of]);
           z += sums[w][of];
         }
+        const float sink = sink_of<float>(args.fwd, tile.b, tile.head, 0);
+        if (sink != kMinusInf) of_all.join(sink, 0.f);
         shift[half] = of_all.shift();
+        z += exp2f(fminf(sink - shift[half], 0.f) * static_cast<float>(kLog2e));
         if (pass == 0 || warp > 0 || t > 0 || !is_far_row(of)) continue;
         stats[kLseStat * Traits::kBlockM + first + of] -= log2f(z);
         stats[kFarStat * Traits::kBlockM + first + of] = -shift[half];

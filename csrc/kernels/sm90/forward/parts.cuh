@@ -170,11 +170,19 @@ __device__ __forceinline__ void store_rows(float (&o_acc)[Traits::kHeadDim / 2],
   float inverse[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const float sum = softmax.total(half);
+    float sum = softmax.total(half), keys = dropout_of(params).scale;
     const auto at = place(half);
-    inverse[half] = sum == 0.f ? 0.f : dropout_of(params).scale / sum;
+    float max = sum == 0.f ? kMinusInf : softmax.row_max[half] * params.scale;
+    if (params.sinks.data != nullptr && !is_part && at.exists) {
+      const SinkView& sinks = params.sinks;
+      const int64_t of_batch = done.b0 * sinks.b0 + done.b1 * sinks.b1;
+      const auto joined = with_sink(max, sum, sinks.data[of_batch + at.head * sinks.head + at.query * sinks.row]);
+      max = joined.max;
+      sum = joined.sum;
+      keys *= joined.factor;
+    }
+    inverse[half] = sum == 0.f ? 0.f : keys / sum;
     if ((is_part || params.lse != nullptr) && lane % 4 == 0 && at.exists) {
-      const float max = sum == 0.f ? kMinusInf : softmax.row_max[half] * params.scale;
       if (is_part) {
         params.parts.sums[done.part * params.parts.rows + done.row(params, at)] = {max, sum};
       } else {

@@ -81,6 +81,12 @@ void launch_forward(const ForwardArgs& args, const ForwardLaunch& how, void* wor
   params.scale = static_cast<float>(problem.scale);
   params.to_log2 = static_cast<float>(problem.scale * kLog2e);
   params.lse = static_cast<float*>(args.lse);
+  const auto sink_stride = [&](int from_last) {
+    const int dim = problem.batch_rank - 1 - from_last;
+    return dim >= 0 ? args.sinks.batch_stride[dim] : 0;
+  };
+  params.sinks = {static_cast<const float*>(args.sinks.data), sink_stride(0), sink_stride(1), args.sinks.head_stride,
+                  args.sinks.row_stride};
   if constexpr (Traits::kScored) {
     params.schedule.batch_inner = !Traits::kPacked && batch_shares_scores(problem, args);
     constexpr ForwardSmem kSmem = Traits::kSmem;

@@ -31,6 +31,12 @@ struct SharedTiles {
   int queries;     // of a warpgroup
 };
 
+// Sinks of heads; without data there are none.
+struct SinkView {
+  const float* data;
+  int64_t b0, b1, head, row;
+};
+
 struct ForwardParams {
   TensorMap q, k, v, out;
   OutView out_view;
@@ -44,6 +50,7 @@ struct ForwardParams {
   int inner_batch;  // size of the last batch dimension
   float scale, to_log2;
   float* lse;         // null: not wanted
+  SinkView sinks;     // not of parts, which combine joins
   uint32_t* counter;  // of the tiles handed out beyond the first of each block; null: every grid-th is a block's
   Parts parts;        // of a shape that shares keys
 };
