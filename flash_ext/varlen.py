@@ -121,8 +121,8 @@ def attention_varlen(
     out, lse, _ = _operator(
         query, key, value, mask, bias, alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks,
         causal=causal, window_left=left, window_right=right, bottom_right=bottom_right, softcap=softcap,
-        dropout_p=dropout_p, scale=scale, gqa=True, deterministic=deterministic, return_lse=return_lse, max_q=max_q, max_k=max_k,
-        batch_invariant=batch_invariant,
+        dropout_p=dropout_p, scale=scale, gqa=True, deterministic=deterministic, return_lse=return_lse, max_q=max_q,
+        max_k=max_k, batch_invariant=batch_invariant,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
