@@ -70,12 +70,13 @@ struct Problem {
   bool has_mask = false;
   bool has_bias = false;
   bool has_alibi = false;
-  bool has_sinks = false;
   DType bias_dtype = DType::kFloat32;  // dtype or float32
 
   // Backward only: which gradients are wanted.
   bool wants_dq = false, wants_dk = false, wants_dv = false, wants_dbias = false, wants_dalibi = false;
   bool whole_dbias = false;  // every score has an element of its own in dbias
+  bool has_sinks =
+      false;  // NOTE: last, because what kernels read keeps its place so; elsewhere one more instance spilled
 };
 
 // Where packed sequences lie: sequence b has rows cu[b] to cu[b + 1], of which the first used[b] are in use. On the
@@ -97,7 +98,6 @@ struct ForwardArgs {
   TensorView mask;   // [b..., h_q, s_q, s_k] bool (uint8), true = attend
   TensorView bias;   // [b..., h_q, s_q, s_k] problem.bias_dtype
   TensorView alibi;  // [b..., h_q, 1, 1] float32
-  TensorView sinks;  // [b..., h_q, s_q, 1] float32 (float64 for float64); row_stride is 0 but of folded heads
 
   TensorView out;                      // [b..., h_q, s_q, d_v] problem.dtype
   void* lse = nullptr;                 // [b, h_q, s_q] contiguous, float32 (float64 for float64); null: not wanted.
@@ -107,6 +107,8 @@ struct ForwardArgs {
   int64_t first_batch = 0;  // of the batch elements, in the map of dropout; on the CPU, where sequences run one by one
 
   void* stream = nullptr;  // cudaStream_t on a GPU: every launch goes there
+
+  TensorView sinks;  // [b..., h_q, s_q, 1] float32 (float64 for float64); row_stride is 0 but of folded heads
 };
 
 struct BackwardArgs {

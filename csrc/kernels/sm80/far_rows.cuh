@@ -68,7 +68,11 @@ __device__ __forceinline__ float2 find_far_row(const ForwardArgs& args, const Fa
     return (features & kMask) && mask[key * args.mask.col_stride] == 0 ? kMinusInf : x;
   };
 
-  float top = kMinusInf, sum = 0.f;  // of keys g and g + 8 of each 16
+  float top = kMinusInf, sum = 0.f;            // of keys g and g + 8 of each 16
+  if (problem.has_sinks && lane_row() == 0) {  // a sink is the first of its keys
+    top = sink_of<float>(args, b, head, 0) * far.from_natural;
+    sum = top == kMinusInf ? 0.f : 1.f;
+  }
   const Range keys = make_band(problem, sequence).keys({query, query + 1}, sequence.len_k);
   const int last = static_cast<int>(keys.last), head_dim = static_cast<int>(problem.head_dim);
 #pragma unroll 1
@@ -114,14 +118,6 @@ __device__ __forceinline__ float2 find_far_row(const ForwardArgs& args, const Fa
       return from == top ? x : x * exp2_fast((from - top) * options.to_log2);
     };
     sum = scaled(sum, before) + scaled(more, other);
-  }
-  if (problem.has_sinks) {
-    const float sink = sink_of<float>(args, b, head, 0) * far.from_natural, before = top;
-    top = fmaxf(top, sink);
-    const auto scaled = [&](float x, float from) {
-      return from == top ? x : x * exp2_fast((from - top) * options.to_log2);
-    };
-    sum = scaled(sum, before) + scaled(sink == kMinusInf ? 0.f : 1.f, sink);
   }
   return {top, -log2f(sum)};
 }

@@ -4,6 +4,7 @@
 
 #include <type_traits>
 
+#include "core/online_softmax.h"
 #include "gpu/wgmma.cuh"
 #include "kernels/sm90/forward/work.cuh"
 #include "kernels/sm90/pipeline.cuh"
