@@ -246,7 +246,8 @@ py::object attention_with_cache(PyObject* const* args) {
   });
 }
 
-// NOTE: by CPython's own call, because pybind11's took 0.4 us of a call whose host time is some ten.
+// NOTE: by CPython's own call. With it, and arguments handed on as they are (cache.cpp), a call of no queries on a CPU
+// took 2.5 us instead of 3.6.
 PyObject* attention_with_cache_method(PyObject*, PyObject* const* args, Py_ssize_t count) {
   try {
     if (count != kCacheArguments) {
