@@ -328,6 +328,35 @@ TEST(BackwardTiles, InOrderTheShortestComesFirst) {
   EXPECT_FALSE(ordered_schedule(window, 128).last_first);
 }
 
+// What a tile of keys waits for has smaller numbers: of a head they ascend with the list, however many tiles it has.
+TEST(BackwardTiles, InOrderNumbersOfPackedTilesAscendWithTheList) {
+  for (const int64_t heads : {1, 3, 16, 100}) {
+    for (const int64_t longest : {100, 1024, 65536}) {
+      Problem packed = problem(longest, true);
+      packed.packed = packed.deterministic = true;
+      packed.batch = 20;
+      packed.heads_q = 2 * heads;
+      packed.heads_k = heads;
+      packed.rows_q = packed.rows_k = 5 * longest;
+      TileSchedule schedule = ordered_schedule(packed, 128);
+      EXPECT_FALSE(schedule.last_first) << "each sequence has an order of its own";
+      EXPECT_EQ(schedule.blocks, most_packed_tiles(packed, packed.rows_k, 128));
+      EXPECT_TRUE(schedule.section >= 1 && schedule.section <= heads);
+      EXPECT_TRUE(longest > 100 || schedule.section == heads) << "L2 has room for one sequence of all heads";
+      EXPECT_TRUE(longest < 65536 || schedule.section == 1);
+      for (const int64_t tiles : {int64_t{1}, int64_t{7}, schedule.blocks}) {
+        schedule.blocks = tiles;
+        std::vector<int64_t> next(heads, 0);
+        for (uint32_t i = 0; i < schedule.size(); ++i) {
+          const Tile tile = schedule.at<uint32_t>(i);
+          ASSERT_EQ(tile.block, next.at(tile.head)++);
+        }
+        EXPECT_EQ(next, std::vector<int64_t>(heads, tiles));
+      }
+    }
+  }
+}
+
 TEST(BackwardTiles, DqOfOneTileOfKeysIsStored) {
   Problem one = problem(128, true);
   EXPECT_TRUE(is_dq_stored(one));

@@ -50,7 +50,7 @@ void run_backward(const BackwardArgs& args, const BackwardLaunch& how, void* wor
   using T = BackwardElement<kDType>;
   if (how.two_pass) return run_two_pass<kDType, kHeadDim>(args, how, workspace);
   if constexpr (kHeadDim <= kNarrow) {
-    static_assert(backward_smem(backward_shape(kHeadDim), kHeadDim).total <= kSharedMemoryLimit);
+    static_assert(backward_smem(backward_shape(kHeadDim), kHeadDim, kPackedKeyWorkBytes).total <= kSharedMemoryLimit);
     const Added added = added_of(args.fwd.problem);
     const auto launch_packed = [&]<Added kAdded>(std::integral_constant<Added, kAdded>) {
       launch_backward<BackwardTraits<T, kHeadDim, Walk::kOne, kAdded, true>>(args, how, workspace);
