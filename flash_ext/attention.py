@@ -74,8 +74,8 @@ def attention(
         align: where the diagonal lies when L != S: "top_left" or "bottom_right".
         mask: bool, True = attend; broadcastable to (B, Hq, L, S).
         bias: float32 or query's dtype, broadcastable to (B, Hq, L, S), added after softcap; with gradient.
-        sinks: (Hq,) float32, with gradient: one more logit in each row of a head, which takes its part of the softmax
-            and gives no value. It is part of lse.
+        sinks: (Hq,) or (B, Hq) float32 (float64 beside float64), with gradient: one more logit in each row of a head,
+            which takes its part of the softmax and gives no value. It is part of lse.
         softcap: c in c * tanh(score / c) on the scaled score; 0 is off.
         alibi_slopes: (Hq,) or (B, Hq) float32, with gradient; adds -slope * |i + offset - j| (Press et al.,
             arXiv:2108.12409).

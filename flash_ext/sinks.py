@@ -1,11 +1,10 @@
-"""Sinks: one more logit a head, which takes its part of each row's weight and gives no value.
+"""Sinks of calls with a cache: one more logit a head, which takes its part of each row's weight and gives no value.
 
 With s the sink of a head (Xiao et al., arXiv:2309.17453, as a parameter), a row of scores x has
 
     lse' = log(exp(lse) + exp(s))        out' = exp(lse - lse') out        where lse and out are those without a sink
 
-so that a call with sinks is the call without, whose out and lse are differentiable, and this behind it, for every
-backend, option and derivative.
+so that a call with sinks is the call without and this behind it. Other calls have sinks in their kernels.
 """
 
 from __future__ import annotations

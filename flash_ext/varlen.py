@@ -81,8 +81,8 @@ def attention_varlen(
         block_table: (B, pages of a sequence) int32: key is then (pages, rows of a page, Hk, E) and value (pages, rows
             of a page, Hv, Ev), sequence b has the first ``seqused_k[b]`` rows of its pages, cu_seqlens_k is None, and
             max_k is all rows of its pages by default. Forward only.
-        causal, window, align, sinks, softcap, dropout_p, scale, deterministic, batch_invariant: as in
-            :func:`attention`.
+        causal, window, align, softcap, dropout_p, scale, deterministic, batch_invariant: as in :func:`attention`.
+        sinks: (Hq,), as in :func:`attention`.
         mask, bias: as in :func:`attention`, broadcastable to (B, Hq, max_q, max_k); the bias has its gradient.
         alibi_slopes: (Hq,) or (B, Hq) float32, with gradient.
         return_lse: return (out, lse).

@@ -87,6 +87,7 @@ def calls(dtypes: Iterable[torch.dtype] = HALF, **choices: Iterable[Any]) -> Ite
 SCORES = (2, 4, 512, 512)
 MASK, BIAS = ("mask", SCORES, torch.bool), ("bias", SCORES, torch.bfloat16)
 SLOPES = ("alibi_slopes", (4,), torch.float32)
+SINKS = ("sinks", (4,), torch.float32)
 MODES: tuple[dict[str, Any], ...] = ({}, {"deterministic": True})
 BANDS: tuple[dict[str, Any], ...] = (
     {"causal": True},
@@ -108,6 +109,7 @@ FEATURES: dict[str, list[Call]] = {
     ],
     "ALiBi slopes": [*calls(tensors=[(SLOPES,)], head_dim=(64, 256))],
     "gradient of ALiBi slopes": [*calls(tensors=[(SLOPES,)], wants=[(*INPUTS, "alibi_slopes")])],
+    "sinks, with their gradient": [*calls(tensors=[(SINKS,)], head_dim=(64, 256), options=MODES)],
     "softcap": [*calls(options=[{"softcap": 30.0}], head_dim=(64, 256))],
     "softcap beside a mask or bias": [
         *calls([torch.bfloat16], options=[{"softcap": 30.0}], tensors=[(MASK,), (BIAS,)])
