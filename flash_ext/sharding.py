@@ -242,12 +242,13 @@ def _sinks_gradient(cls: Any, func: Any, types: Any, args: tuple, kwargs: dict[s
     with torch.no_grad():
         mesh, placements = out.device_mesh, list(out.placements)
         of_lse = [Shard(0) if packed and isinstance(p, Shard) else p for p in placements]
-        of_sinks = [Shard(sinks.dim() - 1) if p == Shard(heads) else Replicate() for p in placements]
-        result = [q if q != Replicate() else Partial() if isinstance(p, Shard) else p
-                  for p, q in zip(placements, of_sinks, strict=True)]  # fmt: skip
+        own = [p.dim - heads + sinks.dim() - 1 if isinstance(p, Shard) else -1 for p in placements]
+        of_sinks = [Shard(dim) if dim >= 0 and sinks.shape[dim] != 1 else Replicate() for dim in own]
+        pairs = zip(placements, of_sinks, strict=True)
+        result = [Partial() if isinstance(p, Shard) and q == Replicate() else q for p, q in pairs]
 
         def local(tensor: Tensor | None, wanted: list[Placement]) -> Tensor | None:
-            return tensor.redistribute(mesh, wanted).to_local() if isinstance(tensor, DTensor) else tensor
+            return tensor.detach().redistribute(mesh, wanted).to_local() if isinstance(tensor, DTensor) else tensor
 
         parts = (local(grad_out, placements), local(grad_lse, of_lse), out.to_local(), local(lse, of_lse))
         grad = func(*parts, local(sinks, of_sinks), **(kwargs or {}))

@@ -170,9 +170,10 @@ def packed_sequences_by_heads(mesh: Any) -> None:
         }
 
     extra = {"bias": (rand(3, 4, 5, 5), S1), "mask": (rand(5) > -1, R), "alibi_slopes": (rand(4).float(), S0)}
+    extra |= {"sinks": (rand(4), S0)}
     compare(mesh, call, rows(R, R, R), R, {"query": R, "key": R})
     for given in (rows(S1, S1, S1), rows(S1, R, R), rows(R, S1, R)):
-        grads = {"query": S1, "key": S1, "value": S1, "bias": S1, "alibi_slopes": S0}
+        grads = {"query": S1, "key": S1, "value": S1, "bias": S1, "alibi_slopes": S0, "sinks": S0}
         out = compare(mesh, call, given | extra, None, grads)
         assert list(out.placements) == placed(S1)
     compare(mesh, call, rows(S1, R, R, (4, 1, 1)), None, {"key": "P", "value": "P"})
@@ -198,6 +199,15 @@ def masks_biases_and_slopes(mesh: Any) -> None:
     extra = {"bias": (rand(2, 4, 5, 6), S1), "alibi_slopes": (rand(2, 4).float(), S0)}
     compare(mesh, attention, qkv(R, R, R) | extra, S1, {"bias": S1, "alibi_slopes": S1})
     compare(mesh, attention, qkv(S0, S0, S0) | extra, S0, {"bias": S0, "alibi_slopes": S0})
+
+
+@case
+def sinks(mesh: Any) -> None:
+    for placement, grad in ((S0, "P"), (S1, S0)):
+        for names in (R, S0):
+            given = qkv(placement, R, R) | {"sinks": (rand(4), names)}
+            compare(mesh, attention, given, placement, {"sinks": grad})
+        compare(mesh, attention, qkv(placement, R, R) | {"sinks": (rand(2, 4), R)}, placement, {"sinks": placement})
 
 
 @case

@@ -49,8 +49,9 @@ void check(const OptionalTensor& grad_out, const OptionalTensor& grad_lse, const
 Tensor terms_of(const OptionalTensor& grad_out, const OptionalTensor& grad_lse, const Tensor& out, const Tensor& lse,
                 const Tensor& sinks, bool packed) {
   const auto wide = [](const Tensor& tensor) { return tensor.to(at::kDouble); };
-  // A row without keys and without a sink has no weight, nor a derivative.
-  const Tensor p = (wide(sinks).unsqueeze(-1) - wide(lse).masked_fill(lse == -kInfinity, kInfinity)).exp();
+  // A row without keys and without a sink has no weight, nor a derivative, whatever its grad_lse is.
+  const Tensor empty = lse == -kInfinity;
+  const Tensor p = (wide(sinks).unsqueeze(-1) - wide(lse).masked_fill(empty, kInfinity)).exp();
   Tensor minus_delta = grad_lse.has_value() ? wide(*grad_lse) : at::zeros_like(p);
   if (grad_out.has_value()) {
     const Tensor rows = heads_first(out, packed), d_rows = heads_first(*grad_out, packed);
@@ -60,7 +61,7 @@ Tensor terms_of(const OptionalTensor& grad_out, const OptionalTensor& grad_lse, 
     }
     minus_delta = minus_delta - at::stack(sums, -2);
   }
-  return p * minus_delta;
+  return p * minus_delta.masked_fill(empty, 0.0);
 }
 
 Tensor summed(const Tensor& terms, const Tensor& sinks) {

@@ -95,6 +95,18 @@ def test_no_keys(device: str, backend: str) -> None:
     assert got["grad of sinks"].isfinite().all() and got["grad of sinks"].any()
 
 
+def test_rows_of_nobody_add_nothing(device: str, backend: str) -> None:
+    """Whatever the gradient of their lse is."""
+    rows = {name: rand(12, heads, 64, device=device) for name, heads in (("query", 4), ("key", 2), ("value", 2))}
+    sinks, where = rand(4, device=device).requires_grad_(), torch.tensor([2, 7, 9], dtype=torch.int32, device=device)
+    _, lse = flash_ext.attention_varlen(**rows, sinks=sinks, cu_seqlens_q=where, max_q=5, return_lse=True)
+    assert (lse[:, :2] == -torch.inf).all() and (lse[:, 9:] == -torch.inf).all()
+    (grad,) = torch.autograd.grad(lse.exp().sum() + lse.square().sum(), sinks)
+    of_rows = lse[:, 2:9].detach()
+    expected = ((of_rows.exp() + 2 * of_rows) * (sinks.detach()[:, None] - of_rows).exp()).sum(-1)
+    torch.testing.assert_close(grad, expected)
+
+
 def test_derivatives_of_any_order() -> None:
     inputs = {name: tensor.requires_grad_() for name, tensor in inputs_of((5, 7), torch.float64, "cpu").items()}
     inputs = {name: tensor[..., :3].detach().requires_grad_() if tensor.dim() > 1 else tensor
