@@ -90,7 +90,8 @@ __global__ void __launch_bounds__(kThreads)
     accumulate(out, smem.probs, v, keys, head_dim_v, smem.operands);
   }
 
-  const OnlineSoftmax<double>::Result result = softmax.finish(sink_of<double>(args, b, head, queries.first + row));
+  const OnlineSoftmax<double>::Result result =
+      softmax.finish(sink_of<double>(args, b, head, min(queries.first + row, queries.last - 1)));
   if (part == 0) {  // all threads have read the last tile's factors: accumulate() ends after a barrier
     smem.factor[row] = result.inverse_sum;
     const int64_t query = queries.first + row;

@@ -190,7 +190,8 @@ struct Forward {
         float sum = softmax.total(m, half), keys = dropout_scale, sink = kMinusInf;
         if (args.problem.has_sinks) {
           const int head = static_cast<int>(block.bh % static_cast<uint32_t>(args.problem.heads_q));
-          sink = sink_of<float>(args, block.bh / static_cast<uint32_t>(args.problem.heads_q), head, query);
+          sink = sink_of<float>(args, block.bh / static_cast<uint32_t>(args.problem.heads_q), head,
+                                min(query, block.q.rows - 1));  // of folded heads each row has its own
           const auto joined = with_sink(softmax.row_max[m][half] * to_natural, sum, sink);
           sum = joined.sum;
           keys *= joined.factor;
