@@ -108,7 +108,10 @@ class Composite {
   }
 
   Block block(Range rows, Range cols) const {
-    Block b{rows, cols, rows_of(in_.query, rows), {}, {}, {}, {}, {}, {}};
+    Block b;
+    b.rows = rows;
+    b.cols = cols;
+    b.q = rows_of(in_.query, rows);
     Tensor scores = times_transposed(b.q, keys(cols), heads_k) * scale;
     if (options_.softcap > 0) {
       b.tanh = (scores / options_.softcap).tanh();
