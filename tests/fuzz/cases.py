@@ -86,6 +86,8 @@ class Case:
     dropout_p: float
     options: tuple[tuple[str, Any], ...]
     pick: float  # in [0, 1): which backend, where several may be asked
+    sinks: Shape | None
+    sinks_level: float
 
     @property
     def scores(self) -> Shape:
@@ -94,7 +96,7 @@ class Case:
     def describe(self) -> str:
         parts = [self.entry, self.dtype, *(f"{name}{list(s)}" for name, s in zip("qkv", self.shapes, strict=True))]
         parts += [f"{name}={value}" for name, value in self.options]
-        for name in ("numbers", "mean", "low", "mask", "slopes", "special", "autocast", "dropout_p"):
+        for name in ("numbers", "mean", "low", "mask", "slopes", "sinks", "special", "autocast", "dropout_p"):
             value = getattr(self, name)
             if value not in (None, 0.0, "normal"):
                 parts.append(f"{name}={value}")
@@ -137,6 +139,14 @@ def draw(seed: int, number: int) -> Case:
     autocast = None
     if dtype == "float32" and not has_bias and not has_slopes and special is None and chance(0.1):
         autocast = "bfloat16" if numbers == "integers" else rng.choice(("bfloat16", "float16"))
+    of_sinks = random.Random(
+        f"{seed}:{number}:sinks"
+    )  # NOTE: of its own, so that the other numbers stay what they were
+    has_sinks = entry == "attention" and special is None and of_sinks.random() < 0.15
+    sinks = of_sinks.choice((scores[-3:-2], scores[-4:-2])) if has_sinks else None
+    level = of_sinks.choice((0.0, 0.0, 4.0, -30.0, 60.0))
+    if has_sinks and of_sinks.random() < 0.7:
+        wants = [*wants, "sinks"]
     return Case(
         seed=seed,
         number=number,
@@ -163,6 +173,8 @@ def draw(seed: int, number: int) -> Case:
         dropout_p=rng.choice((0.1, 0.5, 0.9, 1.0)) if chance(0.12) else 0.0,
         options=tuple(options.items()),
         pick=rng.random(),
+        sinks=sinks,
+        sinks_level=level,
     )
 
 
@@ -331,6 +343,9 @@ def build(case: Case, device: str, again: int = 0) -> dict[str, Tensor]:
         result["mask" if case.entry == "attention" else "attn_mask"] = place(kept, case.mask_view, device)
     if case.slopes is not None:
         result["alibi_slopes"] = torch.rand(case.slopes, generator=generator).to(device)
+    if case.sinks is not None:
+        wide = torch.float64 if case.dtype == "float64" else torch.float32
+        result["sinks"] = (random_of(case.sinks) + case.sinks_level).to(device, wide)
     out = (*scores[:-1], case.shapes[2][-1])
     result["grad"] = place(put_special("grad", random_of(out)).to(narrow), case.grad_view, device)
     # Rounded to the narrow dtype, so that the float64 truth and eager attention get the same.
