@@ -139,9 +139,7 @@ def draw(seed: int, number: int) -> Case:
     autocast = None
     if dtype == "float32" and not has_bias and not has_slopes and special is None and chance(0.1):
         autocast = "bfloat16" if numbers == "integers" else rng.choice(("bfloat16", "float16"))
-    of_sinks = random.Random(
-        f"{seed}:{number}:sinks"
-    )  # NOTE: of its own, so that the other numbers stay what they were
+    of_sinks = random.Random(f"{seed}:{number}:sinks")  # its own: other draws stay
     has_sinks = entry == "attention" and special is None and of_sinks.random() < 0.15
     sinks = of_sinks.choice((scores[-3:-2], scores[-4:-2])) if has_sinks else None
     level = of_sinks.choice((0.0, 0.0, 4.0, -30.0, 60.0))
