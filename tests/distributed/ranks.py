@@ -1,0 +1,94 @@
+"""Runs cases on N ranks of gloo in one go. A case is a function of a World.
+
+A file of cases is a program, `python cases.py SIZE STORE [CASE ...]`, which imports torch once and forks a process a
+rank (``main``); each rank prints a line a case. Tests start it with ``run``.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+RIGHT = "right"
+
+
+@dataclass
+class World:
+    """What a case is given: this rank, how many there are, and their group."""
+
+    rank: int
+    size: int
+    group: Any
+
+    def everyone(self, value: Any) -> list[Any]:
+        values = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+
+def run(file: str, size: int, folder: Path) -> dict[str, list[str]]:
+    """What the ranks said about each case."""
+    process = subprocess.run(
+        [sys.executable, "-W", "ignore", file, str(size), str(folder / f"store{size}")],
+        capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert process.returncode == 0, process.stderr[-4000:]
+    said: dict[str, list[str]] = {}
+    for name, _, text in (line.partition(": ") for line in process.stdout.splitlines()):
+        said.setdefault(name, []).append(text)
+    return said
+
+
+def start(rank: int, size: int, store: str, seconds: float = 20) -> World:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=datetime.timedelta(seconds=seconds)
+    )
+    return World(rank, size, dist.group.WORLD)
+
+
+def fork(size: int, work: Callable[[int], None]) -> list[int]:
+    """A process a rank; the exit status of each."""
+    children = []
+    for rank in range(size):
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                work(rank)
+                status = 0
+            finally:
+                sys.stdout.flush()
+                os._exit(status)  # NOTE: without the interpreter's own end, in which gloo's threads may still be there
+        children.append(child)
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+
+
+def main(cases: Callable[[int], dict[str, Callable[[World], None]]]) -> None:
+    size, store = int(sys.argv[1]), sys.argv[2]
+    only = sys.argv[3:]
+
+    def work(rank: int) -> None:
+        world = start(rank, size, store)
+        for name, case in cases(size).items():
+            if only and name not in only:
+                continue
+            torch.manual_seed(0)
+            try:
+                case(world)
+                text = RIGHT
+            except Exception as error:
+                text = f"{type(error).__name__} {' '.join(str(error).split())[:600]}"
+            os.write(1, f"{name}: {text}\n".encode())
+            dist.barrier()
+
+    sys.exit(max(fork(size, work)))
