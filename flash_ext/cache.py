@@ -6,9 +6,7 @@ import torch
 from torch import Tensor
 
 from flash_ext import ops, script
-from flash_ext import sinks as _sinks
 from flash_ext.arguments import Window, check_band, flag, number
-from flash_ext.errors import AttentionError
 
 _eager = ops.C.attention_with_cache if ops.C else None
 _operator = torch.ops.flash_ext.attention_with_cache.default
@@ -62,7 +60,7 @@ def attention_with_cache(
         k_descale, v_descale: (B, Hk) and (B, Hv) float32, factors of fp8 caches; new rows are divided by them, and end
             at 448, the largest number of float8_e4m3fn. None: 1.
         causal, window, softcap, scale: as in :func:`attention`, with ``align="bottom_right"``.
-        sinks: (Hq,) float32, as in :func:`attention`, without gradient.
+        sinks: (Hq,) float32 (float64 beside float64), as in :func:`attention`, without gradient.
         alibi_slopes: (Hq,) or (B, Hq) float32.
         batch_invariant: as in :func:`attention`.
         return_lse: return (out, lse).
@@ -79,30 +77,12 @@ def attention_with_cache(
         TypeError: an argument of a wrong type.
     """
     left, right = (None, None) if window is None else check_band(window, "bottom_right")
-    if sinks is not None:
-        if isinstance(query, Tensor) and query.dim() == 4:  # else the call itself says so
-            _sinks.check(sinks, query.transpose(1, 2))
-        if torch.is_grad_enabled() and getattr(sinks, "requires_grad", False):
-            raise AttentionError(
-                "sinks wants a gradient, which attention_with_cache does not have; pass sinks.detach()"
-            )
-        returns_lse = flag(return_lse, "return_lse")  # before anything is written
-        out, lse = attention_with_cache(
-            query, key_cache, value_cache, key=key, value=value, cache_seqlens=cache_seqlens, block_table=block_table,
-            cache_batch_index=cache_batch_index, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
-            rotary_interleaved=rotary_interleaved, k_descale=k_descale, v_descale=v_descale, causal=causal,
-            window=window, softcap=softcap, alibi_slopes=alibi_slopes, scale=scale,
-            batch_invariant=batch_invariant, return_lse=True,
-        )  # fmt: skip
-        out, lse = _sinks.join(out.transpose(1, 2), lse, sinks)
-        out = out.transpose(1, 2).contiguous()
-        return (out, lse) if returns_lse else out
     if isinstance(cache_seqlens, int) and not isinstance(cache_seqlens, bool) and isinstance(query, Tensor):
         cache_seqlens = torch.full(query.shape[:1], cache_seqlens, dtype=torch.int32, device=query.device)
     if _eager is not None and not torch.compiler.is_compiling():
         result = _eager(
             query, key_cache, value_cache, cache_seqlens, key, value, block_table, cache_batch_index, rotary_cos,
-            rotary_sin, k_descale, v_descale, alibi_slopes,
+            rotary_sin, k_descale, v_descale, alibi_slopes, sinks,
             rotary_interleaved, causal, left, right, softcap, scale, return_lse, batch_invariant,
         )  # fmt: skip
         if result is not NotImplemented:
@@ -113,7 +93,7 @@ def attention_with_cache(
     flag(batch_invariant, "batch_invariant")
     out, lse = _operator(
         query, key_cache, value_cache, cache_seqlens, key, value, block_table, cache_batch_index, rotary_cos,
-        rotary_sin, k_descale, v_descale, alibi_slopes,
+        rotary_sin, k_descale, v_descale, alibi_slopes, sinks,
         rotary_interleaved=rotary_interleaved, causal=causal, window_left=left, window_right=right, softcap=softcap,
         scale=scale, return_lse=return_lse, batch_invariant=batch_invariant,
     )  # fmt: skip

@@ -270,7 +270,7 @@ def _dropout_mask(cls: Any, func: Any, types: Any, args: tuple, kwargs: dict[str
 
 # Where attention_with_cache has heads; its other tensors are whole.
 _CACHE_HEADS = dict.fromkeys(("query", "key_cache", "value_cache", "key", "value"), 2)
-_CACHE_HEADS |= {"k_descale": 1, "v_descale": 1, "alibi_slopes": -1}
+_CACHE_HEADS |= {"k_descale": 1, "v_descale": 1, "alibi_slopes": -1, "sinks": -1}
 
 
 def _with_cache(cls: Any, func: Any, types: Any, args: tuple, kwargs: dict[str, Any] | None = None) -> tuple:

@@ -41,7 +41,7 @@ def _logical_rank(qkv: list[Tensor], dims: _Dims) -> int:
 
 _INPUTS = 11  # of attention: query, key, value, mask, bias, alibi_slopes, four of packed sequences, and sinks
 _CU_SEQLENS_Q = 6
-_CACHE_INPUTS, _NEW_KEY = 13, 4  # of attention_with_cache; query, the caches and their lengths are before key
+_CACHE_INPUTS, _NEW_KEY = 14, 4  # of attention_with_cache; query, the caches and their lengths are before key
 
 
 def _ranks(rank: int) -> list[int]:

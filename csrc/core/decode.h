@@ -54,7 +54,7 @@ struct DecodeArgs {
   const int32_t* table = nullptr;    // [batch, columns] where paged
   int64_t table_stride = 0;
   HeadView k_descale, v_descale;  // factors of fp8
-  HeadView alibi;                 // of query heads
+  HeadView alibi, sinks;          // of query heads; sinks are shared by the batch
 
   void* out = nullptr;   // [batch, len_q, heads_q, head_dim], contiguous
   float* lse = nullptr;  // [batch, heads_q, len_q], contiguous, natural log; null: not wanted

@@ -150,7 +150,7 @@ py::object sdpa(py::handle query, py::handle key, py::handle value, py::handle a
 }
 
 // The calls that take all inputs and options, in the order of the schemas.
-template <class = std::make_index_sequence<std::size(kInputs)>, class = std::make_index_sequence<kOptionCount>>
+template <class = std::make_index_sequence<std::size(kInputs)>, class = std::make_index_sequence<kCallOptions>>
 struct Call;
 
 template <size_t... kInput, size_t... kOption>
@@ -204,8 +204,8 @@ struct Call<std::index_sequence<kInput...>, std::index_sequence<kOption...>> {
   }
 
  private:
-  static const std::array<std::string, kOptionCount>& option_names() {
-    static const std::array<std::string, kOptionCount> names{std::string(std::get<kOption>(kOptions).name())...};
+  static const std::array<std::string, kCallOptions>& option_names() {
+    static const std::array<std::string, kCallOptions> names{std::string(std::get<kOption>(kOptions).name())...};
     return names;
   }
 };

@@ -1,17 +1,11 @@
-// The operators attention_with_cache and gather_pages, see cache.h. New rows are appended by torch's operations; then
-// the decode kernel attends (cache_kernel.cpp) or, where it does not, a composite that ends in a call of `attention`
-// with packed sequences. That reads a cache where it lies, as rows of one long tensor in which each sequence starts
-// somewhere; pages and fp8 are copied.
+// What attention_with_cache and gather_pages compute, see cache.h; cache_ops.cpp has the operators. New rows are
+// appended by torch's operations; then the decode kernel attends (cache_kernel.cpp) or, where it does not, a composite
+// that ends in a call of `attention` with packed sequences. That reads a cache where it lies, as rows of one long
+// tensor in which each sequence starts somewhere; pages and fp8 are copied.
 #include "torch/cache.h"
 
 #include <ATen/ATen.h>
-#include <ATen/autocast_mode.h>
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/DeviceGuard.h>
-#include <torch/csrc/autograd/functions/utils.h>
-#include <torch/csrc/autograd/variable.h>
-#include <torch/library.h>
 
 #include <limits>
 
@@ -23,13 +17,11 @@ namespace flash_ext {
 namespace {
 
 using Shape64 = CacheShape<int64_t>;
-using Result = std::tuple<Tensor, Tensor>;
-using Pages = std::tuple<Tensor, Tensor, Tensor>;
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr double kLargestE4m3 = 448.0;
 
-bool is_fp8(const Tensor& tensor) { return tensor.scalar_type() == at::kFloat8_e4m3fn; }
+using cache::is_fp8;
 
 // Few of torch's operations know fp8; those that only move it see bytes.
 Tensor movable(const Tensor& tensor) { return is_fp8(tensor) ? tensor.view(at::kByte) : tensor; }
@@ -174,6 +166,7 @@ Inputs packed_inputs(const CacheInputs& in, const Shape64& shape, const Tensor& 
   result.key = as_rows(key, *between);
   result.value = as_rows(value, *between);
   result.alibi_slopes = in.alibi_slopes;
+  result.sinks = in.sinks;
   result.seqused_k = total;
   if (!slot.defined() && *between == shape.capacity) {
     const Tensor every = at::arange(shape.batch + 1, ints);
@@ -203,9 +196,11 @@ Tensor total_of(const CacheInputs& in, const Shape64& shape) {
   return at::where(exists, (length + shape.added).clamp_max(shape.capacity), 0).to(at::kInt);
 }
 
+}  // namespace
+
 // ---- kernels --------------------------------------------------------------------------------------------------------
 
-Result with_cache(const CacheInputs& in, const CacheOptions& given, bool return_lse) {
+cache::Result cache::with_cache(const CacheInputs& in, const CacheOptions& given, bool return_lse) {
   const nvtx::Range range(nvtx::Op::kAttentionWithCache);
   const auto guard = in.query.is_cpu() ? c10::OptionalDeviceGuard() : c10::OptionalDeviceGuard(in.query.device());
   const Shape64 shape = check_cache<int64_t>(in, given);
@@ -227,9 +222,10 @@ Result with_cache(const CacheInputs& in, const CacheOptions& given, bool return_
   const auto wide = accumulate_type(query.scalar_type());
   if (shape.batch * shape.heads_q * shape.len_q * shape.slots * shape.capacity == 0) {
     const auto sizes = {shape.batch, shape.heads_q, shape.len_q};
-    return {at::zeros({shape.batch, shape.len_q, shape.heads_q, shape.head_dim_v}, query.options()),
-            return_lse ? at::full(sizes, -kInfinity, query.options().dtype(wide))
-                       : at::empty({0}, query.options().dtype(at::kFloat))};
+    const Tensor lse = return_lse ? at::full(sizes, -kInfinity, query.options().dtype(wide))
+                                  : at::empty({0}, query.options().dtype(at::kFloat));
+    if (return_lse && in.sinks.defined()) lse.copy_(in.sinks.unsqueeze(-1).expand(sizes));
+    return {at::zeros({shape.batch, shape.len_q, shape.heads_q, shape.head_dim_v}, query.options()), lse};
   }
   if (auto result = attend_by_kernel(in, given, shape, query, return_lse)) return *std::move(result);
   Options options = given.attention;
@@ -243,7 +239,7 @@ Result with_cache(const CacheInputs& in, const CacheOptions& given, bool return_
   return {out, result.lse.view({shape.heads_q, shape.batch, shape.len_q}).transpose(0, 1).contiguous()};
 }
 
-Result with_cache_meta(const CacheInputs& in, const CacheOptions& options, bool return_lse) {
+cache::Result cache::with_cache_meta(const CacheInputs& in, const CacheOptions& options, bool return_lse) {
   const auto shape = check_cache<c10::SymInt>(in, options);
   const auto wide = accumulate_type(in.query.scalar_type());
   const Tensor out = at::empty_symint({shape.batch, shape.len_q, shape.heads_q, shape.head_dim_v}, in.query.options());
@@ -251,8 +247,8 @@ Result with_cache_meta(const CacheInputs& in, const CacheOptions& options, bool 
   return {out, at::empty_symint({shape.batch, shape.heads_q, shape.len_q}, in.query.options().dtype(wide))};
 }
 
-Pages gather_pages(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& block_table,
-                   const Tensor& seqused_k) {
+cache::Pages cache::gather_pages(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& block_table,
+                                 const Tensor& seqused_k) {
   const auto guard = query.is_cpu() ? c10::OptionalDeviceGuard() : c10::OptionalDeviceGuard(query.device());
   check_pages<int64_t>(query, key, value, block_table, seqused_k);
   check_page_entries(block_table, "seqused_k", seqused_k, 0, key.size(0), key.size(1));
@@ -267,8 +263,8 @@ Pages gather_pages(const Tensor& query, const Tensor& key, const Tensor& value, 
   return {gathered(key, block_table).flatten(0, 1), gathered(value, block_table).flatten(0, 1), cu};
 }
 
-Pages gather_pages_meta(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& block_table,
-                        const Tensor& seqused_k) {
+cache::Pages cache::gather_pages_meta(const Tensor& query, const Tensor& key, const Tensor& value,
+                                      const Tensor& block_table, const Tensor& seqused_k) {
   check_pages<c10::SymInt>(query, key, value, block_table, seqused_k);
   const auto total = block_table.sym_size(0) * block_table.sym_size(1) * key.sym_size(1);
   const auto rows = [&](const Tensor& pool) {
@@ -276,175 +272,5 @@ Pages gather_pages_meta(const Tensor& query, const Tensor& key, const Tensor& va
   };
   return {rows(key), rows(value), at::empty_symint({block_table.sym_size(0) + 1}, block_table.options())};
 }
-
-// ---- registration ---------------------------------------------------------------------------------------------------
-
-using OptionalInt = std::optional<int64_t>;
-using CacheFunction = Result(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
-                             const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-                             const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-                             bool, bool, OptionalInt, OptionalInt, double, std::optional<double>,
-                             std::optional<std::string_view>, bool, bool);
-using PagesFunction = Pages(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&);
-
-template <Result (*kernel)(const CacheInputs&, const CacheOptions&, bool)>
-Result run(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache, const Tensor& cache_seqlens,
-           const OptionalTensor& key, const OptionalTensor& value, const OptionalTensor& block_table,
-           const OptionalTensor& cache_batch_index, const OptionalTensor& rotary_cos, const OptionalTensor& rotary_sin,
-           const OptionalTensor& k_descale, const OptionalTensor& v_descale, const OptionalTensor& alibi_slopes,
-           bool rotary_interleaved, bool causal, OptionalInt window_left, OptionalInt window_right, double softcap,
-           std::optional<double> scale, std::optional<std::string_view> backend, bool return_lse,
-           bool batch_invariant) {
-  const auto tensor = [](const OptionalTensor& given) { return given.value_or(Tensor()); };
-  const CacheInputs in{query,
-                       key_cache,
-                       value_cache,
-                       cache_seqlens,
-                       tensor(key),
-                       tensor(value),
-                       tensor(block_table),
-                       tensor(cache_batch_index),
-                       tensor(rotary_cos),
-                       tensor(rotary_sin),
-                       tensor(k_descale),
-                       tensor(v_descale),
-                       tensor(alibi_slopes)};
-  CacheOptions options;
-  options.rotary_interleaved = rotary_interleaved;
-  options.attention.causal = causal;
-  options.attention.window_left = window_left;
-  options.attention.window_right = window_right;
-  options.attention.softcap = softcap;
-  options.attention.scale = scale;
-  options.attention.backend = backend;
-  options.attention.batch_invariant = batch_invariant;
-  return kernel(in, options, return_lse);
-}
-
-template <class Call>
-Result flat(const Call& call, const CacheInputs& in, const CacheOptions& options, bool return_lse) {
-  const Options& o = options.attention;
-  return call(in.query, in.key_cache, in.value_cache, in.cache_seqlens, optional(in.key), optional(in.value),
-              optional(in.block_table), optional(in.cache_batch_index), optional(in.rotary_cos),
-              optional(in.rotary_sin), optional(in.k_descale), optional(in.v_descale), optional(in.alibi_slopes),
-              options.rotary_interleaved, o.causal, o.window_left, o.window_right, o.softcap, o.scale, o.backend,
-              return_lse, o.batch_invariant);
-}
-
-const auto& cache_handle() {
-  static const auto handle =
-      c10::Dispatcher::singleton().findSchemaOrThrow("flash_ext::attention_with_cache", "").typed<CacheFunction>();
-  return handle;
-}
-
-const auto& pages_handle() {
-  static const auto handle =
-      c10::Dispatcher::singleton().findSchemaOrThrow("flash_ext::gather_pages", "").typed<PagesFunction>();
-  return handle;
-}
-
-void refuse_gradient(const char* name, const Tensor& tensor, const char* who) {
-  using namespace torch::autograd;
-  if (!tensor.defined() || !(compute_requires_grad(tensor) || isFwGradDefined(tensor))) return;
-  throw AttentionError(name, concat("wants a gradient, which ", who,
-                                    " does not have; call it under torch.no_grad() or ", "pass ", name, ".detach()"));
-}
-
-const Tensor& given(const Tensor& tensor) { return tensor; }
-const Tensor& given(const OptionalTensor& tensor) {
-  static const Tensor absent;
-  return tensor.has_value() ? *tensor : absent;
-}
-
-// What only looks at a call hands on the arguments as they are.
-template <class Function>
-struct HandedOn;
-template <class... Args>
-struct HandedOn<Result(Args...)> {
-  // Is in_place, too.
-  static Result autograd(c10::DispatchKeySet keys, Args... args) {
-    const auto all = std::tie(args...);
-    [&]<size_t... i>(std::index_sequence<i...>) {
-      (refuse_gradient(kCacheInputs[i].name, given(std::get<i>(all)), "attention_with_cache"), ...);
-    }
-    (std::make_index_sequence<std::size(kCacheInputs)>());
-    return in_place(keys, args...);
-  }
-
-  // Tells autograd that the caches were written to.
-  static Result in_place(c10::DispatchKeySet keys, Args... args) {
-    const auto all = std::tie(args...);
-    Result result = [&] {
-      const at::AutoDispatchBelowADInplaceOrView guard;
-      return cache_handle().redispatch(keys & c10::after_ADInplaceOrView_keyset, args...);
-    }();
-    if (given(std::get<kRequiredCacheInputs>(all)).defined()) {  // key
-      torch::autograd::impl::bump_version(std::get<1>(all));
-      torch::autograd::impl::bump_version(std::get<2>(all));
-    }
-    return result;
-  }
-};
-using Handed = HandedOn<CacheFunction>;
-
-// A cache stays what it is, and says what query and new rows become; an fp8 one leaves it to autocast. What else is of
-// 16 bits becomes float32.
-template <c10::DeviceType device>
-Result autocast(const CacheInputs& in, const CacheOptions& options, bool return_lse) {
-  using at::autocast::cached_cast;
-  const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
-  CacheInputs cast = in;
-  const auto dtype = is_fp8(in.key_cache) ? at::autocast::get_autocast_dtype(device) : in.key_cache.scalar_type();
-  for (Tensor* tensor : {&cast.query, &cast.key, &cast.value}) {
-    if (tensor->defined()) *tensor = cached_cast(dtype, *tensor, device);
-  }
-  for (Tensor* tensor : {&cast.rotary_cos, &cast.rotary_sin}) {
-    if (tensor->defined() && tensor->scalar_type() != dtype) *tensor = cached_cast(at::kFloat, *tensor, device);
-  }
-  for (Tensor* tensor : {&cast.k_descale, &cast.v_descale, &cast.alibi_slopes}) {
-    if (tensor->defined()) *tensor = cached_cast(at::kFloat, *tensor, device);
-  }
-  return call_attention_with_cache(cast, options, return_lse);
-}
-
-Pages gather_pages_autograd(c10::DispatchKeySet keys, const Tensor& query, const Tensor& key, const Tensor& value,
-                            const Tensor& block_table, const Tensor& seqused_k) {
-  for (const auto& [name, tensor] : {std::pair{"query", &query}, std::pair{"key", &key}, std::pair{"value", &value}}) {
-    refuse_gradient(name, *tensor, "attention_varlen with block_table");
-  }
-  const at::AutoDispatchBelowADInplaceOrView guard;
-  return pages_handle().redispatch(keys & c10::after_autograd_keyset, query, key, value, block_table, seqused_k);
-}
-
-}  // namespace
-
-Result call_attention_with_cache(const CacheInputs& in, const CacheOptions& options, bool return_lse) {
-  return flat([](const auto&... args) { return cache_handle().call(args...); }, in, options, return_lse);
-}
-
-Pages call_gather_pages(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& block_table,
-                        const Tensor& seqused_k) {
-  return pages_handle().call(query, key, value, block_table, seqused_k);
-}
-
-TORCH_LIBRARY_IMPL(flash_ext, CPU, m) {
-  m.impl("attention_with_cache", TORCH_FN(run<with_cache>));
-  m.impl("gather_pages", TORCH_FN(gather_pages));
-}
-TORCH_LIBRARY_IMPL(flash_ext, CUDA, m) {
-  m.impl("attention_with_cache", TORCH_FN(run<with_cache>));
-  m.impl("gather_pages", TORCH_FN(gather_pages));
-}
-TORCH_LIBRARY_IMPL(flash_ext, Meta, m) {
-  m.impl("attention_with_cache", TORCH_FN(run<with_cache_meta>));
-  m.impl("gather_pages", TORCH_FN(gather_pages_meta));
-}
-TORCH_LIBRARY_IMPL(flash_ext, Autograd, m) {
-  m.impl("attention_with_cache", TORCH_FN(Handed::autograd));
-  m.impl("gather_pages", TORCH_FN(gather_pages_autograd));
-}
-TORCH_LIBRARY_IMPL(flash_ext, ADInplaceOrView, m) { m.impl("attention_with_cache", TORCH_FN(Handed::in_place)); }
-TORCH_LIBRARY_IMPL(flash_ext, AutocastCPU, m) { m.impl("attention_with_cache", TORCH_FN(run<autocast<c10::kCPU>>)); }
-TORCH_LIBRARY_IMPL(flash_ext, AutocastCUDA, m) { m.impl("attention_with_cache", TORCH_FN(run<autocast<c10::kCUDA>>)); }
 
 }  // namespace flash_ext

@@ -17,7 +17,7 @@ namespace flash_ext {
 // An undefined tensor is an absent one.
 struct CacheInputs {
   Tensor query, key_cache, value_cache, cache_seqlens;
-  Tensor key, value, block_table, cache_batch_index, rotary_cos, rotary_sin, k_descale, v_descale, alibi_slopes;
+  Tensor key, value, block_table, cache_batch_index, rotary_cos, rotary_sin, k_descale, v_descale, alibi_slopes, sinks;
 };
 
 struct CacheInput {
@@ -40,6 +40,7 @@ inline constexpr CacheInput kCacheInputs[] = {
     {"k_descale", &CacheInputs::k_descale},
     {"v_descale", &CacheInputs::v_descale},
     {"alibi_slopes", &CacheInputs::alibi_slopes},
+    {"sinks", &CacheInputs::sinks},
 };
 inline constexpr size_t kRequiredCacheInputs = 4;
 
@@ -86,6 +87,21 @@ std::optional<Tensor> append_by_kernel(const CacheInputs& in, const CacheOptions
 std::optional<std::tuple<Tensor, Tensor>> attend_by_kernel(const CacheInputs& in, const CacheOptions& options,
                                                            const CacheShape<int64_t>& shape, const Tensor& query,
                                                            bool return_lse);
+
+// The operators' kernels of CPU, CUDA and Meta.
+namespace cache {
+using Result = std::tuple<Tensor, Tensor>;
+using Pages = std::tuple<Tensor, Tensor, Tensor>;
+
+inline bool is_fp8(const Tensor& tensor) { return tensor.scalar_type() == at::kFloat8_e4m3fn; }
+
+Result with_cache(const CacheInputs& in, const CacheOptions& given, bool return_lse);
+Result with_cache_meta(const CacheInputs& in, const CacheOptions& options, bool return_lse);
+Pages gather_pages(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& block_table,
+                   const Tensor& seqused_k);
+Pages gather_pages_meta(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& block_table,
+                        const Tensor& seqused_k);
+}  // namespace cache
 
 // Through the dispatcher.
 std::tuple<Tensor, Tensor> call_attention_with_cache(const CacheInputs& in, const CacheOptions& options,

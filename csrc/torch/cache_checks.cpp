@@ -162,6 +162,11 @@ CacheShape<Int> check_cache(const CacheInputs& in, const CacheOptions& options) 
     throw AttentionError(error.argument() + "_cache", error.rest());
   }
   check_per_head("alibi_slopes", in.alibi_slopes, dense);
+  if (in.sinks.defined() && in.sinks.dim() != 1) {
+    fail("sinks", "of shape ", shape_text<Int>(in.sinks), " is not (", shape.heads_q, ",) [heads]");
+  }
+  check_per_head("sinks", in.sinks, dense);
+  check_sinks_dtype(in.sinks, in.query.scalar_type());
   if (in.alibi_slopes.defined() && in.alibi_slopes.scalar_type() != at::kFloat) {
     fail("alibi_slopes", "is of ", dtype_text(in.alibi_slopes.scalar_type()), "; it must be of torch.float32");
   }

@@ -79,6 +79,7 @@ std::optional<std::tuple<Tensor, Tensor>> attend_by_kernel(const CacheInputs& in
     args.k_descale = per_head(in.k_descale);
     args.v_descale = per_head(in.v_descale);
     args.alibi = per_head(in.alibi_slopes);
+    args.sinks = per_head(in.sinks);
     const DecodePlan plan = plan_decode(args, cuda_device_info(query.device()), invariant);
     if (plan.too_large && invariant) {
       throw AttentionError("key_cache", concat("holds ", shape.batch, " sequences of ", shape.capacity, " rows and ",

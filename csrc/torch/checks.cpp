@@ -26,6 +26,25 @@ void check_options(const Options& options) {
   }
 }
 
+// Which part of a larger call's dropout map the call has.
+template <class Int>
+void check_dropout_place(const Inputs& in, const Options& options, const Shape<Int>& shape) {
+  for (const auto& [name, row] : {std::pair{"dropout_first_query", &options.dropout_first_query},
+                                  std::pair{"dropout_first_key", &options.dropout_first_key}}) {
+    if (known((row->sym_lt(0)).sym_or((*row % 16).sym_ne(0)))) {
+      fail(name, "is ", *row, "; it must be a multiple of 16 that is not negative");
+    }
+    if (in.packed() && !known_equal<c10::SymInt>(*row, 0)) {
+      fail(name, "is ", *row, " beside cu_seqlens_q; of packed sequences only heads may be a part of a larger call's");
+    }
+  }
+  const c10::SymInt &first = options.dropout_first_head, &heads = options.dropout_heads, here(shape.heads_q);
+  if (known(first.sym_lt(0)) || known((first + here).sym_gt(known_equal<c10::SymInt>(heads, 0) ? here : heads))) {
+    fail("dropout_first_head", "is ", first, " of a call with ", here, " heads; dropout_heads is ", heads,
+         ", and the call's heads must lie among them (0: they are all)");
+  }
+}
+
 template <class Int>
 void check_grouped_heads(const Shape<Int>& shape) {
   const Int& hq = shape.heads_q;
@@ -243,6 +262,7 @@ Shape<Int> check_call(const Inputs& in, const Options& options) {
       fail("sinks", "of shape ", shape_text<Int>(in.sinks), " is not (", shape.heads_q, ",) [heads]");
     }
     check_per_head("sinks", in.sinks, shape);
+    check_dropout_place(in, options, shape);
     return shape;
   }
   check_dense(in, options);
@@ -280,6 +300,7 @@ Shape<Int> check_call(const Inputs& in, const Options& options) {
   check_scores_like("bias", in.bias, shape);
   check_per_head("alibi_slopes", in.alibi_slopes, shape);
   check_per_head("sinks", in.sinks, shape);
+  check_dropout_place(in, options, shape);
   return shape;
 }
 

@@ -63,9 +63,9 @@ class Composite {
  public:
   // padding: of packed sequences, whose call padded is `in`; else null.
   Composite(const Inputs& in, const Tensor& rng_state, const Options& options, const packed::Padding* padding,
-            int64_t first_head = 0)
+            int64_t first_batch = 0)
       : options_(options),
-        first_head_(first_head),
+        first_batch_(first_batch),
         rng_state_(rng_state),
         in_(in),
         padding_(padding),
@@ -152,8 +152,7 @@ class Composite {
     b.probability = only_visible(b, exponential / row_sum);
     b.lse = (shift + row_sum.log()).masked_fill(empty, -kInfinity);
     if (options_.dropout_p > 0) {
-      const Tensor keep = call_dropout_mask(rng_state_, options_.dropout_p, flat_heads_, rows.size(), cols.size(),
-                                            rows.first, cols.first, first_head_);
+      const Tensor keep = keeps(rows, cols);
       const double factor = options_.dropout_p < 1 ? 1 / (1 - options_.dropout_p) : 0.0;
       b.kept = keep.view_symint(sizes_of_rows(rows, cols.size())).to(dtype_) * factor;
     }
@@ -247,6 +246,20 @@ class Composite {
   Tensor k, v;
 
  private:
+  // Whether dropout keeps each of these scores.
+  Tensor keeps(Range rows, Range cols) const {
+    const DropoutPlace place = dropout_place(options_, heads_q_, first_batch_);
+    const int64_t row = place.query + rows.first, col = place.key + cols.first;
+    const auto window = [&](int64_t batch, int64_t heads) {
+      return call_dropout_mask(rng_state_, options_.dropout_p, heads, rows.size(), cols.size(), row, col,
+                               (place.batch + batch) * place.heads + place.head);
+    };
+    if (place.heads == heads_q_) return window(0, flat_heads_);
+    std::vector<Tensor> elements;  // whose heads do not follow each other there
+    for (int64_t b = 0; b * heads_q_ < flat_heads_; ++b) elements.push_back(window(b, heads_q_));
+    return at::cat(elements);
+  }
+
   // j - i, without the offset of the diagonal where each sequence has its own.
   Tensor from_diagonal(const Tensor& i, const Tensor& j) const {
     return padding_ != nullptr ? j - i - padding_->offset() : j - i;
@@ -275,7 +288,7 @@ class Composite {
   }
 
   Options options_;
-  int64_t first_head_;
+  int64_t first_batch_;
   Tensor rng_state_;
   Inputs in_;
   const packed::Padding* padding_;
@@ -288,8 +301,8 @@ class Composite {
 }  // namespace
 
 Forward forward_of(const Inputs& in, const Tensor& rng_state, const Options& options, const packed::Padding* padding,
-                   int64_t first_head) {
-  const Composite c(in, rng_state, options, padding, first_head);
+                   int64_t first_batch) {
+  const Composite c(in, rng_state, options, padding, first_batch);
   std::vector<Tensor> out, lse;
   for (const Range rows : c.row_blocks()) {
     const Range cols = c.columns(rows);
@@ -307,8 +320,8 @@ Forward forward_of(const Inputs& in, const Tensor& rng_state, const Options& opt
 
 Gradients backward_of(const Tensor& grad_out, const Tensor& grad_lse, const Inputs& in, const Tensor& rng_state,
                       const Options& options, const GradMask& grad_mask, const packed::Padding* padding,
-                      int64_t first_head) {
-  const Composite c(in, rng_state, options, padding, first_head);
+                      int64_t first_batch) {
+  const Composite c(in, rng_state, options, padding, first_batch);
   std::vector<Tensor> dq, dbias;
   Tensor dk, dv, dslopes;
   for (const Range rows : c.row_blocks()) {

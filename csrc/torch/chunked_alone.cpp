@@ -51,8 +51,7 @@ Forward forward_alone(const Inputs& in, const Tensor& rng_state, const Options& 
   const auto wide = in.query.options().dtype(accumulate_type(in.query.scalar_type()));
   const Forward whole{at::empty(shape.out_sizes(), wide), at::empty(shape.lse_sizes(), wide)};
   for_each_element(in, shape, [&](const Index& index, int64_t number, const Inputs& alone) {
-    const int64_t first_head = (first_batch + number) * shape.heads_q;
-    const Forward one = forward(alone, rng_state, options, first_head);
+    const Forward one = forward(alone, rng_state, options, first_batch + number);
     part_of(whole.out, 3, index).copy_(one.out);
     part_of(whole.lse, 2, index).copy_(one.lse);
   });
@@ -65,9 +64,8 @@ Gradients backward_alone(const Tensor& grad_out, const Tensor& grad_lse, const I
   const auto wide = accumulate_type(in.query.scalar_type());
   Gradients sums;
   for_each_element(in, shape, [&](const Index& index, int64_t number, const Inputs& alone) {
-    const int64_t first_head = (first_batch + number) * shape.heads_q;
     const Gradients one = backward(copy_of(grad_out, 3, index), copy_of(grad_lse, 2, index), alone, rng_state, options,
-                                   grad_mask, first_head);
+                                   grad_mask, first_batch + number);
     for (size_t i = 0; i < kGradients; ++i) {
       if (!grad_mask[i]) continue;
       const Input& input = kDifferentiable[i];

@@ -42,9 +42,9 @@ void unpad(Gradients& grads, const packed::Padding& padding) {
 
 }  // namespace
 
-Forward forward(const Inputs& in, const Tensor& rng_state, const Options& options, int64_t first_head) {
+Forward forward(const Inputs& in, const Tensor& rng_state, const Options& options, int64_t first_batch) {
   const auto guard = without_autocast();
-  if (!in.packed()) return forward_of(in, rng_state, options, nullptr, first_head);
+  if (!in.packed()) return forward_of(in, rng_state, options, nullptr, first_batch);
   const auto shape = check_call<c10::SymInt>(in, options);
   if (has_no_sequence(in)) {
     const auto zeros = [&](const Sizes<c10::SymInt>& sizes) {
@@ -58,9 +58,9 @@ Forward forward(const Inputs& in, const Tensor& rng_state, const Options& option
 }
 
 Gradients backward(const Tensor& grad_out, const Tensor& grad_lse, const Inputs& in, const Tensor& rng_state,
-                   const Options& options, const GradMask& grad_mask, int64_t first_head) {
+                   const Options& options, const GradMask& grad_mask, int64_t first_batch) {
   const auto guard = without_autocast();
-  if (!in.packed()) return backward_of(grad_out, grad_lse, in, rng_state, options, grad_mask, nullptr, first_head);
+  if (!in.packed()) return backward_of(grad_out, grad_lse, in, rng_state, options, grad_mask, nullptr, first_batch);
   if (has_no_sequence(in)) return zeros_of(in, grad_mask);
   const packed::Padding padding(in, options);
   Gradients grads = backward_of(padding.pad_queries(grad_out), padding.pad_lse(grad_lse), padding.inputs(in), rng_state,

@@ -121,6 +121,9 @@ struct Options {
   std::optional<std::string_view> backend;  // none: use_backend, FLASH_EXT_BACKEND, else by cost
   c10::SymInt max_q = 0, max_k = 0;         // packed sequences: the longest ones, at most
   bool batch_invariant = false;             // bits of a sequence depend on nothing else in the batch
+  // Of which part of a larger call's dropout map this call has the numbers: its first query, key and head there, and
+  // how many heads that call has (0: as many as this one).
+  c10::SymInt dropout_first_query = 0, dropout_first_key = 0, dropout_first_head = 0, dropout_heads = 0;
 };
 
 template <class T>
@@ -151,8 +154,13 @@ inline constexpr std::tuple kOptions{
     Option{"SymInt max_q=0", &Options::max_q},
     Option{"SymInt max_k=0", &Options::max_k},
     Option{"bool batch_invariant=False", &Options::batch_invariant},
+    Option{"SymInt dropout_first_query=0", &Options::dropout_first_query},
+    Option{"SymInt dropout_first_key=0", &Options::dropout_first_key},
+    Option{"SymInt dropout_first_head=0", &Options::dropout_first_head},
+    Option{"SymInt dropout_heads=0", &Options::dropout_heads},
 };
 inline constexpr size_t kOptionCount = std::tuple_size_v<decltype(kOptions)>, kFirstOptions = 10;
+inline constexpr size_t kCallOptions = kOptionCount - 4;  // of attention and explain in Python: a call is a whole
 
 // function(option) for each, in order.
 template <class Function>

@@ -75,9 +75,9 @@ inline const std::string kAttentionWithCache =
     "attention_with_cache(Tensor query, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor cache_seqlens, "
     "Tensor? key=None, Tensor? value=None, Tensor? block_table=None, Tensor? cache_batch_index=None, "
     "Tensor? rotary_cos=None, Tensor? rotary_sin=None, Tensor? k_descale=None, Tensor? v_descale=None, "
-    "Tensor? alibi_slopes=None, *, bool rotary_interleaved=False, bool causal=True, int? window_left=None, "
-    "int? window_right=None, float softcap=0., float? scale=None, str? backend=None, bool return_lse=False, "
-    "bool batch_invariant=False) -> (Tensor out, Tensor lse)";
+    "Tensor? alibi_slopes=None, Tensor? sinks=None, *, bool rotary_interleaved=False, bool causal=True, "
+    "int? window_left=None, int? window_right=None, float softcap=0., float? scale=None, str? backend=None, "
+    "bool return_lse=False, bool batch_invariant=False) -> (Tensor out, Tensor lse)";
 
 // Paged keys and values as packed rows, a copy: (B * pages of a sequence * page rows, heads, cols), and where sequences
 // start in them. query only says on which device, and that nobody wants its gradient.

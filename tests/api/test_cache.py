@@ -413,3 +413,22 @@ def test_nothing_to_attend_with(name: str, sinks: bool, device: str) -> None:
     assert out.shape == call["query"].shape and not out.any()
     expected = call["sinks"][None, :, None].expand(lse.shape) if sinks else torch.full_like(lse, -torch.inf)
     assert torch.equal(lse, expected)
+
+
+@pytest.mark.parametrize(
+    ("sinks", "sentence"),
+    [
+        (torch.zeros(3), r"sinks of shape \(3,\) is (neither|not) \(4,\)"),
+        (torch.zeros(3, 4), r"sinks of shape \(3, 4\) is (neither|not) \(4,\)"),
+        (torch.zeros(4).half(), r"sinks is of torch.float16; it must be of torch.float32"),
+        (torch.zeros(4, device="meta"), r"sinks is on meta, but query is on cpu"),
+        (torch.zeros(4, requires_grad=True), r"sinks wants a gradient, which attention_with_cache does not"),
+    ],
+)
+def test_bad_sinks(sinks: Tensor, sentence: str) -> None:
+    """And nothing was written to the cache."""
+    call = example(heads=Heads(4, 2, 2, 64, 64), added=1, lengths=(1, 2, 3), dtype=torch.bfloat16)
+    before = call["key_cache"].clone()
+    with pytest.raises(Error, match=f"^{sentence}"):
+        flash_ext.attention_with_cache(**call, sinks=sinks)
+    assert torch.equal(call["key_cache"].view(torch.int16), before.view(torch.int16))

@@ -132,8 +132,7 @@ __global__ void __launch_bounds__(kMergeThreads)
     }
     const QueryRow to(args, plan, segment, row);
     if (!to.exists) break;
-    finish_row(args, segment, to, col, merged.out, merged.sum);
-    if (col == 0) store_lse(args, segment.b, to, merged.max, merged.sum);
+    finish_row(args, segment, to, col, merged.out, merged.max, merged.sum);
     if (kAlone) break;
   }
 }

@@ -37,16 +37,23 @@ __device__ __forceinline__ void store_row(const DecodeArgs& args, int b, const Q
   *reinterpret_cast<uint2*>(static_cast<T*>(args.out) + at) = make_uint2(pack(x.x, x.y, T()), pack(x.z, x.w, T()));
 }
 
-__device__ __forceinline__ void store_lse(const DecodeArgs& args, int b, const QueryRow& row, float max, float sum) {
-  if (args.lse == nullptr) return;
-  args.lse[(int64_t{b} * args.heads_q + row.head) * args.len_q + row.i] =
-      sum == 0.f ? -INFINITY : max * kLn2 + logf(sum);
-}
-
-// Divided by the sum, times v_descale, in the type of out.
+// The end of a row: four columns from `col`, divided by the sum, times v_descale, in the type of out; and lse with the
+// first of them. A sink, where there is one, joins the maximum and the sum.
 __device__ __forceinline__ void finish_row(const DecodeArgs& args, const Segment& segment, const QueryRow& row, int col,
-                                           float4 x, float sum) {
-  float factor = sum == 0.f ? 0.f : reciprocal_fast(sum);  // the sum is at least 1
+                                           float4 x, float max, float sum) {
+  float keys = 1.f;
+  const float sink = args.sinks.at(segment.b, row.head, -INFINITY) * kLog2e;
+  if (sink != -INFINITY) {
+    const float top = fmaxf(max, sink);
+    keys = merge_factor(max, top);
+    sum = fmaf(sum, keys, exp2_fast(sink - top));
+    max = top;
+  }
+  if (args.lse != nullptr && col == 0) {
+    args.lse[(int64_t{segment.b} * args.heads_q + row.head) * args.len_q + row.i] =
+        sum == 0.f ? -INFINITY : max * kLn2 + logf(sum);
+  }
+  float factor = sum == 0.f ? 0.f : keys * reciprocal_fast(sum);  // the sum is at least 1
   if (args.fp8 && factor != 0.f) factor *= args.v_descale.at(segment.b, segment.head, 1.f);
   x = make_float4(x.x * factor, x.y * factor, x.z * factor, x.w * factor);
   if (args.dtype == DType::kFloat16) return store_row<__half>(args, segment.b, row, col, x);
@@ -81,8 +88,7 @@ __device__ __forceinline__ void write_segment(const DecodeArgs& args, const Deco
     }
     const QueryRow to(args, plan, segment, row);
     if (!to.exists) continue;
-    finish_row(args, segment, to, col, x, sum);
-    if (col == 0) store_lse(args, segment.b, to, max, sum);
+    finish_row(args, segment, to, col, x, max, sum);
   }
 }
 

@@ -49,7 +49,7 @@ struct DecodeCase {
   bool fp8 = false, slots = false, causal = true;
   int left = DecodeArgs::kMostRows, right = DecodeArgs::kMostRows;
   float softcap = 0.f;
-  bool slopes = false, invariant = false;
+  bool slopes = false, sinks = false, invariant = false;
   std::vector<int> lengths = {70, 0, 200, -1, 1};
 };
 
@@ -91,12 +91,15 @@ void check_decode(const DecodeCase& c, unsigned seed) {
   const int slots = c.page > 0 ? batch * columns + 1 : batch + 1, group = c.heads_q / c.heads_k;
   Store k(c, slots, c.page > 0 ? c.page : capacity), v = k;
   std::vector<int32_t> lengths(c.lengths.begin(), c.lengths.end()), table(batch * columns, -1), slot_of(batch);
-  std::vector<float> k_descale, v_descale, slopes;
+  std::vector<float> k_descale, v_descale, slopes, sinks;
   for (int i = 0; i < batch * c.heads_k; ++i) {
     k_descale.push_back(0.5f + static_cast<float>(random() % 100) / 100.f);
     v_descale.push_back(0.5f + static_cast<float>(random() % 100) / 100.f);
   }
   for (int i = 0; i < c.heads_q; ++i) slopes.push_back(static_cast<float>(random() % 100) / 1000.f);
+  // Among the scores, above all of them, below all of them, and none.
+  constexpr float kSinks[] = {0.5f, 40.f, -60.f, -std::numeric_limits<float>::infinity()};
+  for (int i = 0; i < c.heads_q; ++i) sinks.push_back(kSinks[i % 4]);
   const auto place = [&](int b, int row) -> std::pair<int, int> {
     if (c.page > 0) return {table[b * columns + row / c.page], row % c.page};
     return {slot_of[b], row};
@@ -149,6 +152,7 @@ void check_decode(const DecodeCase& c, unsigned seed) {
   if (c.fp8) args.k_descale = {k_descale.data(), c.heads_k, 1};
   if (c.fp8) args.v_descale = {v_descale.data(), c.heads_k, 1};
   if (c.slopes) args.alibi = {slopes.data(), 0, 1};
+  if (c.sinks) args.sinks = {sinks.data(), 0, 1};
   args.out = out.data();
   args.lse = lse.data();
   const DecodePlan plan = plan_decode(args, kDevices[seed % 2], c.invariant);
@@ -177,6 +181,9 @@ void check_decode(const DecodeCase& c, unsigned seed) {
           scores[j] = s;
           most = std::max(most, s);
         }
+        const double sink = c.sinks ? sinks[head] : -std::numeric_limits<double>::infinity();
+        most = std::max(most, sink);
+        if (!std::isinf(sink)) sum = std::exp(sink - most);
         std::vector<double> sums(c.cols, 0.0);
         for (int j = 0; j < rows; ++j) {
           if (std::isinf(scores[j])) continue;
@@ -223,6 +230,13 @@ TEST(DecodeKernels, WideHeadsFitEitherCard) {  // what is merged lies where Q la
 TEST(DecodeKernels, Fp8) {
   check_decode({.queries = 1, .heads_q = 4, .heads_k = 2, .cols = 64, .fp8 = true}, 6);
   check_decode({.queries = 9, .heads_q = 4, .heads_k = 2, .cols = 64, .page = 64, .fp8 = true}, 7);
+}
+
+TEST(DecodeKernels, Sinks) {  // joined where one block has all of a row, and where parts are merged
+  check_decode({.queries = 2, .heads_q = 4, .heads_k = 2, .cols = 64, .sinks = true}, 18);
+  check_decode({.queries = 9, .heads_q = 8, .heads_k = 2, .cols = 128, .sinks = true}, 19);
+  check_decode({.queries = 1, .heads_q = 4, .heads_k = 1, .cols = 64, .fp8 = true, .sinks = true}, 20);
+  check_decode({.queries = 3, .heads_q = 4, .heads_k = 2, .cols = 64, .sinks = true, .invariant = true}, 21);
 }
 
 TEST(DecodeKernels, Scores) {
