@@ -14,6 +14,7 @@ The order is that of published runs (on 8 H200 ulysses took -8 to +1 % of the ti
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from flash_ext.errors import AttentionError
@@ -37,13 +38,11 @@ class Facts:
     slopes_by_diagonal: bool = True  # no query sees a key beyond its diagonal, and all diagonals lie within the keys
     scores: bool = False  # a mask, a bias or dropout
     band_is_packable: bool = True  # none, or causal
+    dropout_has_map: bool = True  # no dropout, or every part begins where a part of its map may
 
     @property
     def total(self) -> int:
-        product = 1
-        for ranks in self.ranks:
-            product *= ranks
-        return product
+        return math.prod(self.ranks)
 
 
 def refusal(method: str, facts: Facts) -> str | None:
@@ -62,6 +61,11 @@ def refusal(method: str, facts: Facts) -> str | None:
         return (
             "method='allgather' takes alibi_slopes with causal=True alone, and where no diagonal ends behind the last "
             "key; use 'ulysses'"
+        )
+    if method != "ulysses" and not facts.dropout_has_map:
+        return (
+            f"method={method!r} takes dropout_p where all chunks of the ranks begin at multiples of 16 tokens, and no "
+            "window cuts keys off; use 'ulysses'"
         )
     if method == "allgather" and facts.packed and facts.scores:
         return "method='allgather' takes no mask, bias or dropout_p for packed sequences; use 'ulysses'"

@@ -5,6 +5,7 @@ Checks what the caller gives, has the ranks agree, chooses a method and runs it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -246,7 +247,9 @@ def context_parallel_attention(
     band = Band.of(causal, window or (None, None), align == "bottom_right", queries.length, keys.length)
     chosen = choose.choose(
         method,
-        facts_of(query, key, value, sizes_of(groups), (queries.length, keys.length), band, alibi_slopes is not None),
+        facts_of(
+            query, key, value, sizes_of(groups), (queries, keys), band, alibi_slopes is not None, given["dropout_p"] > 0
+        ),
     )
     options = Options(
         given["softcap"], given["dropout_p"], given["scale"], deterministic, batch_invariant, query.shape[1]
@@ -261,24 +264,54 @@ def context_parallel_attention(
 
 
 def facts_of(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    ranks: tuple[int, ...],
-    lengths: tuple[int, int],
-    band: Band,
-    slopes: bool,
-) -> choose.Facts:
+    query: Tensor, key: Tensor, value: Tensor, ranks: tuple[int, ...], layouts: tuple[Layout, Layout], band: Band,
+    slopes: bool, drops: bool,
+) -> choose.Facts:  # fmt: skip
+    queries, keys = layouts
     return choose.Facts(
         ranks=ranks,
         batch=query.shape[0],
         heads=(query.shape[1], key.shape[1], value.shape[1]),
         columns=(query.shape[3], value.shape[3]),
-        lengths=lengths,
+        lengths=(queries.length, keys.length),
         itemsize=query.element_size(),
         slopes=slopes,
-        slopes_by_diagonal=band.right == 0 and lengths[0] + band.offset <= lengths[1],
+        slopes_by_diagonal=band.right == 0 and queries.length + band.offset <= keys.length,
+        dropout_has_map=not drops or local.has_dropout_map(band, queries, keys),
     )
+
+
+def explain_context_parallel(
+    query: Tensor, key: Tensor, value: Tensor, ranks: int | tuple[int, int], *, method: str = "auto",
+    balance: str = "zigzag", causal: bool = False, window: Window | None = None, align: str = "top_left",
+    alibi_slopes: Tensor | None = None, dropout_p: float = 0.0,
+) -> choose.Choice:  # fmt: skip
+    """Which method computes a call of ``context_parallel_attention``, why, what each one sends and what it refuses.
+
+    Nothing is computed or communicated, and no group is needed. Printed, it is a line for each method.
+
+    Args:
+        query, key, value: this rank's tokens, as in the call; the others are taken to hold as many. They may be on the
+            device "meta".
+        ranks: how many there are, or (across, within) of a mesh.
+        method, balance, causal, window, align, alibi_slopes, dropout_p: as in the call. No other option matters.
+
+    Returns:
+        ``method``, ``why``, ``sent`` (bytes that a rank sends, forward and backward, for each method that takes the
+        call; an upper bound, since no band is counted) and ``refused`` (why a method does not).
+
+    Raises:
+        AttentionError: a method that was asked for does not take the call.
+    """
+    left, right = check_native(query, key, value, window, align)
+    check_balance(balance), check_method(method)
+    mesh = (ranks,) if isinstance(ranks, int) else tuple(ranks)
+    total = math.prod(mesh)
+    layouts = tuple(layout_of((t.shape[2],) * total, balance) for t in (query, key))
+    lengths = [layout.length for layout in layouts]
+    band = Band.of(causal, (left, right), align == "bottom_right", *lengths)
+    facts = facts_of(query, key, value, mesh, layouts, band, alibi_slopes is not None, dropout_p > 0)  # type: ignore[arg-type]
+    return choose.choose(method, facts)
 
 
 def run(

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_ext.distributed.layout import Band, Segment, visible
-from flash_ext.errors import AttentionError
+from flash_ext.distributed.layout import Band, Layout, Segment, visible
 
 _ops = torch.ops.flash_ext
 MINUS_INFINITY = float("-inf")
@@ -79,37 +78,32 @@ class Options:
         object.__setattr__(self, "operator", {name: getattr(self, name) for name in names} | {"gqa": True})
 
 
-def state_at(state: Tensor, query: int, key: int, head: int, heads: int) -> Tensor:
-    """The random state of a part of a call: the map of dropout goes by positions in the whole call.
-
-    (seed, offset, first query, first key, first head, heads of the whole call), int64. Filled on the device.
-    """
-    whole = state.new_zeros(6)
-    whole[:2] = state
-    for i, value in enumerate((query, key, head, heads), 2):
-        if value:
-            whole[i].fill_(value)
-    return whole
+def part_of_dropout(query: int, key: int, head: int, heads: int, own_heads: int) -> dict[str, int]:
+    """What the operator is told so that it draws the mask of the whole call, which goes by position; nothing where the
+    call begins as the whole one does and has all heads."""
+    if query == key == 0 and own_heads == heads:
+        return {}
+    return {
+        "dropout_first_query": query, "dropout_first_key": key, "dropout_first_head": head, "dropout_heads": heads,
+    }  # fmt: skip
 
 
-def _arguments(extras: Extras, call: Call, options: Options) -> dict[str, Any]:
+def _arguments(q: Tensor, extras: Extras, call: Call, options: Options) -> dict[str, Any]:
     given = {"mask": extras.mask, "bias": extras.bias, "alibi_slopes": extras.slopes, "sinks": extras.sinks}
+    if options.dropout_p > 0:
+        given |= part_of_dropout(
+            call.queries.start, call.keys.start, extras.first_head, options.heads, q.shape[1]
+        )  # fmt: skip
     return given | call.band | options.operator
-
-
-def _state(extras: Extras, call: Call, options: Options) -> Tensor:
-    assert extras.state is not None
-    return state_at(extras.state, call.queries.start, call.keys.start, extras.first_head, options.heads)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, extras: Extras, call: Call, options: Options) -> tuple[Tensor, Tensor]:
     """out and lse of the call; tensors are those of its rows and keys."""
-    arguments = _arguments(extras, call, options)
+    arguments = _arguments(q, extras, call, options)
     # NOTE: not by ``context_parallel``, which sees the operator's calls, and in whose context backward may run.
     with torch._C.DisableTorchFunction():
         if options.dropout_p > 0:
-            state = _state(extras, call, options)
-            out, lse = _ops.attention_with_rng_state(q, k, v, state, **arguments, return_lse=True)
+            out, lse = _ops.attention_with_rng_state(q, k, v, extras.state, **arguments, return_lse=True)
         else:
             out, lse, _ = _ops.attention(q, k, v, **arguments, return_lse=True)
     return out, lse
@@ -120,9 +114,9 @@ def backward(
     extras: Extras, call: Call, options: Options, wanted: Sequence[bool],
 ) -> Sequence[Tensor]:  # fmt: skip
     """The gradients of query, key, value, bias and slopes, of those that are wanted; out and lse are the call's own."""
-    state = _state(extras, call, options) if options.dropout_p > 0 else q.new_empty(0, dtype=torch.int64)
+    state = q.new_empty(0, dtype=torch.int64) if extras.state is None else extras.state
     return _ops.attention_backward(
-        *grads, q, k, v, out, lse.contiguous(), state, **_arguments(extras, call, options), grad_mask=list(wanted)
+        *grads, q, k, v, out, lse.contiguous(), state, **_arguments(q, extras, call, options), grad_mask=list(wanted)
     )
 
 
@@ -142,10 +136,7 @@ def calls_of(band: Band, held: Sequence[Segment], keys: int, by_diagonal: bool) 
         sides = {"window_left": part.left, "window_right": part.right}
         if by_diagonal:
             if part.keys.stop != part.queries.stop + band.offset:
-                raise AttentionError(
-                    "alibi_slopes are counted from the diagonal, and these queries see keys beyond it; "
-                    "method='allgather' takes slopes with causal=True alone, 'ulysses' takes all"
-                )
+                raise AssertionError("choose.refusal let slopes pass that see keys beyond the diagonal")
             sides = {"window_left": band.left, "window_right": 0, "bottom_right": True}
         calls.append(Call(rows, part.keys, part.queries, sides))
     return calls
@@ -165,3 +156,15 @@ def empty_results(q: Tensor, columns: int, rows_dim: int, sinks: Tensor | None) 
 
 def _lse_dtype(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+DROPOUT_STEP = 16  # positions at which a part of the map of dropout may begin
+
+
+def has_dropout_map(band: Band, queries: Layout, keys: Layout) -> bool:
+    """Whether all calls of all ranks, by gathered keys and in a ring, begin where a part of the map may."""
+    whole = (Segment(0, 0, keys.length),)
+    segments = [segment for held in (*keys.ranks, whole) for segment in held]
+    parts = [visible(band, rows, cols) for held in queries.ranks for rows in held for cols in segments]
+    starts = [start for part in parts if part is not None for start in (part.queries.start, part.keys.start)]
+    return all(start % DROPOUT_STEP == 0 for start in starts)

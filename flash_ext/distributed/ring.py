@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_ext import sinks as sinks_of
 from flash_ext.distributed import local
 from flash_ext.distributed.allgather import refuse_second_derivative
 from flash_ext.distributed.exchange import Group, Transfer, accumulate_dtype, as_rows
@@ -162,7 +161,7 @@ class Ring(torch.autograd.Function):
                 _join(_rows(out, call.rows), _rows(exact, call.rows), out_part, lse_part)
             keys.step()
         if sinks is not None:
-            out, exact = sinks_of.join(out, exact, sinks)
+            _join_sinks(out, exact, sinks)
         out, lse = out.to(q.dtype), exact.to(lse.dtype)
         ctx.save_for_backward(q, k, v, bias, sinks, out, lse, exact)
         ctx.set_materialize_grads(False)
@@ -229,6 +228,13 @@ def _join(total: Tensor, total_lse: Tensor, out: Tensor, lse: Tensor) -> None:
     """Adds a part to what there is, in place and in float; the sum of exponentials in double."""
     joined = torch.logaddexp(total_lse, lse.double())
     total.mul_(_weight(total_lse, joined)).add_(out * _weight(lse, joined).to(total.dtype))
+    total_lse.copy_(joined)
+
+
+def _join_sinks(total: Tensor, total_lse: Tensor, sinks: Tensor) -> None:
+    """One more logit in each row of a head, without a value; in place, once behind all parts."""
+    joined = torch.logaddexp(total_lse, sinks.double().unsqueeze(-1).expand_as(total_lse))
+    total.mul_(_weight(total_lse, joined))
     total_lse.copy_(joined)
 
 

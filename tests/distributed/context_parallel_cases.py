@@ -178,6 +178,11 @@ OPTIONS: dict[str, tuple[dict[int, tuple[int, int]], tuple[int, int, int], str, 
     "batch invariant": (LENGTHS, (4, 2, 2), "", {"causal": True, "batch_invariant": True}),
 }  # fmt: skip
 EVERY_HEAD = {"slopes beyond the diagonal": (LENGTHS, (4, 2, 2), "alibi_slopes", {})}
+FEWER_CASES = {
+    4: ("causal", "window", "more keys", "more queries, window", "grouped", "one key head", "mask of one row",
+        "bias of one head", "bias of one row", "sinks of each, rows without keys", "slopes, more keys", "together"),
+    8: ("causal", "together", "one key head"),
+}  # fmt: skip
 BF16 = ("full", "causal", "window", "grouped", "sinks", "bias", "together")
 
 
@@ -233,7 +238,7 @@ def cases(size: int) -> dict[str, Case]:
         for j, method in enumerate(methods):
             if "slopes" in which and method in ("ring", "usp"):
                 continue
-            if size == 8 and which not in ("causal", "window", "together", "one key head"):
+            if which not in FEWER_CASES.get(size, OPTIONS):
                 continue
             for balance in (
                 ("zigzag", "contiguous")[(i + j) % 2 : (i + j) % 2 + 1] if size > 2 else ("zigzag", "contiguous")
@@ -241,7 +246,7 @@ def cases(size: int) -> dict[str, Case]:
                 add(method, balance, which)
     for method in methods:
         for balance in ("zigzag", "contiguous"):
-            for which in ("causal", "together") if size < 8 else ("causal",):
+            for which in ("causal", "together") if size == 2 else ("causal",):
                 add(method, balance, which, deal="uneven")
         if size == 2:
             for which in BF16:
