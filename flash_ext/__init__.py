@@ -37,8 +37,8 @@ __version__ = build_info()["version"]
 
 
 def __getattr__(name: str) -> object:
-    """`flash_attn`, `flash_attn_3` and `profiling`, imported when they are first asked for."""
-    if name in ("flash_attn", "flash_attn_3", "profiling"):
+    """`distributed`, `flash_attn`, `flash_attn_3` and `profiling`, imported when they are first asked for."""
+    if name in ("distributed", "flash_attn", "flash_attn_3", "profiling"):
         return _importlib.import_module(f"flash_ext.{name}")
     raise AttributeError(f"module 'flash_ext' has no attribute {name!r}")
 

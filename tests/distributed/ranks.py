@@ -10,6 +10,7 @@ import datetime
 import os
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +40,8 @@ def run(file: str, size: int, folder: Path) -> dict[str, list[str]]:
     """What the ranks said about each case."""
     process = subprocess.run(
         [sys.executable, "-W", "ignore", file, str(size), str(folder / f"store{size}")],
-        capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=300,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
     )  # fmt: skip
     assert process.returncode == 0, process.stderr[-4000:]
     said: dict[str, list[str]] = {}
@@ -66,8 +68,11 @@ def fork(size: int, work: Callable[[int], None]) -> list[int]:
             try:
                 work(rank)
                 status = 0
+            except Exception:
+                traceback.print_exc()
             finally:
                 sys.stdout.flush()
+                sys.stderr.flush()
                 os._exit(status)  # NOTE: without the interpreter's own end, in which gloo's threads may still be there
         children.append(child)
     return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]

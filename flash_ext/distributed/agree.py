@@ -1,0 +1,92 @@
+"""Whether all ranks ask for the same: each says what it was given, in one small message, before any data travels.
+
+A message is JSON in ``SIZE`` bytes: the argument that this rank refuses, if any; what must be equal everywhere; and
+what each rank has of its own (its lengths). All ranks read all messages and find the same thing wrong, so all of them
+raise the same sentence.
+
+What it costs: an all-gather of ``SIZE`` bytes a rank. Where the group has a backend for the CPU (gloo), it goes there,
+and the GPU is not waited for. With NCCL alone it goes over the GPU, and reading it waits for all that was launched
+before; so then it is done once for a signature (this rank's shapes, dtypes and options), unless ``check=True``.
+
+Called by the public functions of ``flash_ext.distributed``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flash_ext.distributed.exchange import Group
+from flash_ext.errors import AttentionError
+
+SIZE = 2048
+_seen: dict[Any, list[dict[str, Any]]] = {}
+
+
+def agree(
+    groups: Sequence[Group], device: torch.device, describe: Callable[[], Mapping[str, Any]], check: bool | None
+) -> list[dict[str, Any]]:
+    """What each rank has of its own, in the order of the ranks: of one group, or of the mesh (outer, inner).
+
+    ``describe`` gives {"equal": {argument: value}, "own": {name: value}}, or raises what is wrong with this rank's
+    arguments; then it is raised here, and on every other rank an AttentionError that quotes it.
+    """
+    wrong: Exception | None = None
+    try:
+        said = dict(describe())
+    except Exception as error:  # whatever it is: the other ranks are waiting
+        wrong, said = error, {"error": f"{type(error).__name__}: {error}"[: SIZE // 2]}
+    message = json.dumps(said, separators=(",", ":")).encode()
+    if len(message) > SIZE:
+        wrong = AttentionError(f"the arguments take {len(message)} bytes to describe; at most {SIZE} are exchanged")
+        message = json.dumps({"error": str(wrong)}).encode()
+    on_cpu = device.type == "cpu" or all(_has_cpu(group) for group in groups)
+    signature = (tuple((id(group.pg), group.pg.group_name, group.size) for group in groups), message)
+    may_skip = check is False or (check is None and not on_cpu)
+    if wrong is None and may_skip and signature in _seen:
+        return _seen[signature]
+    rows = _exchange(groups, message, torch.device("cpu") if on_cpu else device)
+    if wrong is not None:
+        raise wrong
+    _compare(rows)
+    owned = [row["own"] for row in rows]
+    if may_skip:
+        _seen[signature] = owned
+    return owned
+
+
+def _has_cpu(group: Group) -> bool:
+    return any(torch.device(kind).type == "cpu" for kind in getattr(group.pg, "_device_types", ()))
+
+
+def _exchange(groups: Sequence[Group], message: bytes, device: torch.device) -> list[dict[str, Any]]:
+    rows = torch.frombuffer(bytearray(message.ljust(SIZE)), dtype=torch.uint8).to(device)
+    for group in reversed(groups):  # within the inner dimension, then what was gathered across the outer one
+        parts = [torch.empty_like(rows) for _ in range(group.size)]
+        dist.all_gather(parts, rows, group=group.pg)
+        rows = torch.cat(parts)
+    text = bytes(rows.cpu().numpy())
+    return [json.loads(text[i : i + SIZE]) for i in range(0, len(text), SIZE)]
+
+
+def _compare(rows: list[dict[str, Any]]) -> None:
+    for rank, row in enumerate(rows):
+        if "error" in row:
+            raise AttentionError(f"rank {rank} of the group refuses its arguments: {row['error']}")
+    first = rows[0]["equal"]
+    for rank, row in enumerate(rows):
+        for name in [*first, *row["equal"]]:
+            here, there = first.get(name), row["equal"].get(name)
+            if here != there:
+                raise AttentionError(
+                    f"{name} is {_text(here)} on rank 0 and {_text(there)} on rank {rank} of the group; "
+                    "it must be the same on all"
+                )
+
+
+def _text(value: Any) -> str:
+    return str(tuple(value)) if isinstance(value, list) else str(value)

@@ -1,0 +1,234 @@
+"""Context parallel by gathering keys: each rank gets the keys and values that its queries see, and attends to them.
+
+    out_r = attention(Q_r, K, V)        dK_o = sum over r of dK_r, in float
+
+Heads go in chunks: while one is computed the next one's keys travel, and in backward the last one's gradients, so that
+only two chunks of the whole K and V are in memory. Backward gathers again.
+
+Called by ``context_parallel_attention`` and its packed form.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_ext.distributed import local
+from flash_ext.distributed.exchange import (
+    Exchange,
+    Group,
+    Ranges,
+    accumulate_dtype,
+    as_rows,
+    merge_ranges,
+)
+from flash_ext.distributed.layout import Layout
+from flash_ext.distributed.local import Call, Extras, Options
+from flash_ext.errors import AttentionError
+
+CHUNK_BYTES = 64 << 20  # of gathered keys and values: less is not worth a call of its own
+MAX_CHUNKS = 4
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one call does on this rank; of packed sequences rows are dimension 0, else 2."""
+
+    exchange: Exchange
+    calls: list[Call]
+    options: Options
+    rows_dim: int
+    length: int  # of the sequence
+
+
+def plan(group: Group, layout: Layout, calls: Sequence[list[Call]], options: Options, rows_dim: int) -> Plan:
+    """``calls``: those of every rank, which say what it reads."""
+    reads: list[Ranges] = [merge_ranges([call.keys for call in of_rank]) for of_rank in calls]
+    return Plan(Exchange(group, layout, reads), calls[group.rank], options, rows_dim, layout.length)
+
+
+class _Gathered:
+    """Keys and values of some heads, side by side in the rows of one buffer."""
+
+    def __init__(self, plan: Plan, k: Tensor, v: Tensor) -> None:
+        self.plan, self.shapes = plan, (k.shape, v.shape)
+        rows = torch.cat((as_rows(k, plan.rows_dim), as_rows(v, plan.rows_dim)), 1)
+        self.buffer = rows.new_empty(plan.exchange.rows, rows.shape[1])
+        self._transfer = plan.exchange.gather(lambda reader: rows, self.buffer)
+
+    def wait(self) -> tuple[Tensor, Tensor]:
+        self._transfer.wait()
+        return self.views(self.buffer)
+
+    def views(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Key and value in the rows of a buffer like this one, of any length."""
+        dim = self.plan.rows_dim
+        others = [[size for i, size in enumerate(shape) if i != dim] for shape in self.shapes]
+        parts = rows.split([math.prod(sizes) for sizes in others], 1)
+        k, v = (part.unflatten(1, sizes).movedim(0, dim) for part, sizes in zip(parts, others, strict=True))
+        return k, v
+
+
+class _Summed:
+    """Gradients of gathered keys and values on their way to the ranks that hold them, where they are added up."""
+
+    def __init__(self, plan: Plan, gathered: _Gathered, grads: Tensor) -> None:
+        self.plan, self.gathered, self.grads = plan, gathered, grads
+        group, exchange = plan.exchange.group, plan.exchange
+        self.parts = [
+            grads.new_empty(exchange.held, grads.shape[1]) if rank != group.rank and exchange.sent[rank] else None
+            for rank in range(group.size)
+        ]
+        self._transfer = exchange.scatter(grads, self.parts)
+
+    def wait(self) -> tuple[Tensor, Tensor]:
+        self._transfer.wait()
+        exchange = self.plan.exchange
+        total = self.grads.new_zeros(exchange.held, self.grads.shape[1])
+        for rank, part in enumerate(self.parts):  # in the order of the ranks, the same in each run
+            own = rank == exchange.group.rank
+            for rows, read in zip(
+                exchange.sent[rank], exchange.received[rank] if own else exchange.sent[rank], strict=True
+            ):
+                total[rows] += self.grads[read] if own else part[read]
+        return self.gathered.views(total)
+
+
+def _chunks(plan: Plan, q: Tensor, k: Tensor, v: Tensor, whole: bool) -> list[tuple[slice, slice, slice]]:
+    """Heads of query, key and value that are computed at once; the same on every rank."""
+    units = math.gcd(k.shape[1], v.shape[1])
+    columns = sum(math.prod(t.shape) // max(t.shape[plan.rows_dim], 1) for t in (k, v))
+    count = plan.length * columns * k.element_size() // CHUNK_BYTES
+    count = 1 if whole else max(1, min(units, MAX_CHUNKS, count))
+    while units % count:
+        count -= 1
+    sizes = [t.shape[1] // count for t in (q, k, v)]
+    chunks = [[slice(i * size, (i + 1) * size) for size in sizes] for i in range(count)]
+    return [(q_heads, k_heads, v_heads) for q_heads, k_heads, v_heads in chunks]
+
+
+def _heads(tensor: Tensor, part: slice) -> Tensor:
+    return tensor[:, part]
+
+
+def _rows(tensor: Tensor, dim: int, part: slice) -> Tensor:
+    return tensor.narrow(dim, part.start, part.stop - part.start)
+
+
+class AllGather(torch.autograd.Function):
+    """(q, k, v, bias, slopes, sinks) of this rank -> (out, lse) of its rows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, plan: Plan, extras: Extras, q: Tensor, k: Tensor, v: Tensor,
+        bias: Tensor | None, slopes: Tensor | None, sinks: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        extras = replace(extras, bias=bias, slopes=slopes, sinks=sinks)
+        ctx.plan, ctx.mask, ctx.state = plan, extras.mask, extras.state
+        ctx.whole = bias is not None and ctx.needs_input_grad[5]
+        dim, of_lse = plan.rows_dim, q.dim() - 2
+        out, lse = local.empty_results(q, v.shape[-1], dim, sinks)
+        chunks = _chunks(plan, q, k, v, ctx.whole)
+        following = _Gathered(plan, _heads(k, chunks[0][1]), _heads(v, chunks[0][2]))
+        for i, (heads, _, _) in enumerate(chunks):
+            keys, values = following.wait()
+            if i + 1 < len(chunks):
+                following = _Gathered(plan, _heads(k, chunks[i + 1][1]), _heads(v, chunks[i + 1][2]))
+            of_heads = extras.of_heads(heads)
+            for call in plan.calls:
+                read = plan.exchange.place(call.keys)
+                out_part, lse_part = local.forward(
+                    _rows(_heads(q, heads), dim, call.rows), _rows(keys, dim, read), _rows(values, dim, read),
+                    of_heads.of_pairs(call.rows, call.keys), call, plan.options,
+                )  # fmt: skip
+                _rows(_heads(out, heads), dim, call.rows).copy_(out_part)
+                _rows(lse.narrow(of_lse - 1, heads.start, heads.stop - heads.start), of_lse, call.rows).copy_(lse_part)
+        ctx.save_for_backward(q, k, v, bias, slopes, sinks, out, lse)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+        refuse_second_derivative("allgather")
+        plan: Plan = ctx.plan
+        q, k, v, bias, slopes, sinks, out, lse = ctx.saved_tensors
+        extras = Extras(ctx.mask, bias, slopes, sinks, ctx.state)
+        _, _, *wanted, of_sinks = ctx.needs_input_grad
+        dim, of_lse = plan.rows_dim, q.dim() - 2
+        travels = wanted[1] or wanted[2]
+        wide = accumulate_dtype(q.dtype)
+        dq, dk, dv = (torch.zeros_like(t) if want else None for t, want in zip((q, k, v), wanted[:3], strict=True))
+        dbias = _zeros_of_bias(bias, wide) if wanted[3] else None
+        dslopes = torch.zeros_like(slopes) if wanted[4] else None
+
+        def deliver(summed: _Summed, chunk: tuple[slice, slice, slice]) -> None:
+            for total, part, heads in zip((dk, dv), summed.wait(), chunk[1:], strict=True):
+                if total is not None:
+                    _heads(total, heads).copy_(part)
+
+        chunks = _chunks(plan, q, k, v, ctx.whole)
+        following = _Gathered(plan, _heads(k, chunks[0][1]), _heads(v, chunks[0][2]))
+        summed = None
+        for i, chunk in enumerate(chunks):
+            heads = chunk[0]
+            gathered = following
+            keys, values = gathered.wait()
+            if i + 1 < len(chunks):
+                following = _Gathered(plan, _heads(k, chunks[i + 1][1]), _heads(v, chunks[i + 1][2]))
+            of_heads = extras.of_heads(heads)
+            sums = gathered.buffer.new_zeros(gathered.buffer.shape, dtype=wide) if travels else None
+            for call in plan.calls:
+                read = plan.exchange.place(call.keys)
+                of_rows = [None if t is None else _rows(_heads(t, heads), dim, call.rows) for t in (grad_out, q, out)]
+                of_lses = [
+                    None if t is None else
+                    _rows(t.narrow(of_lse - 1, heads.start, heads.stop - heads.start), of_lse, call.rows)
+                    for t in (grad_lse, lse)
+                ]  # fmt: skip
+                grads = local.backward(
+                    (of_rows[0], of_lses[0]), of_rows[1], _rows(keys, dim, read), _rows(values, dim, read), of_rows[2],
+                    of_lses[1], of_heads.of_pairs(call.rows, call.keys), call, plan.options, wanted,
+                )  # fmt: skip
+                if dq is not None:
+                    _rows(_heads(dq, heads), dim, call.rows).copy_(grads[0])
+                if sums is not None:
+                    for total, part, want in zip(gathered.views(sums), grads[1:3], wanted[1:3], strict=True):
+                        if want:
+                            _rows(total, dim, read).add_(part)
+                if dbias is not None:
+                    local.cut(local.cut(dbias, -2, call.rows), -1, call.keys).add_(grads[3])
+                if dslopes is not None:
+                    local.cut(dslopes, -1, heads).add_(grads[4])
+            if summed is not None:
+                deliver(summed, chunks[i - 1])
+            summed = _Summed(plan, gathered, sums) if sums is not None else None
+        if summed is not None:
+            deliver(summed, chunks[-1])
+        dsinks = (
+            torch.ops.flash_ext.sinks_gradient(grad_out, grad_lse, out, lse, sinks, packed=dim == 0)
+            if of_sinks else None
+        )  # fmt: skip
+        dbias = None if dbias is None else dbias.to(bias.dtype)
+        return None, None, dq, dk, dv, dbias, dslopes, dsinks
+
+
+def _zeros_of_bias(bias: Tensor, wide: torch.dtype) -> Tensor:
+    """In float where several calls add to the same numbers."""
+    shared = bias.dim() < 2 or bias.shape[-2] == 1
+    return torch.zeros_like(bias, dtype=wide if shared else bias.dtype)
+
+
+def refuse_second_derivative(method: str) -> None:
+    if torch.is_grad_enabled():  # in backward: create_graph=True
+        raise AttentionError(f"method='{method}' has no second derivative (create_graph=True); use 'ulysses'")
+
+
+def attend(plan: Plan, extras: Extras, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """out and lse of this rank's rows, differentiable once."""
+    bare = replace(extras, bias=None, slopes=None, sinks=None)
+    return AllGather.apply(plan, bare, q, k, v, extras.bias, extras.slopes, extras.sinks)

@@ -1,0 +1,152 @@
+"""Which method computes a call of context parallel, what each one refuses, and what it sends.
+
+The rule of "auto", of which ``explain_context_parallel`` prints the reason:
+
+1. a mesh of two dimensions: usp;
+2. query heads divide over the ranks: ulysses;
+3. else allgather, unless its keys and values do not fit (``RING_BYTES`` of one chunk of heads) or it refuses;
+4. else ring, unless it refuses;
+5. else ulysses with uneven heads.
+
+The order is that of published runs (on 8 H200 ulysses took -8 to +1 % of the time of one card's share, a ring about
+30 % more); a ring is for where heads run out.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from flash_ext.errors import AttentionError
+
+METHODS = ("ulysses", "allgather", "ring", "usp")
+RING_BYTES = 8 << 30
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the choice depends on. Sizes in elements, of the whole call; ``ranks`` of each dimension of the mesh."""
+
+    ranks: tuple[int, ...]
+    batch: int
+    heads: tuple[int, int, int]  # of query, key, value
+    columns: tuple[int, int]  # of query and key, of value
+    lengths: tuple[int, int]
+    itemsize: int
+    packed: bool = False
+    slopes: bool = False
+    slopes_by_diagonal: bool = True  # no query sees a key beyond its diagonal, and all diagonals lie within the keys
+    scores: bool = False  # a mask, a bias or dropout
+    band_is_packable: bool = True  # none, or causal
+    dropout_has_map: bool = True  # no dropout, or every part begins where a part of its map may
+
+    @property
+    def total(self) -> int:
+        return math.prod(self.ranks)
+
+
+def refusal(method: str, facts: Facts) -> str | None:
+    """Why a method cannot compute the call, and which one can; None: it can."""
+    if (method == "usp") != (len(facts.ranks) == 2):
+        return (
+            "method='usp' takes a mesh of two dimensions, (across, within), and this is one"
+            if method == "usp"
+            else f"method={method!r} takes a group or a mesh of one dimension; 'usp' takes two"
+        )
+    if method in ("ring", "usp") and facts.slopes:
+        return f"method={method!r} takes no alibi_slopes; use 'allgather' or 'ulysses'"
+    if method in ("ring", "usp") and facts.packed:
+        return f"method={method!r} takes no packed sequences; use 'allgather' or 'ulysses'"
+    if method == "allgather" and facts.slopes and not facts.slopes_by_diagonal:
+        return (
+            "method='allgather' takes alibi_slopes with causal=True alone, and where no diagonal ends behind the last "
+            "key; use 'ulysses'"
+        )
+    if method != "ulysses" and not facts.dropout_has_map:
+        return (
+            f"method={method!r} takes dropout_p where all chunks of the ranks begin at multiples of 16 tokens, and no "
+            "window cuts keys off; use 'ulysses'"
+        )
+    if method == "allgather" and facts.packed and facts.scores:
+        return "method='allgather' takes no mask, bias or dropout_p for packed sequences; use 'ulysses'"
+    if method == "allgather" and facts.packed and not facts.band_is_packable:
+        return "method='allgather' takes packed sequences with causal=True, or with no window at all; use 'ulysses'"
+    return None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """``method`` computes the call, because ``why``. ``sent``: bytes that a rank sends, (forward, backward), for each
+    method; ``refused``: why a method cannot."""
+
+    method: str
+    why: str
+    sent: dict[str, tuple[int, int]] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        lines = [f"{self.method}: {self.why}"]
+        for method, (there, back) in self.sent.items():
+            lines.append(
+                f"  {method:10} a rank sends {there / 2**20:,.1f} MiB forward, {back / 2**20:,.1f} MiB backward"
+            )
+        return "\n".join(lines + [f"  {method:10} refuses: {why}" for method, why in self.refused.items()])
+
+
+def choose(method: str, facts: Facts) -> Choice:
+    """Raises AttentionError where a method that was asked for refuses."""
+    refused = {name: why for name in METHODS if (why := refusal(name, facts)) is not None}
+    sent = {name: sent_bytes(name, facts) for name in METHODS if name not in refused}
+    if method != "auto":
+        if method in refused:
+            raise AttentionError(refused[method])
+        return Choice(method, "asked for", sent, refused)
+    name, why = _auto(facts, refused)
+    if name in refused:
+        raise AttentionError(refused[name])
+    return Choice(name, why, sent, refused)
+
+
+def _auto(facts: Facts, refused: dict[str, str]) -> tuple[str, str]:
+    if len(facts.ranks) == 2:
+        return "usp", "the mesh has two dimensions"
+    ranks, heads = facts.total, facts.heads[0]
+    if heads % ranks == 0:
+        return "ulysses", f"{heads} heads of query divide over {ranks} ranks"
+    why = f"{heads} heads of query do not divide over {ranks} ranks"
+    gathered = facts.lengths[1] * _key_columns(facts) * facts.itemsize
+    if "allgather" not in refused and gathered <= RING_BYTES:
+        return "allgather", f"{why}, and key and value take {gathered / 2**20:,.1f} MiB gathered"
+    if "ring" not in refused:
+        return "ring", f"{why}, and key and value gathered would take {gathered / 2**20:,.1f} MiB or are refused"
+    return "ulysses", f"{why}, and the other methods refuse"
+
+
+def _key_columns(facts: Facts) -> int:
+    (_, of_key, of_value), (columns, columns_v) = facts.heads, facts.columns
+    return facts.batch * (of_key * columns + of_value * columns_v)
+
+
+def sent_bytes(method: str, facts: Facts) -> tuple[int, int]:
+    """Bytes that a rank sends, forward and backward, with lengths alike and nothing hidden."""
+    wide = 8 if facts.itemsize == 8 else 4
+    n_q, n_k = (length // facts.total for length in facts.lengths)
+    columns = _key_columns(facts)
+    if method == "allgather":
+        rows = n_k * (facts.total - 1)
+        return rows * columns * facts.itemsize, rows * columns * (facts.itemsize + wide)
+    if method == "ring":
+        rows = n_k * (facts.total - 1)
+        return rows * columns * facts.itemsize, rows * columns * facts.itemsize + (rows + n_k) * columns * wide
+    inner = facts.ranks[-1]
+    # NOTE: a key head goes to each rank whose queries read it.
+    copies = max(1, inner // max(min(facts.heads[1:]), 1))
+    of_queries = facts.batch * facts.heads[0] * sum(facts.columns)
+    exchanged = (n_q * of_queries + n_k * columns * copies) * facts.itemsize * (inner - 1) // inner
+    if method == "ulysses":
+        return exchanged, exchanged
+    outer = facts.ranks[0]
+    share = columns * copies // inner
+    rows = n_k * inner * (outer - 1)
+    around = rows * share * facts.itemsize
+    return exchanged + around, exchanged + around + (rows + n_k * inner) * share * wide

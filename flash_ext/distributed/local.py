@@ -1,0 +1,170 @@
+"""One rank's share of the work: calls of the operator on a part of its rows and of the keys.
+
+Called by the methods of context parallel, below autograd. Invariant: a call has all keys that its rows see, or (in a
+ring) a part of them whose own log-sum-exp comes back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_ext.distributed.layout import Band, Layout, Segment, visible
+
+_ops = torch.ops.flash_ext
+MINUS_INFINITY = float("-inf")
+
+
+@dataclass(frozen=True)
+class Extras:
+    """The tensors beside query, key and value: of this rank's rows, all keys and all heads, or a part of them."""
+
+    mask: Tensor | None = None
+    bias: Tensor | None = None
+    slopes: Tensor | None = None
+    sinks: Tensor | None = None
+    state: Tensor | None = None  # the random state of dropout, of the whole call
+    first_head: int = 0
+
+    def of_heads(self, heads: slice) -> Extras:
+        return replace(
+            self,
+            mask=cut(self.mask, -3, heads),
+            bias=cut(self.bias, -3, heads),
+            slopes=cut(self.slopes, -1, heads),
+            sinks=cut(self.sinks, -1, heads),
+            first_head=self.first_head + heads.start,
+        )
+
+    def of_pairs(self, rows: slice, keys: slice) -> Extras:
+        return replace(self, mask=cut(cut(self.mask, -2, rows), -1, keys), bias=cut(cut(self.bias, -2, rows), -1, keys))
+
+
+def cut(tensor: Tensor | None, dim: int, part: slice) -> Tensor | None:
+    """The part of a tensor along a dimension that it may lack, or be broadcast along."""
+    if tensor is None or tensor.dim() < -dim or tensor.shape[dim] == 1:
+        return tensor
+    return tensor.narrow(dim, part.start, part.stop - part.start)
+
+
+@dataclass(frozen=True)
+class Call:
+    """Rows of this rank, positions of keys, and what the operator is told of the two."""
+
+    rows: slice
+    keys: slice
+    queries: slice  # the positions of the rows
+    band: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What all calls share. ``heads`` are those of the whole call, for the map of dropout."""
+
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    scale: float | None = None
+    deterministic: bool | None = None
+    batch_invariant: bool = False
+    heads: int = 0
+    operator: dict[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        names = ("softcap", "dropout_p", "scale", "deterministic", "batch_invariant")
+        object.__setattr__(self, "operator", {name: getattr(self, name) for name in names} | {"gqa": True})
+
+
+def part_of_dropout(query: int, key: int, head: int, heads: int, own_heads: int) -> dict[str, int]:
+    """What the operator is told so that it draws the mask of the whole call, which goes by position; nothing where the
+    call begins as the whole one does and has all heads."""
+    if query == key == 0 and own_heads == heads:
+        return {}
+    return {
+        "dropout_first_query": query, "dropout_first_key": key, "dropout_first_head": head, "dropout_heads": heads,
+    }  # fmt: skip
+
+
+def _arguments(q: Tensor, extras: Extras, call: Call, options: Options) -> dict[str, Any]:
+    given = {"mask": extras.mask, "bias": extras.bias, "alibi_slopes": extras.slopes, "sinks": extras.sinks}
+    if options.dropout_p > 0:
+        given |= part_of_dropout(
+            call.queries.start, call.keys.start, extras.first_head, options.heads, q.shape[1]
+        )  # fmt: skip
+    return given | call.band | options.operator
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, extras: Extras, call: Call, options: Options) -> tuple[Tensor, Tensor]:
+    """out and lse of the call; tensors are those of its rows and keys."""
+    arguments = _arguments(q, extras, call, options)
+    # NOTE: not by ``context_parallel``, which sees the operator's calls, and in whose context backward may run.
+    with torch._C.DisableTorchFunction():
+        if options.dropout_p > 0:
+            out, lse = _ops.attention_with_rng_state(q, k, v, extras.state, **arguments, return_lse=True)
+        else:
+            out, lse, _ = _ops.attention(q, k, v, **arguments, return_lse=True)
+    return out, lse
+
+
+def backward(
+    grads: tuple[Tensor | None, Tensor | None], q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    extras: Extras, call: Call, options: Options, wanted: Sequence[bool],
+) -> Sequence[Tensor]:  # fmt: skip
+    """The gradients of query, key, value, bias and slopes, of those that are wanted; out and lse are the call's own."""
+    state = q.new_empty(0, dtype=torch.int64) if extras.state is None else extras.state
+    return _ops.attention_backward(
+        *grads, q, k, v, out, lse.contiguous(), state, **_arguments(q, extras, call, options), grad_mask=list(wanted)
+    )
+
+
+def calls_of(band: Band, held: Sequence[Segment], keys: int, by_diagonal: bool) -> list[Call]:
+    """A call for each segment of a rank's queries, with all keys that it sees; none for one that sees nothing.
+
+    ``by_diagonal``: slopes count the distance from the diagonal, so the keys of a call end where that of its last row
+    is, and the operator's bottom right is the diagonal.
+    """
+    calls = []
+    for segment in held:
+        part = visible(band, segment, Segment(0, 0, keys))
+        if part is None:
+            continue
+        first = segment.row + part.queries.start - segment.start
+        rows = slice(first, first + part.queries.stop - part.queries.start)
+        sides = {"window_left": part.left, "window_right": part.right}
+        if by_diagonal:
+            if part.keys.stop != part.queries.stop + band.offset:
+                raise AssertionError("choose.refusal let slopes pass that see keys beyond the diagonal")
+            sides = {"window_left": band.left, "window_right": 0, "bottom_right": True}
+        calls.append(Call(rows, part.keys, part.queries, sides))
+    return calls
+
+
+def empty_results(q: Tensor, columns: int, rows_dim: int, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """out and lse of rows that see nothing, to be written to: 0, and -inf or the row's sink."""
+    order = sorted(range(q.dim() - 1), key=lambda dim: -q.stride(dim))
+    shape = [q.shape[dim] for dim in order]
+    out = q.new_zeros([*shape, columns]).permute([*(order.index(dim) for dim in range(q.dim() - 1)), q.dim() - 1])
+    leading = [size for dim, size in enumerate(q.shape[:-1]) if dim != rows_dim]
+    lse = q.new_full([*leading, q.shape[rows_dim]], MINUS_INFINITY, dtype=_lse_dtype(q))
+    if sinks is not None:
+        lse.copy_(sinks.unsqueeze(-1).expand_as(lse))
+    return out, lse
+
+
+def _lse_dtype(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+DROPOUT_STEP = 16  # positions at which a part of the map of dropout may begin
+
+
+def has_dropout_map(band: Band, queries: Layout, keys: Layout) -> bool:
+    """Whether all calls of all ranks, by gathered keys and in a ring, begin where a part of the map may."""
+    whole = (Segment(0, 0, keys.length),)
+    segments = [segment for held in (*keys.ranks, whole) for segment in held]
+    parts = [visible(band, rows, cols) for held in queries.ranks for rows in held for cols in segments]
+    starts = [start for part in parts if part is not None for start in (part.queries.start, part.keys.start)]
+    return all(start % DROPOUT_STEP == 0 for start in starts)

@@ -1,0 +1,269 @@
+"""Context parallel in a ring (Liu et al., arXiv:2310.01889): keys go from rank to rank while each rank computes.
+
+    step s: rank r has the keys of rank r - s, and sends them on while it attends to them
+    lse = log(sum over s of e^lse_s)        out = sum over s of e^(lse_s - lse) out_s        in float
+
+Backward goes around again, and the gradients of the keys follow them, in float, each rank adding its own, until they
+are home. The operator's backward takes P and delta from the keys that it is given, so a part of a row's keys is a call
+of its own: with w = e^(lse_s - lse) and delta = rowsum(dO out) - dlse of the whole row it gets
+
+    dO_s = w dO        dlse_s = rowsum(dO_s out_s) - w delta        and so dS_s = w P_s (dP - delta)
+
+out_s and lse_s are computed again for it, but not where one part has all keys of its rows.
+
+Called by ``context_parallel_attention``; inside Ulysses it is ``usp``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_ext.distributed import local
+from flash_ext.distributed.allgather import refuse_second_derivative
+from flash_ext.distributed.exchange import Group, Transfer, accumulate_dtype, as_rows
+from flash_ext.distributed.layout import Band, Layout, Part, Segment, visible
+from flash_ext.distributed.local import Call, Extras, Options
+
+ROWS = 2  # the dimension of query, key and value that the ring goes along
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A call on rows of this rank and rows of another rank's keys; ``alone``: its rows see no other keys."""
+
+    call: Call
+    read: slice
+    alone: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    group: Group
+    keys: Layout
+    pairs: list[list[Pair]]  # of each rank's keys
+    options: Options
+
+    def source(self, step: int) -> int:
+        return (self.group.rank - step) % self.group.size
+
+
+def plan(group: Group, queries: Layout, keys: Layout, band: Band, options: Options, by_position: bool) -> Plan:
+    """``by_position``: a mask, bias or dropout tells keys apart that are all seen."""
+    held = queries.ranks[group.rank]
+    pairs = [[pair for rows in held for pair in _pairs(band, rows, of_rank, by_position)] for of_rank in keys.ranks]
+    every = [pair for of_rank in pairs for pair in of_rank]
+
+    def overlap(one: Call, other: Call) -> bool:
+        return one.rows.start < other.rows.stop and other.rows.start < one.rows.stop
+
+    for of_rank in pairs:
+        of_rank[:] = [
+            replace(pair, alone=sum(overlap(pair.call, other.call) for other in every) == 1) for pair in of_rank
+        ]
+    return Plan(group, keys, pairs, options)
+
+
+def _pairs(band: Band, rows: Segment, of_rank: tuple[Segment, ...], by_position: bool) -> list[Pair]:
+    parts = [(visible(band, rows, keys), keys) for keys in of_rank]
+    seen = [(part, keys) for part, keys in parts if part is not None]
+    whole = all(part.is_whole and _size(part.queries) == rows.size and _size(part.keys) == keys.size
+                for part, keys in seen)  # fmt: skip
+    if len(seen) > 1 and whole and not by_position:  # their keys lie side by side, and no order counts
+        total = slice(0, sum(keys.size for _, keys in seen))
+        return [Pair(_call(rows, replace(seen[0][0], keys=total)), total)]
+    pairs = []
+    for part, keys in seen:
+        first = keys.row + part.keys.start - keys.start
+        pairs.append(Pair(_call(rows, part), slice(first, first + _size(part.keys))))
+    return pairs
+
+
+def _size(part: slice) -> int:
+    return part.stop - part.start
+
+
+def _call(rows: Segment, part: Part) -> Call:
+    first = rows.row + part.queries.start - rows.start
+    band = {"window_left": part.left, "window_right": part.right}
+    return Call(slice(first, first + _size(part.queries)), part.keys, part.queries, band)
+
+
+class _Keys:
+    """Keys and values on their way around: those of ``source(step)`` while the next ones are received."""
+
+    def __init__(self, plan: Plan, k: Tensor, v: Tensor) -> None:
+        self.plan, self.shapes = plan, [[s for i, s in enumerate(t.shape) if i != ROWS] for t in (k, v)]
+        self.columns = [math.prod(shape) for shape in self.shapes]
+        self.buffer = torch.cat((as_rows(k, ROWS), as_rows(v, ROWS)), 1)
+
+    def send_on(self, step: int) -> None:
+        """Sends the keys of this step to the next rank, and receives those of the next step."""
+        group = self.plan.group
+        self.next, self.transfer = self.buffer, Transfer([])
+        if step + 1 < group.size:
+            rows = self.plan.keys.size(self.plan.source(step + 1))
+            self.next = self.buffer.new_empty(rows, sum(self.columns))
+            self.transfer = pass_on(group, self.buffer, self.next)
+
+    def step(self) -> None:
+        self.transfer.wait()
+        self.buffer = self.next
+
+    def views(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        parts = rows.split(self.columns, 1)
+        k, v = (part.unflatten(1, shape).movedim(0, ROWS) for part, shape in zip(parts, self.shapes, strict=True))
+        return k, v
+
+
+def pass_on(group: Group, sent: Tensor, received: Tensor) -> Transfer:
+    operations = [group.send(sent, (group.rank + 1) % group.size)] if sent.numel() else []
+    if received.numel():
+        operations.append(group.receive(received, (group.rank - 1) % group.size))
+    return Transfer(operations)
+
+
+def _rows(tensor: Tensor | None, part: slice) -> Tensor | None:
+    return None if tensor is None else tensor.narrow(ROWS, part.start, part.stop - part.start)
+
+
+def _weight(lse: Tensor, total: Tensor) -> Tensor:
+    """e^(lse - total), 0 where there is nothing; (..., rows, 1)."""
+    return torch.exp(lse - total).masked_fill(lse == local.MINUS_INFINITY, 0.0).unsqueeze(-1)
+
+
+class Ring(torch.autograd.Function):
+    """(q, k, v, bias, sinks) of this rank -> (out, lse) of its rows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, plan: Plan, extras: Extras, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        ctx.plan, ctx.extras = plan, extras
+        extras = replace(extras, bias=bias)
+        out, lse = local.empty_results(q, v.shape[-1], ROWS, None)
+        out = out.to(accumulate_dtype(q.dtype))
+        exact = lse.double()  # a number a row, of which backward's weights e^(lse_s - lse) are made
+        keys = _Keys(plan, k, v)
+        for step in range(plan.group.size):
+            keys.send_on(step)
+            k_all, v_all = keys.views(keys.buffer)
+            for pair in plan.pairs[plan.source(step)]:
+                call = pair.call
+                out_part, lse_part = local.forward(
+                    _rows(q, call.rows), _rows(k_all, pair.read), _rows(v_all, pair.read),
+                    extras.of_pairs(call.rows, call.keys), call, plan.options,
+                )  # fmt: skip
+                _join(_rows(out, call.rows), _rows(exact, call.rows), out_part, lse_part)
+            keys.step()
+        if sinks is not None:
+            _join_sinks(out, exact, sinks)
+        out, lse = out.to(q.dtype), exact.to(lse.dtype)
+        ctx.save_for_backward(q, k, v, bias, sinks, out, lse, exact)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+        refuse_second_derivative("ring")
+        plan: Plan = ctx.plan
+        q, k, v, bias, sinks, out, lse, exact = ctx.saved_tensors
+        extras = replace(ctx.extras, bias=bias)
+        _, _, *wanted, of_sinks = ctx.needs_input_grad
+        wide = accumulate_dtype(q.dtype)
+        delta = _delta(grad_out, grad_lse, out, wide)
+        dq = torch.zeros_like(q, dtype=wide)
+        dbias = torch.zeros_like(bias, dtype=wide) if wanted[3] else None
+        travels = wanted[1] or wanted[2]
+        keys = _Keys(plan, k, v)
+        arriving, transfer = None, Transfer([])
+        for step in range(plan.group.size):
+            keys.send_on(step)
+            k_all, v_all = keys.views(keys.buffer)
+            sums = keys.buffer.new_zeros(keys.buffer.shape, dtype=wide)
+            dk, dv = keys.views(sums)
+            for pair in plan.pairs[plan.source(step)]:
+                call = pair.call
+                grads = _pair_gradients(
+                    pair, plan.options, extras.of_pairs(call.rows, call.keys), sinks is None,
+                    (_rows(grad_out, call.rows), _rows(grad_lse, call.rows), _rows(delta, call.rows)),
+                    _rows(q, call.rows), _rows(k_all, pair.read), _rows(v_all, pair.read), _rows(out, call.rows),
+                    (_rows(lse, call.rows), _rows(exact, call.rows)), [*wanted, False],
+                )  # fmt: skip
+                for total, part, want in (
+                    (_rows(dq, call.rows), grads[0], wanted[0]),
+                    (_rows(dk, pair.read), grads[1], wanted[1]),
+                    (_rows(dv, pair.read), grads[2], wanted[2]),
+                ):
+                    if want:
+                        total.add_(part)
+                if dbias is not None:
+                    local.cut(local.cut(dbias, -2, call.rows), -1, call.keys).add_(grads[3])
+            if travels:
+                transfer.wait()
+                if arriving is not None:
+                    sums += arriving
+                arriving = sums.new_empty(plan.keys.size(plan.source(step + 1)), sums.shape[1])
+                if plan.group.size > 1:
+                    transfer = pass_on(plan.group, sums, arriving)
+                else:
+                    arriving = sums
+            keys.step()
+        dk = dv = None
+        if travels:
+            transfer.wait()
+            dk, dv = keys.views(arriving)
+        dsinks = torch.ops.flash_ext.sinks_gradient(grad_out, grad_lse, out, lse, sinks) if of_sinks else None
+        return (
+            None, None, dq.to(q.dtype) if wanted[0] else None, dk.to(k.dtype) if wanted[1] else None,
+            dv.to(v.dtype) if wanted[2] else None, dbias.to(bias.dtype) if dbias is not None else None, dsinks,
+        )  # fmt: skip
+
+
+def _join(total: Tensor, total_lse: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Adds a part to what there is, in place and in float; the sum of exponentials in double."""
+    joined = torch.logaddexp(total_lse, lse.double())
+    total.mul_(_weight(total_lse, joined)).add_(out * _weight(lse, joined).to(total.dtype))
+    total_lse.copy_(joined)
+
+
+def _join_sinks(total: Tensor, total_lse: Tensor, sinks: Tensor) -> None:
+    """One more logit in each row of a head, without a value; in place, once behind all parts."""
+    joined = torch.logaddexp(total_lse, sinks.double().unsqueeze(-1).expand_as(total_lse))
+    total.mul_(_weight(total_lse, joined))
+    total_lse.copy_(joined)
+
+
+def _delta(grad_out: Tensor | None, grad_lse: Tensor | None, out: Tensor, wide: torch.dtype) -> Tensor:
+    """rowsum(dO out) - dlse of the whole rows."""
+    delta = out.new_zeros(out.shape[:-1], dtype=wide)
+    if grad_out is not None:
+        delta = (grad_out.to(wide) * out.to(wide)).sum(-1)
+    return delta if grad_lse is None else delta - grad_lse
+
+
+def _pair_gradients(
+    pair: Pair, options: Options, extras: Extras, no_sinks: bool, grads: tuple[Tensor | None, Tensor | None, Tensor],
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lses: tuple[Tensor, Tensor], wanted: list[bool],
+) -> Any:  # fmt: skip
+    grad_out, grad_lse, delta = grads
+    if pair.alone and no_sinks:
+        return local.backward((grad_out, grad_lse), q, k, v, out, lses[0], extras, pair.call, options, wanted)
+    own_out, own_lse = local.forward(q, k, v, extras, pair.call, options)
+    weight = _weight(own_lse, lses[1]).to(delta.dtype)
+    own_grad, own_sum = None, 0.0
+    if grad_out is not None:
+        own_grad = (weight * grad_out).to(grad_out.dtype)
+        own_sum = (own_grad.to(delta.dtype) * own_out.to(delta.dtype)).sum(-1)
+    own_grad_lse = own_sum - weight.squeeze(-1) * delta
+    return local.backward((own_grad, own_grad_lse), q, k, v, own_out, own_lse, extras, pair.call, options, wanted)
+
+
+def attend(plan: Plan, extras: Extras, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """out and lse of this rank's rows, differentiable once."""
+    bare = replace(extras, bias=None, sinks=None)
+    return Ring.apply(plan, bare, q, k, v, extras.bias, extras.sinks)
