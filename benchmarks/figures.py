@@ -172,11 +172,37 @@ def draw_losses(rows: pd.DataFrame, path: Path) -> None:
         bottom.set(xlabel="step")
 
 
+def draw_collectives(rows: pd.DataFrame, path: Path) -> None:
+    """Bus bandwidth over size, a curve for each collective and number of ranks."""
+    with figure(path, 1, 1, size=(7, 4)) as axes:
+        axis = axes[0][0]
+        for (ranks, collective), of_curve in rows.groupby(["ranks", "collective"], sort=False):
+            label = f"{collective}, {ranks} ranks"
+            axis.plot(number(of_curve["megabytes"]), number(of_curve["bus_gbs"]), marker="o", label=label)
+        axis.set_xscale("log")
+        axis.set(xlabel="MB", ylabel="bus bandwidth, GB/s", ylim=(0, None))
+        axis.legend(fontsize=8)
+
+
+def draw_ddp(rows: pd.DataFrame, path: Path) -> None:
+    """One bar for each way to average gradients and number of ranks, the parts of a step stacked."""
+    parts = ["forward", "backward", "communication", "optimizer"]
+    times = rows[[f"{part}_ms" for part in parts]].apply(number).set_axis(parts, axis=1)
+    with figure(path, 1, 1, size=(8, 1.4 + 0.35 * len(rows))) as axes:
+        bars = times.set_axis(rows["way"] + ", " + rows["ranks"] + " ranks")
+        bars.plot.barh(ax=axes[0][0], stacked=True, width=BAR, fontsize=8, grid=True)
+        axes[0][0].invert_yaxis()
+        axes[0][0].set(xlabel="milliseconds of a step", ylabel="")
+        axes[0][0].legend(fontsize=8, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1))
+
+
 DRAWINGS: dict[str, Callable[[pd.DataFrame, Path], None]] = {  # by a column that only that kind of CSV has
     "each_step_ms": draw_steps,
     "Sq": draw_attention,
     "us": draw_host_overhead,
     "loss": draw_losses,
+    "bus_gbs": draw_collectives,
+    "exposed_ms": draw_ddp,
 }
 
 
