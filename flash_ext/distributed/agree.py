@@ -25,6 +25,7 @@ from flash_ext.errors import AttentionError
 
 SIZE = 2048
 _seen: dict[Any, list[dict[str, Any]]] = {}
+_connected: set[Any] = set()
 
 
 def agree(
@@ -50,6 +51,8 @@ def agree(
     if wrong is None and may_skip and signature in _seen:
         return _seen[signature]
     rows = _exchange(groups, message, torch.device("cpu") if on_cpu else device)
+    if on_cpu and device.type != "cpu":
+        _connect(groups, device)
     if wrong is not None:
         raise wrong
     _compare(rows)
@@ -61,6 +64,16 @@ def agree(
 
 def _has_cpu(group: Group) -> bool:
     return any(torch.device(kind).type == "cpu" for kind in getattr(group.pg, "_device_types", ()))
+
+
+def _connect(groups: Sequence[Group], device: torch.device) -> None:
+    """NCCL connects a group in its first operation, in which all ranks must take part; what follows may leave some out,
+    such as one without tokens."""
+    for group in groups:
+        key = (id(group.pg), group.pg.group_name)
+        if key not in _connected:
+            dist.all_reduce(torch.zeros(1, device=device), group=group.pg)
+            _connected.add(key)
 
 
 def _exchange(groups: Sequence[Group], message: bytes, device: torch.device) -> list[dict[str, Any]]:

@@ -8,8 +8,8 @@ The rule of "auto", of which ``explain_context_parallel`` prints the reason:
 4. else ring, unless it refuses;
 5. else ulysses with uneven heads.
 
-The order is that of published runs (on 8 H200 ulysses took -8 to +1 % of the time of one card's share, a ring about
-30 % more); a ring is for where heads run out.
+The order is that of published runs of others (8 H200, 64k tokens, 2 and 4 ranks, against one: ulysses -8 and +1 % of
+the speed, a ring -29 and -32 %; prime-rl #2418): a ring is for where heads run out. Bandwidth is not asked for.
 """
 
 from __future__ import annotations

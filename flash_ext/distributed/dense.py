@@ -105,6 +105,7 @@ def _describe(
             raise AttentionError(
                 f"{name} of shape {tuple(tensor.shape)} must be ({heads},) or ({batch}, {heads}), all heads of query"
             )
+    local.check(query, key, value, tensors, None, options)
     given = {"query": query, "key": key, "value": value} | tensors
     deterministic = options["deterministic"]
     equal: dict[str, Any] = {

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flash_ext.distributed.layout import Band, Layout, Segment, visible
+from flash_ext.errors import AttentionError
 
 _ops = torch.ops.flash_ext
 MINUS_INFINITY = float("-inf")
@@ -107,6 +108,36 @@ def forward(q: Tensor, k: Tensor, v: Tensor, extras: Extras, call: Call, options
         else:
             out, lse, _ = _ops.attention(q, k, v, **arguments, return_lse=True)
     return out, lse
+
+
+_taken: set[Any] = set()
+
+
+def check(
+    q: Tensor, k: Tensor, v: Tensor, tensors: dict[str, Tensor | None], lengths: Tensor | None, given: dict[str, Any]
+) -> None:  # fmt: skip
+    """Has the operator check what a caller gives, by tensors without memory, before any rank waits for another one.
+
+    Of masks and biases the dtype alone: their shape is that of the whole call. Once for each signature.
+    """
+    options = {name: given[name] for name in ("softcap", "dropout_p", "scale", "deterministic", "batch_invariant")}
+    of = [(t.shape, t.dtype) for t in (q, k, v)]
+    small = {name: None if t is None else ((1,) if name in ("mask", "bias") else t.shape, t.dtype)
+             for name, t in tensors.items()}  # fmt: skip
+    signature = (tuple(of), tuple(small.items()), tuple(options.items()), lengths is not None and lengths.shape)
+    if signature in _taken:
+        return
+    meta = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in of]
+    extra = {n: None if t is None else torch.empty(t[0], dtype=t[1], device="meta") for n, t in small.items()}
+    if lengths is not None:
+        extra |= {"cu_seqlens_q": torch.empty(lengths.shape, dtype=lengths.dtype, device="meta")}
+        options |= {"max_q": 1, "max_k": 1}
+    try:
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            _ops.attention(*meta, **extra, **options, gqa=True)
+    except RuntimeError as error:  # through torch.ops it is of the plain class
+        raise AttentionError(str(error)) from None
+    _taken.add(signature)
 
 
 def backward(

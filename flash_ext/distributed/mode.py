@@ -42,8 +42,8 @@ class context_parallel(TorchFunctionMode):
     That is ``flash_ext.attention``, ``attention_varlen`` (with the cu_seqlens of the whole), the drop-in and, while
     ``flash_ext.enable()`` is on, ``F.scaled_dot_product_attention`` as Python calls it, in modules of torch too. Masks
     and biases are this rank's rows against all keys. Backward may run inside or outside, but what
-    ``torch.utils.checkpoint`` computes again must be inside. Every torch call in the context passes through Python once
-    more, some microseconds each.
+    ``torch.utils.checkpoint`` computes again must be inside. ``FlashAttention`` is refused. Every torch call in the
+    context passes through Python once more, some microseconds each.
 
     Args:
         mesh: a ProcessGroup, or a DeviceMesh of one or two dimensions.
@@ -80,6 +80,11 @@ class context_parallel(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _ATTENTION:
+            if "deterministic" not in kwargs and not torch.is_grad_enabled() and any(t.requires_grad for t in args[:3]):
+                raise AttentionError(
+                    "FlashAttention is called in context_parallel, and its backward would be of this rank alone; "
+                    "use flash_ext.attention"
+                )
             return self._native(**(dict(zip(_NATIVE, args, strict=False)) | kwargs))
         if func in _DROP_IN or (func is _SDPA and control._state.scopes):
             return self._drop_in(*args, **kwargs)

@@ -63,6 +63,7 @@ def _describe(
             options[name] = number(options[name], name)
     for name in ("causal", "batch_invariant", "return_lse"):
         flag(options[name], name)
+    local.check(query, key, value, tensors, cu_seqlens, options)
     deterministic = options["deterministic"]
     equal: dict[str, Any] = {
         "the call": "context_parallel_attention_varlen",

@@ -188,4 +188,5 @@ def _keys_to_heads(plan: Plan, x: Tensor, heads: int) -> Tensor:
     gathered = ToHeads.apply(x, Places(plan.of_keys, of_keys, plan.rows_dim, 1))
     rank = plan.of_keys.group.rank
     wanted = repeats(plan.heads[rank], of_keys[rank], group)
-    return gathered if wanted is None else gathered[:, wanted]
+    # NOTE: not by a list as an index, which is copied to a GPU while the host waits.
+    return gathered if wanted is None else torch.cat([gathered.narrow(1, head, 1) for head in wanted], 1)

@@ -231,6 +231,16 @@ def dropout_of_one_rank(world: World) -> None:
                 return fd.context_parallel_attention(**t, group=world.group, method=method, **options, dropout_p=0.3)
 
             compare(world, call, on_shards, whole)
+    if world.size == 4:  # 16 tokens a chunk, and two heads of four a rank
+
+        def across_and_within(**t: Tensor) -> Tensor:
+            from torch.distributed.device_mesh import init_device_mesh
+
+            torch.manual_seed(3 + world.rank)
+            mesh = init_device_mesh("cpu", (2, 2))
+            return fd.context_parallel_attention(**t, group=mesh, causal=True, dropout_p=0.3)
+
+        compare(world, lambda **t: call({"causal": True}, **t), across_and_within, whole)
     q, k, v = (t.detach()[:, :, :7] for t in whole.values())
     for method in ("allgather", "ring"):
         refused(
@@ -270,6 +280,19 @@ def autocast(world: World) -> None:
             grads = torch.autograd.grad(out.float().sum(), parts)
             assert out.dtype == torch.bfloat16 and all(grad.dtype == torch.float32 for grad in grads)
             torch.testing.assert_close(out, fd.shard_sequence(expected, world.group, 2), atol=0.02, rtol=0.02)
+
+
+@case
+def the_same_bits_again(world: World) -> None:
+    q, k, v = (t.detach().bfloat16() for t in whole_problem(16 * world.size, (8, 1)).values())
+    for method in ("ulysses", "allgather", "ring"):
+        first: list[Tensor] = []
+        for _ in range(3):
+            parts = [fd.shard_sequence(t, world.group, 2).requires_grad_() for t in (q, k, v)]
+            out = fd.context_parallel_attention(*parts, world.group, method=method, causal=True, deterministic=True)
+            results = [out, *torch.autograd.grad(out.float().square().sum(), parts)]
+            first = first or results
+            assert all(torch.equal(a, b) for a, b in zip(first, results, strict=True))
 
 
 @case
@@ -313,7 +336,8 @@ def ranks_that_disagree(world: World) -> None:
     one("method is auto on rank 0 and ring on rank", method="ring")
     one("the batch size is 2 on rank 0 and 1 on rank", tensors=(q[:1], q[:1], q[:1]))
     one("the number of heads of key is 4 on rank 0 and 2 on rank", tensors=(q, q[:, :2], q))
-    one("the dtype of query is torch.float64 on rank 0 and torch.float32", tensors=(q.float(), q, q))
+    one("the dtype of query is torch.float64 on rank 0 and torch.float32", tensors=(q.float(),) * 3)
+    one("query, key and value are of torch.float32, torch.float64 and", tensors=(q.float(), q, q))
     one("sinks is None on rank 0 and", sinks=rand(4))
     one("what wants a gradient is () on rank 0 and ('query',)", tensors=(q.clone().requires_grad_(), q, q))
     one("mask is None on rank 0 and", mask=torch.ones(6, 12, dtype=torch.bool))
@@ -352,6 +376,11 @@ def what_a_method_does_not_take(world: World) -> None:
         "method='allgather' takes no mask, bias or dropout_p for packed",
         lambda: packed(method="allgather", dropout_p=0.5),
     )
+    for method in ("ulysses", "allgather", "ring"):
+        refused("softcap", lambda method=method: call(q, q, q, group, method=method, softcap=-1.0))
+    with fd.context_parallel(group):
+        wants = q.clone().requires_grad_()
+        refused("FlashAttention is called in context_parallel", lambda: flash_ext.FlashAttention.apply(wants, q, q))
     refused("group is of type int", lambda: call(q, q, q, 3), TypeError)
     # "auto" finds one that does.
     for heads in (3, 4):
