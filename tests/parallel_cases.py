@@ -1,6 +1,7 @@
 """What tools/test_parallel.py runs on each rank: `python parallel_cases.py STRATEGY,... ARGUMENTS OF train_lm.py`.
 
-One process group for all strategies, because starting a rank takes longer than training on it does here.
+One process group for all strategies, because starting a rank takes longer than training on it does here. Each trains
+twice: NAME.csv, and NAME-again.csv from the checkpoint that the first left after nine steps.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ def main() -> None:
     names, *arguments = sys.argv[1:]
     with ranks.joined("cpu"):
         for name in names.split(","):
-            args = train_lm.parse(["--parallel", name, *arguments])
-            args.csv = args.csv.with_name(f"{name}.csv")
-            make_folder(args.csv.parent)
-            parallel.train_on_ranks(args)
+            for file in (name, f"{name}-again"):
+                args = train_lm.parse(["--parallel", name, *arguments, "--save-every", "9"])
+                make_folder(args.csv.parent)
+                args.resume = args.csv.with_name(f"saved-{name}")
+                args.csv = args.csv.with_name(f"{file}.csv")
+                parallel.train_on_ranks(args)
 
 
 if __name__ == "__main__":

@@ -56,6 +56,13 @@ def test_the_curve_is_that_of_one_rank(folder, name):
 
 
 @pytest.mark.parametrize("name", ["none", *STRATEGIES])
+def test_a_run_that_starts_from_a_checkpoint_goes_on_alike(folder, name):
+    first, again = nats(folder / f"{name}_curve.csv"), nats(folder / f"{name}-again_curve.csv")
+    assert list(again) == [10, 11, 12]
+    assert again == pytest.approx({step: first[step] for step in again}, abs=2e-6)
+
+
+@pytest.mark.parametrize("name", ["none", *STRATEGIES])
 def test_each_rank_holds_what_the_arithmetic_says(folder, name):
     rows = rows_of(folder / f"{name}.csv")
     assert [row["rank"] for row in rows] == (["0"] if name == "none" else ["0", "1"])
