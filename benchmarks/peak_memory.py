@@ -9,8 +9,8 @@ tokens). With L blocks in groups of g = ceil(sqrt(L)), X bytes of a block's inpu
     nested   every group keeps its input, and within the     L / g X    then g X, and A of one block
              group that runs again every block does
 
-The peak is the largest of three moments: the loss, with three tensors as large as the logits (the logits, their
-log-softmax and its gradient); the backward of the last block or group, with the logits; that of the first, with the
+The peak is the largest of three moments: the loss, with four tensors as large as the logits (the logits, their
+log-softmax, and the gradients of both); the backward of the last block or group, with the logits; that of the first, with the
 logits and every gradient. Temporaries inside a block's backward are not in it.
 """
 
@@ -88,4 +88,4 @@ def predicted(model: TransformerLM, tokens: Tensor, vocab: int, saved_tensors: C
     }[model.recompute]
     gradients = sum(parameter.nbytes for parameter in model.parameters())
     first = gradients + logits + (again or entry + kept)
-    return max(held + 3 * logits, held + again + logits, first)
+    return max(held + 4 * logits, held + again + logits, first)
