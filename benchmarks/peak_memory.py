@@ -10,8 +10,8 @@ tokens). With L blocks in groups of g = ceil(sqrt(L)), X bytes of a block's inpu
              group that runs again every block does
 
 The peak is the largest of three moments: the loss, with four tensors as large as the logits (the logits, their
-log-softmax, and the gradients of both); the backward of the last block or group, with the logits; that of the first, with the
-logits and every gradient. Temporaries inside a block's backward are not in it.
+log-softmax, and the gradients of both); the backward of the last block or group, with the logits; that of the first,
+with the logits and every gradient. Temporaries inside a block's backward are not in it.
 """
 
 from __future__ import annotations
