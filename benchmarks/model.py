@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 AttentionFn = Callable[[Tensor, Tensor, Tensor], Tensor]
+RECOMPUTE = ("none", "block", "nested", "sqrt")
 BYTE_VOCAB = 256  # text is read byte by byte, so no tokenizer has to be fetched or trained
 
 
@@ -139,16 +141,16 @@ class SelfAttention(nn.Module):
 
     def __init__(self, size: Size, attention: AttentionFn) -> None:
         super().__init__()
-        self.heads = size.heads
+        self.head_dim = size.d_model // size.heads
         self.attention = attention
         self.qkv = nn.Linear(size.d_model, 3 * size.d_model, bias=False)
         self.out = nn.Linear(size.d_model, size.d_model, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        b, s, d_model = x.shape
-        q, k, v = self.qkv(x).view(b, s, 3, self.heads, d_model // self.heads).permute(2, 0, 3, 1, 4)
+        b, s, _ = x.shape
+        q, k, v = self.qkv(x).view(b, s, 3, -1, self.head_dim).permute(2, 0, 3, 1, 4)  # a rank may have some heads only
         y = self.attention(rotate(q, cos, sin), rotate(k, cos, sin), v)
-        return self.out(y.transpose(1, 2).reshape(b, s, d_model))
+        return self.out(y.transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
@@ -186,14 +188,25 @@ class BackwardRanges:
             x.register_hook(switch)
 
 
+def group_size(layers: int) -> int:
+    """Blocks of a group that is recomputed as a whole: about as many as there are groups."""
+    return math.ceil(math.sqrt(layers))
+
+
+def checkpointed(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The same call, which backward runs again instead of keeping what it computes."""
+    return partial(checkpoint, run, use_reentrant=False) if torch.is_grad_enabled() else run
+
+
 class TransformerLM(nn.Module):
     """Tokens (B, S) int64 -> logits (B, S, vocab), S <= context.
 
-    With `recompute`, backward computes each block's forward again instead of keeping its activations.
+    `recompute` is one of RECOMPUTE, what backward computes again instead of keeping it: nothing, each block, each group
+    of about sqrt(layers) blocks, or such groups whose blocks keep only their inputs while the group runs again.
     """
 
     def __init__(
-        self, size: Size, attention: AttentionFn, context: int, vocab: int = BYTE_VOCAB, recompute: bool = False
+        self, size: Size, attention: AttentionFn, context: int, vocab: int = BYTE_VOCAB, recompute: str = "none"
     ) -> None:
         super().__init__()
         self.context, self.recompute = context, recompute
@@ -214,14 +227,22 @@ class TransformerLM(nn.Module):
         x = self.embedding(tokens)
         backward = BackwardRanges()
         backward.mark(x)
-        for index, block in enumerate(self.blocks):
-            with named_range(f"block {index}"):
-                if self.recompute and torch.is_grad_enabled():
-                    x = checkpoint(block, x, cos, sin, use_reentrant=False)
-                else:
-                    x = block(x, cos, sin)
-            backward.mark(x, f"block {index}")
+        layers = len(self.blocks)
+        size = group_size(layers) if self.recompute in ("sqrt", "nested") else layers
+        run = checkpointed(self.run_blocks) if size < layers else self.run_blocks
+        for first in range(0, layers, size):
+            x = run(range(first, min(first + size, layers)), x, cos, sin, backward)
         return self.head(self.norm(x))
+
+    def run_blocks(self, indices: range, x: Tensor, cos: Tensor, sin: Tensor, backward: BackwardRanges) -> Tensor:
+        """x (B, S, d_model) through some blocks in order."""
+        for index in indices:
+            block = self.blocks[index]
+            run = checkpointed(block) if self.recompute in ("block", "nested") else block
+            with named_range(f"block {index}"):
+                x = run(x, cos, sin)
+            backward.mark(x, f"block {index}")
+        return x
 
     def compile_blocks(self) -> None:
         """Compiles one block; the others, which differ in weights only, share its code, and their ranges stay."""

@@ -112,7 +112,7 @@ def step_table(rows: pd.DataFrame) -> Table:
     table = make_table("size", "batch x context", "precision", "mode", "attention", right=figures)
     for _, of_setting in rows.groupby(STEP_KEYS, sort=False):
         row = of_setting.loc[of_setting["warmup"].astype(int).idxmax()]
-        options = "".join(f", {name}" for name in ("compile", "checkpoint") if row[name] == "1")
+        options = "".join(f", {name}" for name in ("compile", "checkpoint") if row[name] not in ("0", "none"))
         step = row["status"] if row["status"] != "ok" else f"{row['step_ms']} ± {row['step_std'] or '-'}"
         costs = (row[name] or "-" for name in ("tokens_s", "mfu_percent", "peak_mib"))
         windows = f"{row['batch']} x {row['context']}"

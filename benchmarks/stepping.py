@@ -19,6 +19,7 @@ from pathlib import Path
 from timeit import default_timer
 from typing import Any
 
+import peak_memory
 import torch
 from harness import BenchmarkError, Reporter, is_out_of_memory, load_flash_ext, release_memory, synchronize
 from limits import float32_products
@@ -50,9 +51,10 @@ class Setting:
     batch: int
     steps: int
     compiled: bool
-    recompute: bool
+    recompute: str
     device: str
     seed: int
+    weigh: bool = False  # measure and predict the step's memory
 
     @property
     def name(self) -> str:
@@ -79,6 +81,8 @@ class Measured:
     phases: list[dict[str, float]] = field(default_factory=list)
     step_ms: list[float] = field(default_factory=list)
     peak_mib: float = math.nan  # GPU only
+    step_mib: float = math.nan  # a step's peak beyond what was there before it, if it is weighed
+    predicted_mib: float = math.nan
     out_of_memory: bool = False
 
 
@@ -205,6 +209,10 @@ def run_steps(setting: Setting, tools: Tools, result: Measured) -> None:
                 progress.advance(f"{result.step_ms[-1]:.1f} ms")
     if setting.device == "cuda":
         result.peak_mib = torch.cuda.max_memory_allocated() / 2**20
+    if setting.weigh:
+        result.step_mib = peak_memory.measured(work.step, setting.device) / 2**20
+        saved_tensors = profiling().saved_tensors
+        result.predicted_mib = peak_memory.predicted(work.model, work.tokens[:, 1:], VOCAB, saved_tensors) / 2**20
 
 
 def measure(setting: Setting, tools: Tools) -> Measured:
@@ -247,7 +255,7 @@ def row_of(result: Measured, peak_tflops: float) -> dict[str, Any]:
     s = result.setting
     row: dict[str, Any] = {
         "size": s.size, "batch": s.batch, "context": s.context, "attention": s.attention, "precision": s.precision,
-        "mode": s.mode, "compile": int(s.compiled), "checkpoint": int(s.recompute), "warmup": s.warmup,
+        "mode": s.mode, "compile": int(s.compiled), "checkpoint": s.recompute, "warmup": s.warmup,
         "steps": s.steps, "status": "OOM" if result.out_of_memory else "ok",
     }  # fmt: skip
     for phase in PHASES["train-step"]:
@@ -259,6 +267,7 @@ def row_of(result: Measured, peak_tflops: float) -> dict[str, Any]:
     row["mfu_percent"] = _figure(100 * flop / mean / 1e12 / peak_tflops, ".2f")
     row["peak_tflops"] = _figure(peak_tflops, ".3f")
     row["peak_mib"] = _figure(result.peak_mib, ".0f")
+    row["step_mib"], row["predicted_mib"] = _figure(result.step_mib, ".1f"), _figure(result.predicted_mib, ".1f")
     row["each_step_ms"] = " ".join(f"{ms:.3f}" for ms in result.step_ms)
     return row
 
@@ -287,14 +296,16 @@ def step_table(rows: list[dict[str, Any]], device: str) -> Table:
     same = [f"{name} {rows[0][name]}" for name in SETTING_COLUMNS if name not in different]
     title = f"Milliseconds, mean ± standard deviation of {rows[0]['steps']} steps, {device}: {', '.join(same)}"
     phases = [name for name in PHASES["train-step"] if any(row[f"{name}_ms"] for row in rows)]
-    headers = (*phases, "step", "tokens/s", "MFU %", "peak MiB")
+    costs = {"tokens_s": "tokens/s", "mfu_percent": "MFU %", "peak_mib": "peak MiB"}
+    if any(row["step_mib"] for row in rows):
+        costs |= {"step_mib": "step's own MiB", "predicted_mib": "predicted MiB"}
+    headers = (*phases, "step", *costs.values())
     table = make_table(*different, right=headers, title=title)
     for row in rows:
         times = [_shown(row[f"{name}_ms"], row[f"{name}_std"]) for name in (*phases, "step")]
         if row["status"] == "OOM":
             times[-1] = "OOM"
-        costs = [row[name] or "-" for name in ("tokens_s", "mfu_percent", "peak_mib")]
-        table.add_row(*(str(row[name]) for name in different), *times, *costs)
+        table.add_row(*(str(row[name]) for name in different), *times, *(row[name] or "-" for name in costs))
     return table
 
 

@@ -7,6 +7,8 @@ Training compares loss curves; two attentions differ only in rounding, so their 
     python benchmarks/train_lm.py --compare sdpa naive    any two of flash_ext, sdpa, naive, compiled-naive
     python benchmarks/train_lm.py --data book.txt         one attention, a text of your own
 
+    torchrun --nproc-per-node 2 benchmarks/train_lm.py --parallel fsdp    on many ranks: ddp, zero1, fsdp, tp
+
 The text is read byte by byte (vocabulary 256), so losses are in nats per byte: an untrained model has ln 256 = 5.55.
 Without --data it is the Python standard library's own sources.
 
@@ -53,7 +55,7 @@ from harness import (
     word,
 )
 from limits import product_tflops
-from model import ATTENTIONS, SIZES
+from model import ATTENTIONS, RECOMPUTE, SIZES
 from stepping import PHASES, Setting, Tools, check_tools, measure, measure_in_new_process, row_of, step_table
 from tables import csv_path, write_csv, write_results
 from training import PRECISIONS, PROMPT, loss_rows, loss_table, train
@@ -108,7 +110,9 @@ class Args:
     batch: Annotated[int | None, word(whole, "N")] = None  # windows per step (None: 4; to train on a CPU 16)
     steps: Annotated[int | None, word(whole, "N")] = None  # None: 300 to train, 10 to measure
     compile: bool = False  # torch.compile of the Transformer block, once for all of them
-    checkpoint: bool = False  # recompute each block in backward instead of keeping activations
+    # what backward computes again instead of keeping it: each block, each group of sqrt(layers) blocks, or groups whose
+    # blocks are again recomputed; measured, the peak of a step's memory stands beside what arithmetic says (None: none)
+    checkpoint: Annotated[list[str] | None, list_of(RECOMPUTE)] = None
     seed: int = 0  # of weights, batches and sample
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: the GPU when there is one
     # folder of train_lm.* or train_lm_steps.*, or FILE.csv, others beside it
@@ -118,6 +122,11 @@ class Args:
     lr: float | None = None  # training: peak learning rate (None: one that suits the size)
     data: Annotated[Path | None, arg(metavar="FILE")] = None  # training: UTF-8 text (None: Python's own sources)
     sample: bool = True  # training: with --no-sample no text is generated at the end
+    # training: on torchrun's ranks (none, ddp, zero1, fsdp, tp), a table of what each rank does; --batch is of all
+    parallel: Annotated[str | None, arg(metavar="NAME")] = None
+    # --parallel: folder of checkpoints; the run goes on from the newest one there
+    resume: Annotated[Path | None, arg(metavar="DIR")] = None
+    save_every: Annotated[int, word(whole, "N")] = 50  # --resume: steps between checkpoints
     mode: Annotated[list[str] | None, list_of(PHASES)] = None  # measuring (None: train-step); forward has no autograd
     # measuring: steps before those measured (None: 5); a list is a study, each in a new process
     warmup: Annotated[list[int] | None, list_of(partial(whole, least=0))] = None
@@ -146,27 +155,35 @@ def parse(argv: list[str] | None = None) -> Args:
     args.size, args.context = args.size or defaults["size"], args.context or defaults["context"]
     args.batch = args.batch or defaults["measured batch" if args.asks else "batch"]
     args.steps = args.steps or (MEASURED_STEPS if args.asks else TRAINING_STEPS)
-    args.csv = csv_path(args.out, "train_lm_steps" if args.asks else "train_lm")
+    name = "train_lm_steps" if args.asks else "train_lm_parallel" if args.parallel else "train_lm"
+    args.csv = csv_path(args.out, name)
     (check_measuring if args.asks else check_training)(args)
     return args
 
 
 def check_measuring(args: Args) -> None:
     """Fills in what measuring needs: `args.settings`, one a row, and `args.tools`."""
-    for name in ("compare", "lr", "data"):
+    for name in ("compare", "lr", "data", "parallel", "resume"):
         if getattr(args, name) is not None:
             raise BenchmarkError(f"--{name} is for training, but {args.asks[0]} asks for measuring.")
     args.mode, args.warmup = args.mode or ["train-step"], args.warmup or [WARMUP]
+    weigh = args.checkpoint is not None
+    for wrong in (name for name in args.precision if weigh and name not in ("fp32", "tf32")):
+        raise BenchmarkError(f"--checkpoint predicts memory for fp32 and tf32, not for --precision {wrong}.")
     lists = (args.size, args.context, args.attention, args.precision, args.mode, args.warmup)
-    rest = (args.batch, args.steps, args.compile, args.checkpoint, args.device, args.seed)
-    args.settings = [Setting(*choice, *rest) for choice in itertools.product(*lists)]
+    rest = (args.batch, args.steps, args.compile)
+    args.settings = [
+        Setting(*choice, *rest, recompute, args.device, args.seed, weigh)
+        for *choice, recompute in itertools.product(*lists, args.checkpoint or ["none"])
+    ]
     args.tools = Tools(args.nvtx, args.memory_snapshot, args.torch_profiler)
     check_tools(args.tools, args.settings)
 
 
 def check_training(args: Args) -> None:
     """Makes single values of the lists, and fills in `args.lr` and `args.attentions`."""
-    for name in ("size", "context", "attention", "precision"):
+    args.checkpoint = args.checkpoint or ["none"]
+    for name in ("size", "context", "attention", "precision", "checkpoint"):
         values = getattr(args, name)
         if len(values) > 1:
             shown = ",".join(map(str, values))
@@ -176,6 +193,23 @@ def check_training(args: Args) -> None:
     if not 0 < args.lr < math.inf:
         raise BenchmarkError(f"--lr {args.lr} must be a number above 0.")
     args.attentions = attentions_of(args)
+    if args.parallel is not None:
+        check_parallel(args)
+    elif args.resume:
+        raise BenchmarkError(f"--resume {args.resume} is for --parallel.")
+
+
+def check_parallel(args: Args) -> None:
+    """A BenchmarkError for what --parallel does not know or take."""
+    from strategies import STRATEGIES  # here, because it loads DTensors, which takes seconds
+
+    if args.parallel not in STRATEGIES:
+        raise BenchmarkError(f"--parallel {args.parallel} is none of {', '.join(STRATEGIES)}.")
+    if args.precision == "fp16":
+        raise BenchmarkError("--precision fp16 scales the loss, which --parallel does not; it takes fp32, tf32, bf16.")
+    if args.compare is not None or args.compile:
+        raise BenchmarkError(f"--{'compile' if args.compile else 'compare'} is not for --parallel.")
+    args.attention = args.attentions[0]
 
 
 def attentions_of(args: Args) -> list[str]:
@@ -233,7 +267,12 @@ def main() -> None:
     """Trains or measures, as the arguments ask."""
     args = parse()
     make_folder(args.csv.parent)
-    (measure_all if args.asks else train_all)(args)
+    if args.parallel:
+        from parallel import train_parallel
+
+        train_parallel(args)
+    else:
+        (measure_all if args.asks else train_all)(args)
 
 
 if __name__ == "__main__":

@@ -82,10 +82,12 @@ class DDP(nn.Module):
         reached = torch.tensor([parameter in self._ready for parameter in self._order], dtype=torch.uint8)
         reached = reached.to(self._order[0].device)
         dist.all_reduce(reached, dist.ReduceOp.MAX, group=self.group)
-        for parameter, work, anywhere in zip(self._order, self._works, reached.tolist(), strict=True):
+        for parameter, work in zip(self._order, self._works, strict=True):
             work.wait()
             parameter.grad.div_(self._world)
-            if not anywhere and parameter in missing:
-                parameter.grad = None
+        if missing:  # else the host need not wait for a GPU to know what was reached
+            for parameter, anywhere in zip(self._order, reached.tolist(), strict=True):
+                if not anywhere and parameter in missing:
+                    parameter.grad = None
         self._ready.clear()
         self._works.clear()

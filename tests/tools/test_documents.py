@@ -25,7 +25,9 @@ AS_IT_STANDS = {
 }
 WITH_OTHER_ARGUMENTS = {
     "python -m flash_ext.profiling": "tests/tools/test_profiling.py",
+    "python benchmarks/communication.py": "tests/tools/test_communication.py",
     "python benchmarks/train_lm.py": "tests/tools/test_benchmarks.py",
+    "torchrun --nproc-per-node 2 benchmarks/train_lm.py": "tests/tools/test_parallel.py",
     "python tests/foreign/flash_attention.py": "tests/tools/test_foreign.py",
     "uv run --no-sync python tools/torch_versions.py": ".ci/run",
     "uv run --no-sync cmake": ".ci/run",

@@ -22,7 +22,7 @@ SMALL = ("--device", "cpu", "--steps", "2", "--batch", "2", "--context", "16", "
 def setting(bench, **changes):
     """A tiny setting; two blocks would do, but sizes have names."""
     values = {"size": "tiny", "context": 12, "attention": "naive", "precision": "fp32", "mode": "train-step"}
-    values |= {"warmup": 1, "batch": 2, "steps": 2, "compiled": False, "recompute": False, "device": "cpu", "seed": 0}
+    values |= {"warmup": 1, "batch": 2, "steps": 2, "compiled": False, "recompute": "none", "device": "cpu", "seed": 0}
     return bench.stepping.Setting(**(values | changes))
 
 
@@ -49,7 +49,7 @@ def test_lists_make_one_table(bench, monkeypatch, capsys, tmp_path):
         assert row["step_std"] and row["mfu_percent"]
         assert row["status"] == "ok" and all(row[name] for name in ("commit", "library", "command"))
     shown = capsys.readouterr().out
-    assert "size tiny, batch 2, context 16, compile 0, checkpoint 0, warmup 1" in " ".join(shown.split())
+    assert "size tiny, batch 2, context 16, compile 0, checkpoint none, warmup 1" in " ".join(shown.split())
     assert all((tmp_path / f"train_lm_steps{kind}").stat().st_size > 500 for kind in (".md", ".tex", ".png"))
 
 
@@ -141,12 +141,14 @@ def test_the_arithmetic_of_a_forward_is_what_torch_counts(bench):
 # ---- the same model, however it runs ----
 
 
-@pytest.mark.parametrize("how", ["recompute", "compiled"])
-def test_checkpointing_and_compiling_change_nothing(bench, monkeypatch, how):
+@pytest.mark.parametrize(
+    "change", [{"compiled": True}, *({"recompute": name} for name in ("block", "nested", "sqrt"))], ids=str
+)
+def test_checkpointing_and_compiling_change_nothing(bench, monkeypatch, change):
     compile_module = torch.nn.Module.compile
     monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compile_module(module, backend="aot_eager"))
     gradients = []
-    for changes in ({}, {how: True}):
+    for changes in ({}, change):
         work = bench.stepping.build(setting(bench, attention="flash_ext", mode="forward-backward", **changes))
         loss = bench.training.cross_entropy(work.model(work.tokens[:, :-1]), work.tokens[:, 1:])
         loss.backward()
@@ -158,7 +160,7 @@ def test_checkpointing_and_compiling_change_nothing(bench, monkeypatch, how):
 # ---- what profilers see ----
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", ["none", "block"])
 def test_ranges_nest_as_the_model_does(bench, recompute):
     opened: list[str] = []
     seen: list[str] = []
@@ -180,7 +182,7 @@ def test_ranges_nest_as_the_model_does(bench, recompute):
     expected += [f"forward/{path}" for block in blocks for path in (block, *(f"{block}/{part}" for part in parts))]
     expected += ["loss", "backward"]
     for block in reversed(blocks):
-        again = [f"backward/{block} backward/{part}" for part in parts] if recompute else []
+        again = [f"backward/{block} backward/{part}" for part in parts] if recompute == "block" else []
         expected += [f"backward/{block} backward", *again]
     assert seen == [*expected, "optimizer"]
     seen.clear()
@@ -224,3 +226,37 @@ def test_steps_on_a_gpu(bench, tmp_path):
     rows = rows_of(tmp_path / "train_lm_steps.csv")
     assert len(rows) == 8
     assert all(row["status"] == "ok" and float(row["peak_mib"]) > 0 and row["cudnn"] and row["driver"] for row in rows)
+
+
+# ---- what recomputation saves ----
+
+
+def test_the_peak_of_a_step_is_counted_by_storage(bench):
+    kept = torch.zeros(1000)
+    with bench.peak_memory.StoragePeak() as counter:
+        a = torch.ones(100) + kept[:100]  # two of 400 bytes, one of which goes
+        b = a.view(10, 10).relu()
+        del a
+        c = b.add_(1).t()
+        assert counter.now == 400
+        del b, c
+        d = torch.zeros(250)
+    assert (counter.peak, counter.now) == (1000, 1000)
+    del d
+    assert counter.now == 0
+
+
+def test_recomputation_keeps_less_as_predicted(bench, monkeypatch, capsys, tmp_path):
+    lists = ("--checkpoint", "none,block,nested,sqrt", "--mode", "train-step", "--attention", "sdpa")
+    shape = ("--device", "cpu", "--steps", "1", "--batch", "2", "--context", "256", "--warmup", "1")
+    monkeypatch.setattr(sys, "argv", ["train_lm.py", *shape, *lists, "--out", str(tmp_path)])
+    monkeypatch.setitem(bench.model.SIZES, "tiny", replace(bench.model.SIZES["tiny"], layers=9))
+    monkeypatch.setattr(bench.stepping, "VOCAB", 64)
+    bench.train_lm.main()
+    rows = rows_of(tmp_path / "train_lm_steps.csv")
+    peaks = {row["checkpoint"]: float(row["step_mib"]) for row in rows}
+    assert list(peaks) == ["none", "block", "nested", "sqrt"]
+    assert peaks["none"] > peaks["sqrt"] > max(peaks["block"], peaks["nested"])
+    for row in rows:
+        assert float(row["step_mib"]) == pytest.approx(float(row["predicted_mib"]), rel=0.25), row["checkpoint"]
+    assert "predicted MiB" in capsys.readouterr().out

@@ -1,0 +1,123 @@
+"""How train_lm.py --parallel spreads a model over ranks: torch's own wrappers, and the arithmetic of each.
+
+A strategy is a row of STRATEGIES. To add one, write a function from model to Job, and what a rank holds and sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from model import TransformerLM
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import AdamW
+
+ADAMW = {"betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
+
+
+@dataclass
+class Job:
+    """What is trained: `call` maps tokens to logits; `model` has the parameters that this rank holds."""
+
+    model: nn.Module
+    call: Callable[[Tensor], Tensor]
+    optimizer: Any
+
+
+def adamw(model: nn.Module) -> AdamW:
+    """AdamW; DTensors and tensors are groups of their own, because one fused kernel does not take both."""
+    parameters = list(model.parameters())
+    groups = [[p for p in parameters if isinstance(p, DTensor) == sharded] for sharded in (True, False)]
+    return AdamW([{"params": group} for group in groups if group], **ADAMW)
+
+
+def none(model: TransformerLM) -> Job:
+    """One rank."""
+    return Job(model, model, adamw(model))
+
+
+def ddp(model: TransformerLM) -> Job:
+    """Everything on every rank, a part of the batch each; gradients are all-reduced in buckets during backward."""
+    return Job(model, nn.parallel.DistributedDataParallel(model), adamw(model))
+
+
+def zero1(model: TransformerLM) -> Job:
+    """DDP whose optimizer state is sharded; updated parameters are broadcast."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    call = nn.parallel.DistributedDataParallel(model)
+    return Job(model, call, ZeroRedundancyOptimizer(model.parameters(), AdamW, **ADAMW))
+
+
+def fsdp(model: TransformerLM) -> Job:
+    """Parameters, gradients and state sharded; each block's weights are gathered before it runs."""
+    from torch.distributed.fsdp import fully_shard
+
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    return Job(model, model, adamw(model))
+
+
+def regrouped(linear: nn.Linear, parts: int) -> None:
+    """Orders the rows of a weight of `parts` stacked ones so that each rank's share has as many of every part."""
+    ranks = dist.get_world_size()
+    with torch.no_grad():
+        rows = linear.weight.unflatten(0, (parts, ranks, -1)).transpose(0, 1)
+        linear.weight.copy_(rows.flatten(0, 2))
+
+
+def tp(model: TransformerLM) -> Job:
+    """The heads of attention and the width of the MLP are split; activations are all-reduced twice a block and pass."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = dist.device_mesh.init_device_mesh(model.head.weight.device.type, (dist.get_world_size(),))
+    for block in model.blocks:
+        regrouped(block.attention.qkv, 3)
+        regrouped(block.mlp.gate_up, 2)
+        first, second = ColwiseParallel(), RowwiseParallel()
+        plan = {"attention.qkv": first, "attention.out": second, "mlp.gate_up": first, "mlp.down": second}
+        parallelize_module(block, mesh, plan)
+    return Job(model, model, adamw(model))
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the arithmetic of a strategy starts from, in bytes."""
+
+    ranks: int
+    weights: int  # all parameters
+    split: int  # those of attention and MLP
+    activations: int  # one tensor (batch, context, d_model)
+    layers: int
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How a model becomes a Job; shares held are of parameters, gradients and the state of one parameter."""
+
+    make: Callable[[TransformerLM], Job]
+    held: Callable[[Sizes], tuple[float, float, float]]
+    sent: Callable[[Sizes], float]  # bytes a step and rank
+    batch_is_split: bool = True
+
+
+def _ring(s: Sizes) -> float:
+    return (s.ranks - 1) / s.ranks
+
+
+def _tp_held(s: Sizes) -> tuple[float, float, float]:
+    return (s.weights - s.split + s.split / s.ranks,) * 3
+
+
+STRATEGIES = {
+    "none": Strategy(none, lambda s: (s.weights,) * 3, lambda s: 0.0),
+    "ddp": Strategy(ddp, lambda s: (s.weights,) * 3, lambda s: 2 * _ring(s) * s.weights),
+    "zero1": Strategy(zero1, lambda s: (s.weights, s.weights, s.weights / s.ranks), lambda s: 3 * _ring(s) * s.weights),
+    "fsdp": Strategy(fsdp, lambda s: (s.weights / s.ranks,) * 3, lambda s: 3 * _ring(s) * s.weights),
+    "tp": Strategy(tp, _tp_held, lambda s: 4 * s.layers * 2 * _ring(s) * s.activations, batch_is_split=False),
+}

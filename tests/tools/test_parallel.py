@@ -1,0 +1,158 @@
+"""Promise: train_lm.py --parallel trains as one rank does, tells what a rank holds, and goes on where it was killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import parallel_cases
+import pytest
+from commands import BENCHMARKS, ROOT, rows_of
+
+pytest.importorskip("tyro")
+pytest.importorskip("pandas")
+pytest.importorskip("matplotlib")
+STEPS = 12
+SMALL = f"--device cpu --attention flash_ext --steps {STEPS} --batch 4 --context 16".split()
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+STRATEGIES = ("ddp", "zero1", "fsdp", "tp")
+
+pytestmark = pytest.mark.xdist_group("parallel")  # one run of the ranks
+
+
+def begin(command: list[object]) -> subprocess.Popen[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests")))}
+    return subprocess.Popen(
+        list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+
+
+def nats(path: Path) -> dict[int, float]:
+    """The curve, by step."""
+    return {int(row["step"]): float(row["nats"]) for row in rows_of(path)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tables and curves of one rank and of two with every strategy."""
+    out = tmp_path_factory.mktemp("parallel")
+    script = Path(parallel_cases.__file__)
+    for launcher, names in (((sys.executable,), "none"), (TORCHRUN, ",".join(STRATEGIES))):
+        process = begin([*launcher, script, names, *SMALL, "--out", out])
+        _, errors = process.communicate(timeout=900)
+        assert process.returncode == 0, errors
+    return out
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_the_curve_is_that_of_one_rank(folder, name):
+    one, two = nats(folder / "none_curve.csv"), nats(folder / f"{name}_curve.csv")
+    assert list(one) == list(range(1, STEPS + 1))
+    assert two == pytest.approx(one, rel=1e-4) and one[STEPS] < one[1] - 1
+
+
+@pytest.mark.parametrize("name", ["none", *STRATEGIES])
+def test_a_run_that_starts_from_a_checkpoint_goes_on_alike(folder, name):
+    first, again = nats(folder / f"{name}_curve.csv"), nats(folder / f"{name}-again_curve.csv")
+    assert list(again) == [10, 11, 12]
+    assert again == pytest.approx({step: first[step] for step in again}, abs=2e-6)
+
+
+@pytest.mark.parametrize("name", ["none", *STRATEGIES])
+def test_each_rank_holds_what_the_arithmetic_says(folder, name):
+    rows = rows_of(folder / f"{name}.csv")
+    assert [row["rank"] for row in rows] == (["0"] if name == "none" else ["0", "1"])
+    whole = int(rows_of(folder / "none.csv")[0]["parameters_bytes"])
+    for kind in ("parameters", "gradients", "optimizer_state"):
+        held, should = ([int(row[f"{kind}_{what}"]) for row in rows] for what in ("bytes", "should"))
+        unequal = 0.2 if (name, kind) == ("zero1", "optimizer_state") else 0.0  # whole parameters are dealt out
+        assert held == pytest.approx(should, rel=unequal, abs=4)
+        assert sum(held) == pytest.approx(sum(should), abs=8)
+    for row in rows:
+        assert all(float(row[f"{part}_ms"]) > 0 for part in ("forward", "backward", "optimizer"))
+        assert int(row["saved_bytes"]) > 0 and row["commit"]
+        sent = {"none": 0, "ddp": whole, "zero1": 1.5 * whole, "fsdp": 1.5 * whole, "tp": 4 * 4 * 4 * 16 * 128 * 4}
+        assert int(row["sent_bytes"]) == sent[name]
+        assert bool(row["exposed_ms"]) == (name not in ("none", "tp"))
+
+
+def test_a_run_that_loses_a_rank_goes_on_where_it_was(folder, tmp_path):
+    saving = ("--parallel", "fsdp", "--resume", tmp_path / "saved", "--save-every", 3)
+    command = [*TORCHRUN, BENCHMARKS / "train_lm.py", *SMALL, *saving, "--out", tmp_path]
+    first = begin(command)
+    while not list((tmp_path / "saved").glob("step-*/.metadata")):
+        assert first.poll() is None, first.communicate()[1]
+        time.sleep(0.005)
+    victim = Path(f"/proc/{first.pid}/task/{first.pid}/children").read_text().split()[-1]
+    os.kill(int(victim), signal.SIGKILL)
+    first.communicate(timeout=600)
+    assert first.returncode != 0 and not (tmp_path / "train_lm_parallel.csv").exists()
+    second = begin(command)
+    _, errors = second.communicate(timeout=600)
+    assert second.returncode == 0, errors
+    curve = nats(tmp_path / "train_lm_parallel_curve.csv")
+    steps = list(curve)
+    assert steps[0] > 1 and steps == list(range(steps[0], STEPS + 1)) and steps[0] % 3 == 1
+    whole = nats(folder / "none_curve.csv")
+    assert curve == pytest.approx({step: whole[step] for step in steps}, rel=1e-4)
+    saved = sorted(path.parent.name for path in (tmp_path / "saved").glob("step-*/.metadata"))
+    assert saved == ["step-00000009", "step-00000012"]
+
+
+def test_uncovered_intervals(bench):
+    uncovered = bench.parallel.uncovered
+    assert uncovered([(0, 10)], []) == 10
+    assert uncovered([(0, 4), (2, 10)], [(3, 5), (4, 6), (9, 12)]) == 3 + 3
+    assert uncovered([(0, 1), (5, 6)], [(0, 10)]) == 0
+    assert uncovered([], [(0, 1)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--parallel", "cp"), "--parallel cp is none of none, ddp, zero1, fsdp, tp."),
+        (("--parallel", "ddp", "--precision", "fp16"), "--precision fp16 scales the loss, which --parallel does not"),
+        (("--parallel", "ddp", "--compile"), "--compile is not for --parallel."),
+        (("--parallel", "ddp", "--compare"), "--compare is not for --parallel."),
+        (("--parallel", "ddp", "--mode", "forward"), "--parallel is for training, but --mode asks for measuring."),
+        (("--resume", "saved"), "--resume saved is for --parallel."),
+    ],
+)
+def test_bad_arguments_are_told_in_one_sentence(bench, arguments, words):
+    with pytest.raises(bench.harness.BenchmarkError) as told:
+        bench.train_lm.parse(["--device", "cpu", *arguments])
+    assert str(told.value).startswith(words)
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks", "words"),
+    [
+        ({"parallel": "none"}, 2, "--parallel none is one rank's, but torchrun started 2."),
+        ({"parallel": "ddp", "batch": 3}, 2, "--batch 3 is not a multiple of 2 ranks."),
+        ({"parallel": "tp"}, 3, "--size tiny has 4 heads, which 3 ranks do not divide evenly."),
+    ],
+)
+def test_what_does_not_fit_the_ranks_is_told(bench, monkeypatch, changes, ranks, words):
+    monkeypatch.setattr(bench.parallel.dist, "get_world_size", lambda: ranks)
+    args = bench.train_lm.parse(["--device", "cpu", "--parallel", "ddp"])
+    for name, value in changes.items():
+        setattr(args, name, value)
+    with pytest.raises(bench.harness.BenchmarkError) as told:
+        bench.parallel.check(args)
+    assert str(told.value) == words
+
+
+def test_a_checkpoint_of_another_run_is_refused(bench, monkeypatch, tmp_path):
+    monkeypatch.setattr(bench.parallel.dist, "get_world_size", lambda: 2)
+    args = bench.train_lm.parse(["--device", "cpu", "--parallel", "ddp", "--resume", str(tmp_path)])
+    (tmp_path / "step-00000003").mkdir()
+    assert bench.parallel.resume(None, args) == 0  # it is not complete
+    (tmp_path / "step-00000003/.metadata").touch()
+    other = bench.parallel.settings_of(args) | {"size": "small"}
+    (tmp_path / "settings.json").write_text(bench.parallel.json.dumps(other))
+    with pytest.raises(bench.harness.BenchmarkError, match="it was written with size small, not tiny"):
+        bench.parallel.resume(None, args)
