@@ -196,12 +196,23 @@ def draw_ddp(rows: pd.DataFrame, path: Path) -> None:
         axes[0][0].legend(fontsize=8, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1))
 
 
+def draw_context_parallel(rows: pd.DataFrame, path: Path) -> None:
+    """One bar for each method, length and number of ranks: milliseconds of forward and backward."""
+    rows = rows[rows["ms"] != ""]
+    with figure(path, 1, 1, size=(8, 1.2 + 0.35 * len(rows))) as axes:
+        labels = rows["method"] + ", " + rows["tokens"].astype(str) + " tokens, " + rows["ranks"].astype(str) + " ranks"
+        number(rows["ms"]).set_axis(labels).plot.barh(ax=axes[0][0], width=BAR, fontsize=8, grid=True)
+        axes[0][0].invert_yaxis()
+        axes[0][0].set(xlabel="milliseconds, forward and backward", ylabel="")
+
+
 DRAWINGS: dict[str, Callable[[pd.DataFrame, Path], None]] = {  # by a column that only that kind of CSV has
     "each_step_ms": draw_steps,
     "Sq": draw_attention,
     "us": draw_host_overhead,
     "loss": draw_losses,
     "bus_gbs": draw_collectives,
+    "speed_up": draw_context_parallel,
     "exposed_ms": draw_ddp,
 }
 
