@@ -222,8 +222,10 @@ class TransformerLM(nn.Module):
                 residual = name.endswith(("attention.out.weight", "mlp.down.weight"))
                 nn.init.normal_(weight, std=0.02 / math.sqrt(2 * size.layers) if residual else 0.02)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """`positions` (S,): where the tokens stand in a sequence of which they are a part; None: from 0 on."""
+        where = slice(tokens.shape[1]) if positions is None else positions
+        cos, sin = self.cos[where], self.sin[where]
         x = self.embedding(tokens)
         backward = BackwardRanges()
         backward.mark(x)

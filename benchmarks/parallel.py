@@ -48,8 +48,13 @@ def check(args: Args) -> None:
     ranks, size = dist.get_world_size(), SIZES[args.size]
     if args.parallel == "none" and ranks > 1:
         raise BenchmarkError(f"--parallel none is one rank's, but torchrun started {ranks}.")
-    if STRATEGIES[args.parallel].batch_is_split and args.batch % ranks:
+    splits = STRATEGIES[args.parallel].splits
+    if splits == "batch" and args.batch % ranks:
         raise BenchmarkError(f"--batch {args.batch} is not a multiple of {ranks} ranks.")
+    if splits == "tokens" and args.context % ranks:
+        raise BenchmarkError(f"--context {args.context} is not a multiple of {ranks} ranks.")
+    if splits == "tokens" and args.attention != "flash_ext":
+        raise BenchmarkError(f"--attention {args.attention} knows one rank's tokens alone; cp takes flash_ext.")
     if args.parallel == "tp" and (size.heads % ranks or size.d_ff % ranks):
         raise BenchmarkError(f"--size {args.size} has {size.heads} heads, which {ranks} ranks do not divide evenly.")
 
@@ -259,13 +264,18 @@ def run(args: Args, text: Text) -> Trained:
     job = strategy.make(make_model(args))
 
     def part(x: Tensor) -> Tensor:
-        return x.chunk(ranks)[rank] if strategy.batch_is_split else x
+        if strategy.splits == "tokens":
+            from flash_ext.distributed import shard_sequence
+
+            return shard_sequence(x, dist.group.WORLD, 1)
+        return x.chunk(ranks)[rank] if strategy.splits == "batch" else x
 
     if args.resume:
         result.start = resume(job, args)
     stream = batches(text.train, args.batch, args.context, args.seed, args.device)
     with ExitStack() as stack:
         stack.enter_context(float32_products(args.precision))
+        stack.enter_context(job.scope())
         progress = stack.enter_context(Reporter(args.parallel, args.steps - result.start)) if rank == 0 else None
         for index, (inputs, targets) in enumerate(islice(stream, result.start, args.steps), result.start):
             mine = part(inputs), part(targets)
@@ -286,7 +296,7 @@ def run(args: Args, text: Text) -> Trained:
             return result
         if args.device == "cuda":
             result.exposed_ms = exposed_by_profiler(job, mine, args)
-        elif strategy.batch_is_split and ranks > 1:
+        elif strategy.splits == "batch" and ranks > 1:
             own = statistics.median(sum(times.values()) for times in result.times)
             result.exposed_ms = own - time_alone(args, mine)
     return result

@@ -6,11 +6,13 @@ A strategy is a row of STRATEGIES. To add one, write a function from model to Jo
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from harness import load_flash_ext
 from model import TransformerLM
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -21,11 +23,15 @@ ADAMW = {"betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
 
 @dataclass
 class Job:
-    """What is trained: `call` maps tokens to logits; `model` has the parameters that this rank holds."""
+    """What is trained: `call` maps tokens to logits; `model` has the parameters that this rank holds.
+
+    It is trained within `scope()`.
+    """
 
     model: nn.Module
     call: Callable[[Tensor], Tensor]
     optimizer: Any
+    scope: Callable[[], AbstractContextManager] = nullcontext
 
 
 def adamw(model: nn.Module) -> AdamW:
@@ -85,6 +91,26 @@ def tp(model: TransformerLM) -> Job:
     return Job(model, model, adamw(model))
 
 
+def over_tokens(job: Job, model: TransformerLM) -> Job:
+    """The job on this rank's tokens of each sequence; attention is that of the whole one."""
+    load_flash_ext()
+    from flash_ext.distributed import context_parallel, positions
+
+    group, call = dist.group.WORLD, job.call
+    where = positions(model.context, group, device=model.cos.device)
+    return Job(job.model, lambda tokens: call(tokens, where), job.optimizer, lambda: context_parallel(group))
+
+
+def cp(model: TransformerLM) -> Job:
+    """Each sequence is split by flash_ext.distributed.context_parallel; parameters are as in DDP."""
+    return over_tokens(ddp(model), model)
+
+
+def fsdp_cp(model: TransformerLM) -> Job:
+    """Each sequence is split, and parameters, gradients and state are as in FSDP, over the same ranks."""
+    return over_tokens(fsdp(model), model)
+
+
 @dataclass(frozen=True)
 class Sizes:
     """What the arithmetic of a strategy starts from, in bytes."""
@@ -103,7 +129,7 @@ class Strategy:
     make: Callable[[TransformerLM], Job]
     held: Callable[[Sizes], tuple[float, float, float]]
     sent: Callable[[Sizes], float]  # bytes a step and rank
-    batch_is_split: bool = True
+    splits: Literal["batch", "tokens", "nothing"] = "batch"  # what of a batch a rank gets a part of
 
 
 def _ring(s: Sizes) -> float:
@@ -114,10 +140,19 @@ def _tp_held(s: Sizes) -> tuple[float, float, float]:
     return (s.weights - s.split + s.split / s.ranks,) * 3
 
 
+def _exchanged(s: Sizes) -> float:
+    """Query, key, value and out between tokens and heads, there and in backward back (ulysses)."""
+    return 8 * s.layers * _ring(s) * s.activations / s.ranks
+
+
 STRATEGIES = {
     "none": Strategy(none, lambda s: (s.weights,) * 3, lambda s: 0.0),
     "ddp": Strategy(ddp, lambda s: (s.weights,) * 3, lambda s: 2 * _ring(s) * s.weights),
     "zero1": Strategy(zero1, lambda s: (s.weights, s.weights, s.weights / s.ranks), lambda s: 3 * _ring(s) * s.weights),
     "fsdp": Strategy(fsdp, lambda s: (s.weights / s.ranks,) * 3, lambda s: 3 * _ring(s) * s.weights),
-    "tp": Strategy(tp, _tp_held, lambda s: 4 * s.layers * 2 * _ring(s) * s.activations, batch_is_split=False),
+    "tp": Strategy(tp, _tp_held, lambda s: 4 * s.layers * 2 * _ring(s) * s.activations, "nothing"),
+    "cp": Strategy(cp, lambda s: (s.weights,) * 3, lambda s: 2 * _ring(s) * s.weights + _exchanged(s), "tokens"),
+    "fsdp+cp": Strategy(
+        fsdp_cp, lambda s: (s.weights / s.ranks,) * 3, lambda s: 3 * _ring(s) * s.weights + _exchanged(s), "tokens"
+    ),
 }

@@ -7,7 +7,7 @@ Training compares loss curves; two attentions differ only in rounding, so their 
     python benchmarks/train_lm.py --compare sdpa naive    any two of flash_ext, sdpa, naive, compiled-naive
     python benchmarks/train_lm.py --data book.txt         one attention, a text of your own
 
-    torchrun --nproc-per-node 2 benchmarks/train_lm.py --parallel fsdp    on many ranks: ddp, zero1, fsdp, tp
+    torchrun --nproc-per-node 2 benchmarks/train_lm.py --parallel fsdp      ddp, zero1, fsdp, tp, cp, fsdp+cp
 
 The text is read byte by byte (vocabulary 256), so losses are in nats per byte: an untrained model has ln 256 = 5.55.
 Without --data it is the Python standard library's own sources.

@@ -19,7 +19,7 @@ pytest.importorskip("matplotlib")
 STEPS = 12
 SMALL = f"--device cpu --attention flash_ext --steps {STEPS} --batch 4 --context 16".split()
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-STRATEGIES = ("ddp", "zero1", "fsdp", "tp")
+STRATEGIES = ("ddp", "zero1", "fsdp", "tp", "cp", "fsdp+cp")
 
 pytestmark = pytest.mark.xdist_group("parallel")  # one run of the ranks
 
@@ -75,9 +75,11 @@ def test_each_rank_holds_what_the_arithmetic_says(folder, name):
     for row in rows:
         assert all(float(row[f"{part}_ms"]) > 0 for part in ("forward", "backward", "optimizer"))
         assert int(row["saved_bytes"]) > 0 and row["commit"]
-        sent = {"none": 0, "ddp": whole, "zero1": 1.5 * whole, "fsdp": 1.5 * whole, "tp": 4 * 4 * 4 * 16 * 128 * 4}
+        activations = 4 * 16 * 128 * 4
+        sent = {"none": 0, "ddp": whole, "zero1": 1.5 * whole, "fsdp": 1.5 * whole, "tp": 4 * 4 * activations}
+        sent |= {"cp": whole + 8 * 4 * activations / 4, "fsdp+cp": 1.5 * whole + 8 * 4 * activations / 4}
         assert int(row["sent_bytes"]) == sent[name]
-        assert bool(row["exposed_ms"]) == (name not in ("none", "tp"))
+        assert bool(row["exposed_ms"]) == (name in ("ddp", "zero1", "fsdp"))
 
 
 def test_a_run_that_loses_a_rank_goes_on_where_it_was(folder, tmp_path):
@@ -114,7 +116,7 @@ def test_uncovered_intervals(bench):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--parallel", "cp"), "--parallel cp is none of none, ddp, zero1, fsdp, tp."),
+        (("--parallel", "pp"), "--parallel pp is none of none, ddp, zero1, fsdp, tp, cp, fsdp+cp."),
         (("--parallel", "ddp", "--precision", "fp16"), "--precision fp16 scales the loss, which --parallel does not"),
         (("--parallel", "ddp", "--compile"), "--compile is not for --parallel."),
         (("--parallel", "ddp", "--compare"), "--compare is not for --parallel."),
@@ -133,6 +135,12 @@ def test_bad_arguments_are_told_in_one_sentence(bench, arguments, words):
     [
         ({"parallel": "none"}, 2, "--parallel none is one rank's, but torchrun started 2."),
         ({"parallel": "ddp", "batch": 3}, 2, "--batch 3 is not a multiple of 2 ranks."),
+        ({"parallel": "cp", "context": 15}, 2, "--context 15 is not a multiple of 2 ranks."),
+        (
+            {"parallel": "cp", "context": 16, "attention": "sdpa"},
+            2,
+            "--attention sdpa knows one rank's tokens alone; cp takes flash_ext.",
+        ),
         ({"parallel": "tp"}, 3, "--size tiny has 4 heads, which 3 ranks do not divide evenly."),
     ],
 )
