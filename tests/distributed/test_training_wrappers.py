@@ -1,48 +1,32 @@
 """Promise: DDP, ShardedOptimizer and FSDP train as one process does, bit for bit where sums have one order.
 
-training_cases.py runs once in 2 and once in 4 processes that talk by gloo; each of its cases is a test here.
+training_cases.py runs once for each number of ranks, on gloo; each of its cases is a test here.
 """
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import ranks
 import training_cases
 
-RANKS = (2, 4)
+pytestmark = pytest.mark.xdist_group("distributed")
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, list[str]]]:
-    """For a number of ranks, what each of them said about each case."""
-    seen: dict[int, dict[str, list[str]]] = {}
-    for ranks in RANKS:
-        arguments = [str(ranks), str(tmp_path_factory.mktemp("store") / "file")]
-        script = str(Path(training_cases.__file__))
-        processes = [
-            subprocess.Popen(
-                [sys.executable, script, str(rank), *arguments],
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            )
-            for rank in range(ranks)
-        ]  # fmt: skip
-        seen[ranks] = {}
-        for process in processes:
-            out, errors = process.communicate(timeout=900)
-            assert process.returncode == 0, errors
-            for name, _, said in (line.partition(": ") for line in out.splitlines()):
-                seen[ranks].setdefault(name, []).append(said)
-    return seen
+def said(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, list[str]]]:
+    """What so many ranks said about each case."""
+    file = training_cases.__file__
+    return functools.cache(lambda size: ranks.run(file, size, Path(tmp_path_factory.mktemp("store"))))
 
 
-@pytest.mark.xdist_group("training_wrappers")
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("size", (2, 4))
 @pytest.mark.parametrize("name", training_cases.CASES)
-def test_case(results: dict[int, dict[str, list[str]]], name: str, ranks: int) -> None:
-    assert results[ranks].get(name, ["not run, because one before it failed"]) == ["right"] * ranks
+def test_case(said: Callable[[int], dict[str, list[str]]], size: int, name: str) -> None:
+    assert said(size)[name] == [ranks.RIGHT] * size
 
 
 @pytest.mark.parametrize("name", ["ddp", "optimizer", "fsdp", "sharded_weight"])

@@ -1,17 +1,16 @@
-"""What distributed/test_training_wrappers.py runs on each of N ranks: `python training_cases.py RANK RANKS FILE`.
+"""What test_training_wrappers.py runs on 2 and 4 ranks: `python training_cases.py SIZE STORE [CASE ...]`.
 
-More arguments are names of cases: only those run. A case compares training on N ranks, a part of the batch each, with
+A case compares training on N ranks, a part of the batch each, with
 one process that has all of it. Warnings are errors.
 """
 
 from __future__ import annotations
 
-import os
 import sys
-import traceback
 import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +18,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import ranks
+from ranks import World
 from toy_models import Linear, Norm, RecomputedModel, TiedModel, ToyModel
 
 from flash_ext.distributed import DDP, FSDP, ShardedOptimizer
@@ -378,27 +382,17 @@ def fsdp_shows_its_parts_after_a_failure() -> None:
     assert fsdp.module.up(torch.ones(2, 15)).shape == (2, 23)
 
 
-def main() -> None:
-    rank, ranks, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    warnings.simplefilter("error")
-    torch.use_deterministic_algorithms(True)
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
-    for name in sys.argv[4:] or CASES:
-        try:
-            CASES[name]()
-            said = "right"
-        except Exception as error:
-            line = traceback.extract_tb(error.__traceback__)[-1]
-            said = f"{type(error).__name__}: {error} ({line.filename}:{line.lineno})".replace("\n", " ")
-        every = [None] * ranks
-        dist.all_gather_object(every, said)
-        print(f"{name}: {said}", flush=True)
-        if set(every) != {"right"}:  # collectives of ranks may no longer match
-            break
-    dist.destroy_process_group()
+def cases(size: int) -> dict[str, Callable[[World], None]]:
+    return {name: partial(strictly, function) for name, function in CASES.items()}
+
+
+def strictly(function: Callable[[], None], world: World) -> None:
+    """Warnings are errors, and torch is deterministic."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.use_deterministic_algorithms(True)
+        function()
 
 
 if __name__ == "__main__":
-    main()
+    ranks.main(cases)
