@@ -52,7 +52,7 @@ def sharded(
 ) -> Results | None:  # fmt: skip
     """out, lse and gradients of the whole, as the ranks computed them; on rank 0."""
     own = [rows_of(layout, world.rank) for layout in layouts]
-    leaves = {name: leaf(share(name, tensor, *own)) for name, tensor in inputs.items()}
+    leaves = {name: leaf(share(name, tensor, *own).to(world.device)) for name, tensor in inputs.items()}
     returned = context_parallel_attention(
         **{name: leaves[name] for name in ("query", "key", "value")}, group=group,
         **{name: t for name, t in leaves.items() if name not in ("query", "key", "value")}, **options, **how,
@@ -60,11 +60,12 @@ def sharded(
     outputs = returned if isinstance(returned, tuple) else (returned,)
     batch, heads, length, _ = inputs["query"].shape
     shapes = [(batch, heads, length, inputs["value"].shape[-1]), (batch, heads, length)][: len(outputs)]
-    whole = cotangents_of([o.new_empty(s) for o, s in zip(outputs, shapes, strict=True)], inputs["query"].dtype)
+    like = [o.new_empty(s, device="cpu") for o, s in zip(outputs, shapes, strict=True)]
+    whole = cotangents_of(like, inputs["query"].dtype)
     wanted = {name: t for name, t in leaves.items() if t.requires_grad}
-    grads = torch.autograd.grad(outputs, list(wanted.values()), [c[:, :, own[0]] for c in whole])
-    results = dict(zip(("out", "lse"), (o.detach() for o in outputs), strict=False))
-    results |= {f"grad of {name}": grad for name, grad in zip(wanted, grads, strict=True)}
+    grads = torch.autograd.grad(outputs, list(wanted.values()), [c[:, :, own[0]].to(world.device) for c in whole])
+    results = dict(zip(("out", "lse"), (o.detach().cpu() for o in outputs), strict=False))
+    results |= {f"grad of {name}": grad.cpu() for name, grad in zip(wanted, grads, strict=True)}
     for name, grad in zip(wanted, grads, strict=True):
         assert grad.shape == leaves[name].shape and grad.dtype == leaves[name].dtype
     everyone = world.everyone(results)
@@ -222,7 +223,7 @@ def mesh_of(world: World, shape: tuple[int, ...] = ()) -> Any:
 
     shape = shape or (world.size // 2, 2)
     if shape not in _meshes:
-        _meshes[shape] = init_device_mesh("cpu", shape)
+        _meshes[shape] = init_device_mesh(torch.device(world.device).type, shape)
     return _meshes[shape]
 
 

@@ -97,11 +97,15 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, keeps_dtensors: bool) ->
     return model
 
 
+def kind(world: World) -> str:
+    return torch.device(world.device).type
+
+
 def compare(world: World, make: Callable[[nn.Module], nn.Module], parts: int, dtype: torch.dtype) -> None:
     """``make`` spreads the model; the batch is dealt over ``parts`` groups of ranks."""
     torch.manual_seed(0)
-    tokens = torch.randint(VOCABULARY, (BATCH, TOKENS + 1))
-    alone, spread = Model().to(dtype), Model().to(dtype)
+    tokens = torch.randint(VOCABULARY, (BATCH, TOKENS + 1)).to(world.device)
+    alone, spread = (Model().to(world.device, dtype) for _ in range(2))
     spread.load_state_dict(alone.state_dict())
     expected = train(alone, tokens)
     spread = make(spread)
@@ -124,10 +128,10 @@ def compare(world: World, make: Callable[[nn.Module], nn.Module], parts: int, dt
 def cases(size: int) -> dict[str, Callable[[World], None]]:
     found: dict[str, Callable[[World], None]] = {"batch and heads of DTensors": of_dtensors}
     for dtype in (torch.float64, torch.float32):
-        kind = str(dtype).removeprefix("torch.")
-        found[f"FSDP2, {kind}"] = partial(sharded, dtype=dtype)
+        name = str(dtype).removeprefix("torch.")
+        found[f"FSDP2, {name}"] = partial(sharded, dtype=dtype)
         for keeps in (False, True):
-            given = f"{'DTensors' if keeps else 'plain'}, {kind}"
+            given = f"{'DTensors' if keeps else 'plain'}, {name}"
             found[f"tensor parallel, {given}"] = partial(split, dtype=dtype, keeps_dtensors=keeps)
             if size == 4:
                 found[f"FSDP2 + tensor parallel, {given}"] = partial(both, dtype=dtype, keeps_dtensors=keeps)
@@ -135,17 +139,17 @@ def cases(size: int) -> dict[str, Callable[[World], None]]:
 
 
 def sharded(world: World, dtype: torch.dtype) -> None:
-    mesh = init_device_mesh("cpu", (world.size,))
+    mesh = init_device_mesh(kind(world), (world.size,))
     compare(world, lambda model: fsdp(model, mesh), world.size, dtype)
 
 
 def split(world: World, dtype: torch.dtype, keeps_dtensors: bool) -> None:
-    mesh = init_device_mesh("cpu", (world.size,))
+    mesh = init_device_mesh(kind(world), (world.size,))
     compare(world, lambda model: tensor_parallel(model, mesh, keeps_dtensors), 1, dtype)
 
 
 def both(world: World, dtype: torch.dtype, keeps_dtensors: bool) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    mesh = init_device_mesh(kind(world), (2, 2), mesh_dim_names=("data", "tensor"))
     compare(world, lambda model: fsdp(tensor_parallel(model, mesh["tensor"], keeps_dtensors), mesh["data"]), 2, dtype)
 
 
@@ -157,8 +161,8 @@ def fsdp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 def of_dtensors(world: World) -> None:
     """The drop-in on DTensors in each placement of batch and heads, beside the call on whole tensors."""
-    mesh = init_device_mesh("cpu", (world.size,))
-    q, k, v = (torch.randn(4, heads, 24, 16, dtype=torch.float64) for heads in (8, 4, 4))
+    mesh = init_device_mesh(kind(world), (world.size,))
+    q, k, v = (torch.randn(4, heads, 24, 16, dtype=torch.float64).to(world.device) for heads in (8, 4, 4))
     for placement in (Replicate(), Shard(0), Shard(1)):
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
         expected = F.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)

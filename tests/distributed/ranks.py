@@ -29,6 +29,7 @@ class World:
     rank: int
     size: int
     group: Any
+    device: str = "cpu"
 
     def everyone(self, value: Any) -> list[Any]:
         values = [None] * self.size
@@ -36,12 +37,14 @@ class World:
         return values
 
 
-def run(file: str, size: int, folder: Path) -> dict[str, list[str]]:
-    """What the ranks said about each case."""
+def run(file: str, size: int, folder: Path, device: str = "cpu") -> dict[str, list[str]]:
+    """What the ranks said about each case. device: "cuda" gives each rank a GPU, and NCCL beside gloo."""
+    # NOTE: a process that has asked CUDA's runtime for its devices may not fork; NVML may be asked.
+    on_device = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     process = subprocess.run(
         [sys.executable, "-W", "ignore", file, str(size), str(folder / f"store{size}")],
         capture_output=True, text=True, timeout=300,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "RANKS_DEVICE": device} | on_device,
     )  # fmt: skip
     assert process.returncode == 0, process.stderr[-4000:]
     said: dict[str, list[str]] = {}
@@ -52,10 +55,14 @@ def run(file: str, size: int, folder: Path) -> dict[str, list[str]]:
 
 def start(rank: int, size: int, store: str, seconds: float = 20) -> World:
     torch.set_num_threads(1)
+    device, backend = "cpu", "gloo"
+    if os.environ.get("RANKS_DEVICE") == "cuda":
+        device, backend = f"cuda:{rank}", "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=datetime.timedelta(seconds=seconds)
+        backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=datetime.timedelta(seconds=seconds)
     )
-    return World(rank, size, dist.group.WORLD)
+    return World(rank, size, dist.group.WORLD, device)
 
 
 def fork(size: int, work: Callable[[int], None]) -> list[int]:

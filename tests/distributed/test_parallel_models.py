@@ -1,30 +1,38 @@
 """Promise: models in torch's tensor parallel and FSDP2, unchanged, run under ``enable()`` with one process's numbers.
 
-parallel_models_cases.py runs once for each number of ranks, on gloo; each of its cases is a test here.
+parallel_models_cases.py runs once for each number of ranks, on gloo, and on two GPUs; each of its cases is a test.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from pathlib import Path
 
 import parallel_models_cases
 import pytest
 import ranks
+import torch
 
 pytestmark = pytest.mark.xdist_group("distributed")
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, list[str]]]:
-    """What so many ranks said about each case."""
+def said(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], dict[str, list[str]]]:
+    """What so many ranks said about each case, on a kind of device."""
     file = parallel_models_cases.__file__
-    return functools.cache(lambda size: ranks.run(file, size, Path(tmp_path_factory.mktemp("store"))))
+    return functools.cache(lambda size, kind: ranks.run(file, size, tmp_path_factory.mktemp("store"), kind))
 
 
 @pytest.mark.parametrize(
     ("size", "name"), [(size, name) for size in (2, 4) for name in parallel_models_cases.cases(size)]
 )
-def test_case(said: Callable[[int], dict[str, list[str]]], size: int, name: str) -> None:
-    assert said(size)[name] == [ranks.RIGHT] * size
+def test_case(said: Callable[[int, str], dict[str, list[str]]], size: int, name: str) -> None:
+    assert said(size, "cpu")[name] == [ranks.RIGHT] * size
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", parallel_models_cases.cases(2))
+def test_case_on_two_gpus(said: Callable[[int, str], dict[str, list[str]]], name: str) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA GPUs")
+    assert said(2, "cuda")[name] == [ranks.RIGHT] * 2
