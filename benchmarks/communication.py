@@ -53,7 +53,7 @@ from harness import (
     word,
 )
 from model import ATTENTIONS, SIZES, TransformerLM, mark_ranges, named_range
-from ranks import barrier, joined, rank_here, slowest, spawn, under_torchrun
+from ranks import barrier, rank_here, ranks_to_start, rows_of_ranks, slowest
 from stepping import VOCAB, profiling
 from tables import Table, csv_path, make_table, write_results
 from torch import Tensor, nn
@@ -91,9 +91,7 @@ def parse(argv: list[str] | None = None) -> Args:
     """Arguments with the device's defaults filled in."""
     args = command_line(Args, argv)
     args.device = pick_device(args.device)
-    if under_torchrun() and args.ranks:
-        raise BenchmarkError("--ranks is for ranks that are started here, but torchrun started this one.")
-    args.ranks = args.ranks or [2]
+    args.ranks = ranks_to_start(args.ranks)
     args.megabytes = args.megabytes or MEGABYTES[args.device]
     size, context = MODEL[args.device]
     args.size, args.context = args.size or size, args.context or context
@@ -322,11 +320,7 @@ def main() -> None:
     args = parse()
     make_folder(args.out.parent if args.out.suffix == ".csv" else args.out)
     work = measure_collectives if args.suite == "collectives" else measure_ddp
-    if under_torchrun():
-        with joined(args.device):
-            rows = work(args)
-    else:
-        rows = [row for ranks in args.ranks for row in spawn(work, ranks, args.device, args)]
+    rows = rows_of_ranks(work, args)
     if rank_here() != 0:
         return
     origin = provenance(args.device)

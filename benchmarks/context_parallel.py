@@ -41,7 +41,7 @@ from harness import (
     word,
 )
 from parallel import uncovered
-from ranks import barrier, joined, rank_here, slowest, spawn, under_torchrun
+from ranks import barrier, rank_here, ranks_to_start, rows_of_ranks, slowest
 from tables import Table, csv_path, make_table, write_results
 from torch import Tensor
 from train_lm import list_of, whole
@@ -77,9 +77,7 @@ def parse(argv: list[str] | None = None) -> Args:
     """Arguments with the device's defaults filled in."""
     args = command_line(Args, argv)
     args.device = pick_device(args.device)
-    if under_torchrun() and args.ranks:
-        raise BenchmarkError("--ranks is for ranks that are started here, but torchrun started this one.")
-    args.ranks = args.ranks or [2]
+    args.ranks = ranks_to_start(args.ranks)
     args.tokens = args.tokens or TOKENS[args.device]
     if args.heads % args.kv_heads:
         raise BenchmarkError(f"--kv-heads {args.kv_heads} does not divide --heads {args.heads}.")
@@ -214,11 +212,7 @@ def main() -> None:
     """Measures on torchrun's ranks or on its own; rank 0 shows and writes."""
     args = parse()
     make_folder(args.out.parent if args.out.suffix == ".csv" else args.out)
-    if under_torchrun():
-        with joined(args.device):
-            rows = measure(args)
-    else:
-        rows = [row for ranks in args.ranks for row in spawn(measure, ranks, args.device, args)]
+    rows = rows_of_ranks(measure, args)
     if rank_here() != 0:
         return
     origin = provenance(args.device)

@@ -1,6 +1,6 @@
 """The ranks of a benchmark on torch.distributed: begun by torchrun or by the benchmark itself. NCCL on GPUs, else gloo.
 
-Called by communication.py and parallel.py.
+Called by communication.py, context_parallel.py and parallel.py.
 """
 
 from __future__ import annotations
@@ -67,6 +67,21 @@ def spawn(work: Callable[..., Any], ranks: int, device: str, *arguments: Any) ->
         folder = Path(name)
         torch.multiprocessing.spawn(_rank, (ranks, device, folder, work, arguments), nprocs=ranks)
         return json.loads((folder / "result.json").read_text())
+
+
+def ranks_to_start(asked: list[int] | None) -> list[int]:
+    """How many ranks a benchmark starts, one run each: two where nobody asks. Under torchrun nobody may."""
+    if under_torchrun() and asked:
+        raise BenchmarkError("--ranks is for ranks that are started here, but torchrun started this one.")
+    return asked or [2]
+
+
+def rows_of_ranks(work: Callable[[Any], list[dict[str, Any]]], args: Any) -> list[dict[str, Any]]:
+    """What `work(args)` gives on torchrun's ranks, else on those that are started here, `args.ranks` one by one."""
+    if under_torchrun():
+        with joined(args.device):
+            return work(args)
+    return [row for ranks in args.ranks for row in spawn(work, ranks, args.device, args)]
 
 
 def slowest(values: list[float], device: str) -> list[float]:

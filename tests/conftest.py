@@ -86,11 +86,14 @@ def pytest_xdist_auto_num_workers() -> int:
 def lacking(item: pytest.Item) -> str | None:
     """What a test needs and is not here, and why, parted by "|"; None where it can run."""
     gpu, sm90 = torch.cuda.is_available(), item.get_closest_marker("sm90")
+    gpus = max((count for mark in item.iter_markers("gpu") for count in mark.args), default=1)
     needed = {name for mark in item.iter_markers("kernels") for name in mark.args}
     needed |= {getattr(item, "callspec", SimpleNamespace(params={})).params.get("backend")} & set(KERNELS)
     needed |= {"sm90"} if sm90 else set()
     if item.get_closest_marker("gpu") and not gpu:
         return "need a CUDA GPU|torch sees none here"
+    if gpus > 1 and torch.cuda.device_count() < gpus:
+        return f"need {gpus} CUDA GPUs|torch sees {torch.cuda.device_count()} here"
     if absent := sorted(needed - set(CUDA["backends"])):
         kind = " and ".join(absent) if CUDA["enabled"] else "CUDA"
         return f"need {kind} kernels|this build has none, because {CUDA['reason']}"

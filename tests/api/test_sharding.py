@@ -41,11 +41,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, lis
     return seen
 
 
-@pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(2))])
 @pytest.mark.parametrize("name", sharding_cases.CASES)
 def test_case(results: dict[str, dict[str, list[str]]], name: str, kind: str) -> None:
-    if kind == "cuda" and torch.cuda.device_count() < 2:
-        pytest.skip("needs two CUDA GPUs")
     assert results[kind][name] == ["right", "right"]
 
 

@@ -42,6 +42,8 @@ NO_KERNELS = "need CUDA kernels|this build has none, because AUTO sees no GPU he
         (Item(), NONE, None, None),
         (Item(backend="cpu"), NONE, None, None),
         (Item(MARK.gpu), ALL, None, NO_GPU),
+        (Item(MARK.gpu(2)), ALL, None, NO_GPU),
+        (Item(MARK.gpu(2)), ALL, (9, 0), "need 2 CUDA GPUs|torch sees 1 here"),
         (Item(MARK.gpu, MARK.kernels("sm80"), backend="sm80"), NONE, None, NO_GPU),
         (Item(MARK.gpu, backend="chunked"), NONE, (9, 0), None),
         (Item(MARK.gpu, backend="sm80"), NONE, (9, 0), NO_KERNELS),
@@ -65,6 +67,7 @@ def test_what_is_left_out(
 ) -> None:
     monkeypatch.setattr(conftest, "CUDA", cuda)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: int(capability is not None))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     assert conftest.lacking(item) == expected
 

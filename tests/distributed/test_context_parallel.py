@@ -11,7 +11,6 @@ from functools import cache
 import context_parallel_cases
 import pytest
 import ranks
-import torch
 
 pytestmark = pytest.mark.xdist_group("distributed")
 
@@ -32,9 +31,7 @@ def test_case(said: Callable[[int, str], dict[str, list[str]]], size: int, name:
     assert set(said(size, "cpu")[name]) == {ranks.RIGHT}, said(size, "cpu")[name]
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(2)
 @pytest.mark.parametrize("name", context_parallel_cases.cases(2))
 def test_case_on_two_gpus(said: Callable[[int, str], dict[str, list[str]]], name: str) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two CUDA GPUs")
     assert set(said(2, "cuda")[name]) == {ranks.RIGHT}, said(2, "cuda")[name]

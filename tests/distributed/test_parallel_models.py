@@ -11,7 +11,6 @@ from collections.abc import Callable
 import parallel_models_cases
 import pytest
 import ranks
-import torch
 
 pytestmark = pytest.mark.xdist_group("distributed")
 
@@ -30,9 +29,7 @@ def test_case(said: Callable[[int, str], dict[str, list[str]]], size: int, name:
     assert said(size, "cpu")[name] == [ranks.RIGHT] * size
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(2)
 @pytest.mark.parametrize("name", parallel_models_cases.cases(2))
 def test_case_on_two_gpus(said: Callable[[int, str], dict[str, list[str]]], name: str) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two CUDA GPUs")
     assert said(2, "cuda")[name] == [ranks.RIGHT] * 2
