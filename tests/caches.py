@@ -115,7 +115,7 @@ def attended(call: dict[str, Any], k_cache: Tensor, v_cache: Tensor) -> tuple[Te
     wide, outs, lses = _wide(call), [], []
     options = {name: call[name] for name in ("causal", "window", "softcap", "scale") if name in call}
     options["causal"] = options.get("causal", True)
-    moves = options["causal"] or options.get("window") is not None
+    moves = options["causal"] or any(edge is not None for edge in options.get("window") or ())
     for b, length in enumerate(call["cache_seqlens"].tolist()):
         query, total = wide["query"][b], length + (call["key"].shape[1] if "key" in call else 0)
         if "rotary_cos" in call:
