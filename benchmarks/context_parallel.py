@@ -40,7 +40,7 @@ from harness import (
     synchronize,
     word,
 )
-from parallel import uncovered
+from parallel import exposed_ms
 from ranks import barrier, rank_here, ranks_to_start, rows_of_ranks, slowest
 from tables import Table, csv_path, make_table, write_results
 from torch import Tensor
@@ -128,18 +128,6 @@ def prepared(method: str, args: Args, tokens: int) -> Iterator[Callable[[], Any]
             attend = partial(context_parallel_attention, group=group, method=method, causal=args.causal)
             tensors = [shard_sequence(t, group, 2) for t in tensors]
         yield both(attend, tensors)
-
-
-def exposed_ms(call: Callable[[], Any]) -> float:
-    """Milliseconds of one call in which the GPU runs NCCL's kernels and no other."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiler:
-        call()
-        torch.cuda.synchronize()
-    spans: tuple[list[tuple[float, float]], list[tuple[float, float]]] = ([], [])
-    for event in profiler.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            spans["nccl" not in event.name].append((event.time_range.start, event.time_range.end))
-    return uncovered(*spans) / 1e3
 
 
 def measured(method: str, args: Args, tokens: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import math
 import shutil
 import statistics
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -150,14 +150,21 @@ def uncovered(intervals: list[tuple[float, float]], others: list[tuple[float, fl
     return total
 
 
-def exposed_by_profiler(job: Job, batch: tuple[Tensor, Tensor], args: Args) -> float:
-    """Milliseconds of one step in which a GPU runs NCCL's kernels and no other."""
+def exposed_ms(call: Callable[[], Any]) -> float:
+    """Milliseconds of one call in which the GPU runs NCCL's kernels and no other.
+
+    Ranks begin together: the first kernels are a barrier's, behind the start of the profiler, and do not count.
+    """
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiler:
-        step(job, batch, args)
-    kernels = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+        barrier("cuda")
+        call()
+        torch.cuda.synchronize()
+    events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    begin = min((event.time_range.end for event in events if "nccl" in event.name), default=0.0)
     spans: tuple[list[tuple[float, float]], list[tuple[float, float]]] = ([], [])
-    for kernel in kernels:
-        spans["nccl" not in kernel.name].append((kernel.time_range.start, kernel.time_range.end))
+    for event in events:
+        if event.time_range.start >= begin:
+            spans["nccl" not in event.name].append((event.time_range.start, event.time_range.end))
     return uncovered(*spans) / 1e3
 
 
@@ -295,7 +302,7 @@ def run(args: Args, text: Text) -> Trained:
         if not result.losses:
             return result
         if args.device == "cuda":
-            result.exposed_ms = exposed_by_profiler(job, mine, args)
+            result.exposed_ms = exposed_ms(lambda: step(job, mine, args))
         elif strategy.splits == "batch" and ranks > 1:
             own = statistics.median(sum(times.values()) for times in result.times)
             result.exposed_ms = own - time_alone(args, mine)

@@ -30,6 +30,7 @@ enum class Feature : uint8_t {
   // Of backward.
   kDeterministic,
   kOneKeyBand,
+  kConstantLse,
   kBiasGradient,
   kMixedBiasGradient,
   kWholeBiasGradient,
@@ -59,6 +60,7 @@ constexpr const char* kFeatureNames[] = {
     "batch-invariant results",
     "deterministic results",
     "a band of one key",
+    "a constant lse",
     "the gradient of a bias",
     "the gradient of a bias beside a mask, alibi_slopes or dropout or in another dtype than query",
     "the gradient of a bias that is not broadcast",
@@ -126,6 +128,7 @@ inline Features required(const Problem& problem, Pass pass) {
   const Band band = make_band(problem);
   features.add(Feature::kDeterministic, problem.deterministic);
   features.add(Feature::kOneKeyBand, band.upper <= band.lower);
+  features.add(Feature::kConstantLse, problem.constant_lse);
   features.add(Feature::kBiasGradient, problem.wants_dbias);
   features.add(Feature::kMixedBiasGradient,
                problem.wants_dbias && (problem.has_mask || problem.has_alibi || problem.dropout_p > 0.0 ||

@@ -333,11 +333,11 @@ Gradients backward_of(const Tensor& grad_out, const Tensor& grad_lse, const Inpu
     }
     const Block b = c.block(rows, cols);
     const Tensor& p = b.probability;
-    Tensor ds;  // dS = P o (dP - rowsum(P o dP) + grad_lse)
+    Tensor ds;  // dS = P o (dP - rowsum(P o dP) + grad_lse), of a constant lse P o (dP + grad_lse)
     if (grad_out.defined()) {
       const Tensor g = c.rows_of(grad_out, rows);
       const Tensor dp = c.only_visible(b, c.drop(b, c.times_transposed(g, c.values(cols), c.heads_v)));
-      ds = dp - (p * dp).sum(-1, true);
+      ds = options.constant_lse ? dp : dp - (p * dp).sum(-1, true);
       if (grad_mask[kDv]) accumulate(dv, c.transposed_times(c.drop(b, p), g, c.heads_v, cols));
     }
     if (grad_lse.defined()) accumulate(ds, c.rows_of(grad_lse.unsqueeze(-1), rows));

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <mutex>
 
+#include "torch/checks.h"
 #include "torch/chunked.h"
 #include "torch/dispatch.h"
 #include "torch/nvtx.h"
@@ -40,6 +41,9 @@ variable_list attention_backward(const variable_list& grads, const variable_list
 
 variable_list attention_double_backward(const variable_list& cotangents, const variable_list& saved,
                                         const Options& options, const std::vector<bool>& wanted) {
+  if (options.constant_lse) {
+    throw AttentionError("constant_lse", "is True, and a backward of a constant lse has no derivative");
+  }
   const Inputs in = inputs_of(saved);
   const nvtx::Range range(nvtx::Op::kAttentionDoubleBackward, in, options);
   const Tensor &g = saved[kInputCount], &g_lse = saved[kInputCount + 1];

@@ -314,6 +314,10 @@ Gradients backward(c10::DispatchKeySet, const Tensor& grad_out, const Tensor& gr
   const auto guard = guard_device(in.query);
   const auto shape = check_call<int64_t>(in, options);
   check_saved<int64_t>(shape, in, grad_out, grad_lse, saved, options.dropout_p);
+  // NOTE: kernels take the sum of dS over a row's keys for dlse, which it is of all keys.
+  if (options.constant_lse && (asked[kDbias] || asked[kDslopes])) {
+    throw AttentionError("constant_lse", "is True beside the gradient of a bias or of alibi_slopes; it takes neither");
+  }
   if (runs_one_by_one(in, options)) {
     return gradients_one_by_one(grad_out, grad_lse, in, saved, options, shape, asked);
   }

@@ -124,6 +124,8 @@ struct Options {
   // Of which part of a larger call's dropout map this call has the numbers: its first query, key and head there, and
   // how many heads that call has (0: as many as this one).
   c10::SymInt dropout_first_query = 0, dropout_first_key = 0, dropout_first_head = 0, dropout_heads = 0;
+  // Backward takes lse for a constant, as where a row has keys beside these: dS = P o (dP + dlse), and out is not read.
+  bool constant_lse = false;
 };
 
 template <class T>
@@ -158,9 +160,10 @@ inline constexpr std::tuple kOptions{
     Option{"SymInt dropout_first_key=0", &Options::dropout_first_key},
     Option{"SymInt dropout_first_head=0", &Options::dropout_first_head},
     Option{"SymInt dropout_heads=0", &Options::dropout_heads},
+    Option{"bool constant_lse=False", &Options::constant_lse},
 };
 inline constexpr size_t kOptionCount = std::tuple_size_v<decltype(kOptions)>, kFirstOptions = 10;
-inline constexpr size_t kCallOptions = kOptionCount - 4;  // of attention and explain in Python: a call is a whole
+inline constexpr size_t kCallOptions = kOptionCount - 5;  // of attention and explain in Python: a call is a whole
 
 // function(option) for each, in order.
 template <class Function>

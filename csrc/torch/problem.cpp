@@ -83,6 +83,7 @@ ProblemBuilder::ProblemBuilder(const Inputs& in, const Options& options, const S
   p.has_bias = in.bias.defined();
   p.has_alibi = in.alibi_slopes.defined();
   p.has_sinks = in.sinks.defined();
+  p.constant_lse = options.constant_lse;
   p.part_of_dropout = p.dropout_p > 0.0 && is_part_of_dropout(options, shape.heads_q);
   if (p.has_bias) p.bias_dtype = dtype_of(in.bias.scalar_type());
 }

@@ -32,7 +32,7 @@ from flash_ext.distributed.local import Call, Extras, Options
 from flash_ext.errors import AttentionError
 
 CHUNK_BYTES = 64 << 20  # of gathered keys and values: less is not worth a call of its own
-MAX_CHUNKS = 4
+MAX_CHUNKS = 8  # two are held at once, with their gradients in float
 
 
 @dataclass(frozen=True)

@@ -142,13 +142,17 @@ def check(
 
 def backward(
     grads: tuple[Tensor | None, Tensor | None], q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    extras: Extras, call: Call, options: Options, wanted: Sequence[bool],
+    extras: Extras, call: Call, options: Options, wanted: Sequence[bool], constant_lse: bool = False,
 ) -> Sequence[Tensor]:  # fmt: skip
-    """The gradients of query, key, value, bias and slopes, of those that are wanted; out and lse are the call's own."""
+    """The gradients of query, key, value, bias and slopes, of those that are wanted; out and lse are the call's own.
+
+    ``constant_lse``: rows have other keys, too; see ring.py. out is not read then.
+    """
     state = q.new_empty(0, dtype=torch.int64) if extras.state is None else extras.state
     return _ops.attention_backward(
-        *grads, q, k, v, out, lse.contiguous(), state, **_arguments(q, extras, call, options), grad_mask=list(wanted)
-    )
+        *grads, q, k, v, out, lse.contiguous(), state, **_arguments(q, extras, call, options), grad_mask=list(wanted),
+        constant_lse=constant_lse,
+    )  # fmt: skip
 
 
 def calls_of(band: Band, held: Sequence[Segment], keys: int, by_diagonal: bool) -> list[Call]:

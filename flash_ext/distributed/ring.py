@@ -4,12 +4,13 @@
     lse = log(sum over s of e^lse_s)        out = sum over s of e^(lse_s - lse) out_s        in float
 
 Backward goes around again, and the gradients of the keys follow them, in float, each rank adding its own, until they
-are home. The operator's backward takes P and delta from the keys that it is given, so a part of a row's keys is a call
-of its own: with w = e^(lse_s - lse) and delta = rowsum(dO out) - dlse of the whole row it gets
+are home. P_s of a part of a row's keys sums to 1; in the whole row it is w P_s, w = e^(lse_s - lse). So with
+delta = rowsum(dO out) - dlse of the whole row the operator's backward takes lse_s for a constant and gets
 
-    dO_s = w dO        dlse_s = rowsum(dO_s out_s) - w delta        and so dS_s = w P_s (dP - delta)
+    dO_s = w dO        dlse_s = -w delta        dV_s = P_s^T dO_s        dS_s = P_s (dO_s V^T + dlse_s)
 
-out_s and lse_s are computed again for it, but not where one part has all keys of its rows.
+Forward keeps lse_s of each part. A part that has all keys of its rows is a call like any other, and so is one whose
+bias wants a gradient, from its own out_s, which is computed again: dlse_s = rowsum(dO_s out_s) - w delta.
 
 Called by ``context_parallel_attention``; inside Ulysses it is ``usp``.
 """
@@ -39,6 +40,10 @@ class Pair:
     call: Call
     read: slice
     alone: bool = False
+
+    def is_whole(self, sinks: Tensor | None) -> bool:
+        """Whether its lse is that of the rows."""
+        return self.alone and sinks is None
 
 
 @dataclass(frozen=True)
@@ -149,6 +154,7 @@ class Ring(torch.autograd.Function):
         out = out.to(accumulate_dtype(q.dtype))
         exact = lse.double()  # a number a row, of which backward's weights e^(lse_s - lse) are made
         keys = _Keys(plan, k, v)
+        of_parts = []
         for step in range(plan.group.size):
             keys.send_on(step)
             k_all, v_all = keys.views(keys.buffer)
@@ -159,11 +165,13 @@ class Ring(torch.autograd.Function):
                     extras.of_pairs(call.rows, call.keys), call, plan.options,
                 )  # fmt: skip
                 _join(_rows(out, call.rows), _rows(exact, call.rows), out_part, lse_part)
+                if not pair.is_whole(sinks):
+                    of_parts.append(lse_part)
             keys.step()
         if sinks is not None:
             _join_sinks(out, exact, sinks)
         out, lse = out.to(q.dtype), exact.to(lse.dtype)
-        ctx.save_for_backward(q, k, v, bias, sinks, out, lse, exact)
+        ctx.save_for_backward(q, k, v, bias, sinks, out, lse, exact, *of_parts)
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -171,7 +179,8 @@ class Ring(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
         refuse_second_derivative("ring")
         plan: Plan = ctx.plan
-        q, k, v, bias, sinks, out, lse, exact = ctx.saved_tensors
+        q, k, v, bias, sinks, out, lse, exact, *of_parts = ctx.saved_tensors
+        following = iter(of_parts)
         extras = replace(ctx.extras, bias=bias)
         _, _, *wanted, of_sinks = ctx.needs_input_grad
         wide = accumulate_dtype(q.dtype)
@@ -188,11 +197,20 @@ class Ring(torch.autograd.Function):
             dk, dv = keys.views(sums)
             for pair in plan.pairs[plan.source(step)]:
                 call = pair.call
-                grads = _pair_gradients(
-                    pair, plan.options, extras.of_pairs(call.rows, call.keys), sinks is None,
-                    (_rows(grad_out, call.rows), _rows(grad_lse, call.rows), _rows(delta, call.rows)),
-                    _rows(q, call.rows), _rows(k_all, pair.read), _rows(v_all, pair.read), _rows(out, call.rows),
-                    (_rows(lse, call.rows), _rows(exact, call.rows)), [*wanted, False],
+                tensors = _rows(q, call.rows), _rows(k_all, pair.read), _rows(v_all, pair.read)
+                of_pairs = extras.of_pairs(call.rows, call.keys)
+                of_grads = _rows(grad_out, call.rows), _rows(grad_lse, call.rows)
+                results = _rows(out, call.rows), _rows(lse, call.rows)
+                is_whole = pair.is_whole(sinks)
+                if not is_whole:
+                    results = results[0], next(following)
+                    of_grads = _of_part(of_grads[0], _rows(delta, call.rows), results[1], _rows(exact, call.rows))
+                    if wanted[3]:
+                        results = local.forward(*tensors, of_pairs, call, plan.options)
+                        of_grads = of_grads[0], of_grads[1] + _delta(of_grads[0], None, results[0], wide)
+                grads = local.backward(
+                    of_grads, *tensors, *results, of_pairs, call, plan.options, [*wanted, False],
+                    constant_lse=not (is_whole or wanted[3]),
                 )  # fmt: skip
                 for total, part, want in (
                     (_rows(dq, call.rows), grads[0], wanted[0]),
@@ -241,26 +259,17 @@ def _join_sinks(total: Tensor, total_lse: Tensor, sinks: Tensor) -> None:
 def _delta(grad_out: Tensor | None, grad_lse: Tensor | None, out: Tensor, wide: torch.dtype) -> Tensor:
     """rowsum(dO out) - dlse of the whole rows."""
     delta = out.new_zeros(out.shape[:-1], dtype=wide)
-    if grad_out is not None:
-        delta = (grad_out.to(wide) * out.to(wide)).sum(-1)
+    if grad_out is not None:  # head by head: all products at once are twice as large as out
+        for of_head, x, y in zip(delta.unbind(1), grad_out.unbind(1), out.unbind(1), strict=True):
+            torch.sum(x.to(wide) * y, -1, out=of_head)
     return delta if grad_lse is None else delta - grad_lse
 
 
-def _pair_gradients(
-    pair: Pair, options: Options, extras: Extras, no_sinks: bool, grads: tuple[Tensor | None, Tensor | None, Tensor],
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lses: tuple[Tensor, Tensor], wanted: list[bool],
-) -> Any:  # fmt: skip
-    grad_out, grad_lse, delta = grads
-    if pair.alone and no_sinks:
-        return local.backward((grad_out, grad_lse), q, k, v, out, lses[0], extras, pair.call, options, wanted)
-    own_out, own_lse = local.forward(q, k, v, extras, pair.call, options)
-    weight = _weight(own_lse, lses[1]).to(delta.dtype)
-    own_grad, own_sum = None, 0.0
-    if grad_out is not None:
-        own_grad = (weight * grad_out).to(grad_out.dtype)
-        own_sum = (own_grad.to(delta.dtype) * own_out.to(delta.dtype)).sum(-1)
-    own_grad_lse = own_sum - weight.squeeze(-1) * delta
-    return local.backward((own_grad, own_grad_lse), q, k, v, own_out, own_lse, extras, pair.call, options, wanted)
+def _of_part(grad_out: Tensor | None, delta: Tensor, lse: Tensor, total: Tensor) -> tuple[Tensor | None, Tensor]:
+    """The gradients of out and lse that a part of the rows' keys is given, beside lse for a constant."""
+    weight = _weight(lse, total).to(delta.dtype)
+    grad = None if grad_out is None else torch.mul(weight, grad_out, out=torch.empty_like(grad_out))
+    return grad, -weight.squeeze(-1) * delta
 
 
 def attend(plan: Plan, extras: Extras, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

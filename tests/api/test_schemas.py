@@ -81,7 +81,8 @@ def test_gradients_are_of_the_inputs_that_python_names() -> None:
     assert [name for name in names if name in GRADIENTS] == list(GRADIENTS)
 
 
-PARTS_OF_DROPOUT = ("dropout_first_query", "dropout_first_key", "dropout_first_head", "dropout_heads")
+# Of who spreads a call over processes, which is no function of Python.
+PARTS = ("dropout_first_query", "dropout_first_key", "dropout_first_head", "dropout_heads", "constant_lse")
 FUNCTIONS = [flash_ext.attention, flash_ext.attention_varlen, flash_ext.explain]
 
 
@@ -98,7 +99,7 @@ def test_the_public_signatures_have_every_option(function: Callable[..., Any]) -
         if option.name in ("max_q", "max_k"):  # of packed sequences, which must say one and may say both
             assert (option.name in parameters) == (function is not flash_ext.attention)
             continue
-        if option.name in PARTS_OF_DROPOUT:  # of who spreads a call over processes, which is no function of Python
+        if option.name in PARTS:
             assert option.name not in parameters
             continue
         assert spelled.get(option.name, option.name) in parameters

@@ -423,8 +423,8 @@ def what_is_explained(world: World) -> None:
     q, k = (torch.empty(1, heads, 65536, 128, dtype=torch.bfloat16, device="meta") for heads in (32, 8))
     page = (Path(__file__).parents[2] / "docs/use/distributed.md").read_text()
     assert str(fd.explain_context_parallel(q, k, k, ranks=2, causal=True)) in page
-    chosen = {ranks: fd.explain_context_parallel(q, k, k, ranks, causal=True).method for ranks in (8, 12, (4, 8))}
-    assert chosen == {8: "ulysses", 12: "allgather", (4, 8): "usp"}
+    chosen = {ranks: fd.explain_context_parallel(q, k, k, ranks, causal=True).method for ranks in (2, 8, 12, (4, 8))}
+    assert chosen == {2: "allgather", 8: "ulysses", 12: "allgather", (4, 8): "usp"}
     # 80 ranks of 65,536 tokens: 10 GiB a rank would not do.
     assert fd.explain_context_parallel(q, k, k, 80).method == "ring"
     slopes = torch.ones(32)

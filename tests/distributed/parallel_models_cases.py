@@ -71,7 +71,9 @@ class Model(nn.Module):
 
 def train(model: nn.Module, tokens: Tensor) -> list[float]:
     """Losses of a few steps on this rank's part of the batch."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    # Of a tensor parallel model some parameters are DTensors and some are not. PyTorch's foreach, the default on GPUs,
+    # takes no list of both.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
     losses = []
     for _ in range(STEPS):
         logits = model(tokens[:, :-1])

@@ -102,11 +102,11 @@ def test_heads_are_cut_into_chunks_alike() -> None:
     assert allgather.MAX_CHUNKS > 1
     from types import SimpleNamespace
 
-    for units in (1, 2, 3, 6, 8):
+    for units in (1, 2, 3, 6, 8, 12):
         q, k = torch.empty(1, 2 * units, 5, 8, device="meta"), torch.empty(1, units, 5, 8, device="meta")
         plan = SimpleNamespace(rows_dim=2, length=1 << 30)
         chunks = allgather._chunks(plan, q, k, k, False)
-        assert len(chunks) == {1: 1, 2: 2, 3: 3, 6: 3, 8: 4}[units]
+        assert len(chunks) == {1: 1, 2: 2, 3: 3, 6: 6, 8: 8, 12: 6}[units]
         assert [h for _, heads, _ in chunks for h in range(heads.start, heads.stop)] == list(range(units))
         assert len(allgather._chunks(plan, q, k, k, True)) == 1
 

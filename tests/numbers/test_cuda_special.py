@@ -68,6 +68,8 @@ def make_case(
         mask_share=0.0,
         mask_view=View(),
         slopes=None,
+        sinks=None,
+        sinks_level=0.0,
         special=special,
         wants=wants,
         outputs=("out", "lse"),

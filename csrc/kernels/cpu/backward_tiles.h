@@ -92,7 +92,7 @@ class BackwardTileWorker {
       at_.measured[index] = false;
       return panel;
     }
-    if (args_.d_out) {
+    if (args_.d_out && !problem_.constant_lse) {
       load_rows_acc(args_.fwd.out, panel, at_.out_acc);
       if constexpr (Compute::kPairs) {
         load_rows_acc(args_.d_out, panel, at_.d_out_acc);
@@ -101,7 +101,7 @@ class BackwardTileWorker {
         kernels_.dot_rows(d_out_rows, at_.out_acc, at_.cols_v, rows, at_.cols_v, delta);
       }
       any_lossy |= cancels(panel);
-    } else {  // what out and V hold takes no part
+    } else {  // what out (and, without dO, V) holds takes no part
       std::fill_n(delta, rows, Acc(0));
     }
     for (int r = 0; r < panel.width; ++r) {
@@ -378,7 +378,7 @@ class BackwardTileWorker {
     for (int r = 0; r < panel.width; ++r) {
       const Acc sum = sums[0][r] + sums[2][r] + std::exp(sink - lse[r]);
       renorm[r] = is_empty(lse[r]) ? Acc(1) : Acc(1) / sum;
-      if (is_empty(lse[r])) continue;
+      if (is_empty(lse[r]) || problem_.constant_lse) continue;
       // With the remainder of the division it is rounded once, and of one key it is its dP, bit for bit.
       delta[r] = sums[1][r] / sum;
       if (std::isfinite(delta[r])) delta[r] += (std::fma(-delta[r], sum, sums[1][r]) + sums[3][r]) / sum;

@@ -218,7 +218,8 @@ inline bool is_plain(const Problem& problem) {
 // is a number (kernels/stages/rows.cu). NOTE: half types lose it among the roundings of P. A batch-invariant call does
 // as one beside a sequence of more keys: measure.cuh finds dP for delta.
 FLASH_DEVICE constexpr bool has_one_float_key(const Problem& problem) {
-  return problem.len_k == 1 && problem.dtype == DType::kFloat32 && !problem.batch_invariant && !problem.has_sinks;
+  return problem.len_k == 1 && problem.dtype == DType::kFloat32 && !problem.batch_invariant && !problem.has_sinks &&
+         !problem.constant_lse;
 }
 
 FLASH_DEVICE constexpr int bias_bytes_of(const Problem& problem) {

@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(kThreads)
     sum[i] += std::exp(sink_of<double>(args.fwd, b, head, query) - lse[i]);
     const double inverse_sum = empty ? 0.0 : 1.0 / sum[i];
     scratch.inverse_sum[place] = inverse_sum;
-    scratch.delta[place] = empty ? 0.0 : product_sum[i] * inverse_sum - d_lse;
+    scratch.delta[place] = empty ? 0.0 : (problem.constant_lse ? 0.0 : product_sum[i] * inverse_sum) - d_lse;
   }
 }
 

@@ -231,7 +231,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   const float d_lse = joined ? static_cast<const float*>(args.d_lse)[row + i] : 0.f;
   if (problem.has_sinks) x += expf(sink() - lse_smem[i]);
   scratch.inverse[row + i] = 1.f / x;
-  if (has_one_float_key(problem)) return;
+  if (has_one_float_key(problem) || problem.constant_lse) return;
   // With the remainder of the division (y + z) / x is rounded once, and of one key it is its dP, bit for bit.
   const float quotient = y / x;
   scratch.delta[row + i] = quotient + (fmaf(-quotient, x, y) + z) / x - d_lse;

@@ -195,7 +195,7 @@ constexpr Kernel main_row(const char* name, Pass pass, bool is_float) {
 constexpr Kernel one_tile_row() {
   const Features left_out = {Feature::kGroupedHeads,   Feature::kValueHeads, Feature::kSoftcap,
                              Feature::kDropout,        Feature::kPacked,     Feature::kAlibiGradient,
-                             Feature::kBatchInvariant, Feature::kSinks};
+                             Feature::kBatchInvariant, Feature::kSinks,      Feature::kConstantLse};
   const Features features = kAllFeatures.without(kAnyDType).with(dtypes(Elements{}, false)).without(left_out);
   Kernel kernel = row("sm80.backward.one_tile", Pass::kBackward, features, kOneTileLimits);
   kernel.plan = plan_one_tile_row;

@@ -327,7 +327,7 @@ constexpr Kernel backward_row(const char* name, Features features, Features only
           .device = DeviceType::kCuda,
           .pass = Pass::kBackward,
           .supports = dtypes(Pass::kBackward)
-                          .with({Feature::kGroupedHeads, Feature::kSinks, Feature::kBatchInvariant})
+                          .with({Feature::kGroupedHeads, Feature::kSinks, Feature::kBatchInvariant, Feature::kConstantLse})
                           .with(features),
           .limits = limits(Pass::kBackward, least_length, 1, largest(Pass::kBackward, kNarrow)),
           .serves_only = only,

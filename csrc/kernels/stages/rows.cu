@@ -103,6 +103,7 @@ __global__ void __launch_bounds__(32 * kWarps, 5)
     if (sizeof(T) == 4 && problem.len_k == 1 && !problem.batch_invariant && !problem.has_sinks) {
       sum *= 0.f;  // has_one_float_key
     }
+    if (problem.constant_lse) sum = 0.f;
     float d_lse = args.d_lse != nullptr ? static_cast<const float*>(args.d_lse)[index] : 0.f;
     if (lse == -INFINITY) sum = d_lse = 0.f;
     delta[index] = dlse_apart ? sum : sum - d_lse;

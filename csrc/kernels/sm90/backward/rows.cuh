@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(kRowThreads, 2)
   const bool far = __syncthreads_or(is_inside && is_far_row()) != 0;
   float* const tile_stats = stats + int64_t{blockIdx.x} * (kQueryStats * Traits::kBlockM);
   if (own_row < Traits::kBlockM) {
-    float delta = lse == kMinusInf ? 0.f : sums[own_row] - d_lse;
+    float delta = lse == kMinusInf ? 0.f : (problem.constant_lse ? 0.f : sums[own_row]) - d_lse;
     if constexpr (Traits::kScored) delta *= static_cast<float>(1.0 - problem.dropout_p);
     // Of infinity and NaN NaN.
     const float minus_lse = far ? lse - lse + Traits::kPShift : fmaf(lse, static_cast<float>(-kLog2e), Traits::kPShift);

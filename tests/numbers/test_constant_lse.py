@@ -1,0 +1,118 @@
+"""Promise: a backward of a constant lse gives what a part of a row's keys adds to the gradients of the whole row, so
+that the keys of a row may be spread over calls, as in a ring."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import DTYPES, check, make_inputs, name_of
+from torch import Tensor
+
+OPS = torch.ops.flash_ext
+KEYS = 203
+
+
+class ByParts(torch.autograd.Function):
+    """out and lse of all keys, from calls on some of them each."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, parts: list[slice], options: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        ctx.calls = [
+            {"mask": None if mask is None else mask[..., part], "gqa": True, **options} for part in parts
+        ]  # fmt: skip
+        results = [
+            OPS.attention(q, k[:, :, part], v[:, :, part], return_lse=True, **call)
+            for part, call in zip(parts, ctx.calls, strict=True)
+        ]
+        lses = torch.stack([lse.double() for _, lse, _ in results])
+        total = lses.logsumexp(0)
+        ctx.weights = torch.exp(lses - total).masked_fill(lses == -torch.inf, 0.0).unsqueeze(-1)
+        out = sum(w * r[0].double() for w, r in zip(ctx.weights, results, strict=True)).to(q.dtype)
+        ctx.parts = parts
+        ctx.save_for_backward(q, k, v, out, *(lse for _, lse, _ in results))
+        return out, total.to(results[0][1].dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, *lses = ctx.saved_tensors
+        delta = (grad_out.double() * out.double()).sum(-1) - grad_lse
+        dq, dk, dv = (torch.zeros_like(x, dtype=torch.double) for x in (q, k, v))
+        nowhere = torch.full_like(out, torch.nan)
+        for part, call, weight, lse in zip(ctx.parts, ctx.calls, ctx.weights, lses, strict=True):
+            own = (weight * grad_out).to(q.dtype), (-weight.squeeze(-1) * delta).to(lse.dtype)
+            grads = OPS.attention_backward(
+                *own, q, k[:, :, part], v[:, :, part], nowhere, lse, q.new_empty(0, dtype=torch.int64), **call,
+                constant_lse=True, grad_mask=[True] * 3 + [False] * 2,
+            )  # fmt: skip
+            dq += grads[0]
+            dk[:, :, part] += grads[1]
+            dv[:, :, part] += grads[2]
+        return None, None, dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
+
+
+CALLS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "softcap": {"softcap": 5.0},
+    "steep": {"scale": 3.0},
+    "ordered": {"deterministic": True},
+    "alone": {"batch_invariant": True},
+    "mask": {},
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("split", [96, KEYS - 1, KEYS - 5])
+@pytest.mark.parametrize("name", CALLS)
+def test_error_rule(name: str, split: int, dtype: torch.dtype, device: str, backend: str) -> None:
+    """out is not read. Parts of one key and of few have ways of their own."""
+    parts = [slice(0, split), slice(split, KEYS)]
+    for mean, columns in ((0.0, 64), (2.0, 80)):
+        inputs = make_inputs((2, 4, 150, columns), (2, 2, KEYS, columns), dtype=dtype, device=device, mean=mean)
+        if name == "mask":
+            inputs["mask"] = (torch.rand(150, KEYS) > 0.3).to(device)
+
+        def call(
+            query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, **options: Any
+        ) -> tuple[Tensor, Tensor]:
+            options.pop("return_lse")
+            return ByParts.apply(parts, options, query, key, value, mask)
+
+        check(call, inputs, CALLS[name] | {"return_lse": True})
+
+
+def test_small_heads(device: str, backend: str) -> None:
+    """Where one tile holds a part."""
+    parts = [slice(0, 30), slice(30, 49)]
+    for dtype in DTYPES:
+        inputs = make_inputs((4, 2, 49, 32), (4, 2, 49, 32), dtype=dtype, device=device)
+        check(lambda **x: ByParts.apply(parts, {}, *x.values(), None)[0], inputs)
+
+
+def saved_of(device: str, **extra: Tensor) -> tuple[list[Tensor], dict[str, Any]]:
+    inputs = make_inputs((1, 2, 8, 16), (1, 2, 9, 16), dtype=torch.float64, device=device)
+    tensors = [x.requires_grad_() for x in inputs.values()]
+    out, lse, state = OPS.attention(*tensors, return_lse=True, **extra)
+    return [torch.ones_like(out), torch.ones_like(lse), *tensors, out.detach(), lse.detach(), state], extra
+
+
+@pytest.mark.parametrize("name", ["bias", "alibi_slopes"])
+def test_some_gradients_are_not_there(name: str, device: str) -> None:
+    given = {"bias": torch.zeros(8, 9), "alibi_slopes": torch.zeros(2)}[name]
+    tensors, extra = saved_of(device, **{name: given.to(device, torch.float32)})
+    with (
+        torch.no_grad(),
+        pytest.raises(RuntimeError, match=r"^constant_lse is True beside the gradient of a bias or of"),
+    ):
+        OPS.attention_backward(*tensors, **extra, constant_lse=True, grad_mask=[True] * 5)
+    OPS.attention_backward(*tensors, **extra, constant_lse=True, grad_mask=[True] * 3 + [False] * 2)
+
+
+def test_no_second_derivative(device: str) -> None:
+    tensors, _ = saved_of(device)
+    dq, *_ = OPS.attention_backward(*tensors, constant_lse=True, grad_mask=[True] * 3 + [False] * 2)
+    with pytest.raises(RuntimeError, match="constant_lse is True, and a backward of a constant lse has no derivative"):
+        dq.sum().backward()
