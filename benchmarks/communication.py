@@ -53,7 +53,7 @@ from harness import (
     word,
 )
 from model import ATTENTIONS, SIZES, TransformerLM, mark_ranges, named_range
-from ranks import barrier, rank_here, ranks_to_start, rows_of_ranks, slowest
+from ranks import barrier, rank_here, ranks_to_start, record_with_nsys, rows_of_ranks, slowest
 from stepping import VOCAB, profiling
 from tables import Table, csv_path, make_table, write_results
 from torch import Tensor, nn
@@ -128,6 +128,7 @@ def measure_collectives(args: Args) -> list[dict[str, Any]]:
     with ExitStack() as stack:
         if args.nvtx:
             stack.enter_context(mark_ranges(profiling().range))
+            record_with_nsys(stack, args.device)
         progress = progress_of_rank_0(stack, f"{ranks} ranks", len(args.collective) * len(args.megabytes))
         for collective in args.collective:
             for megabytes in args.megabytes:
@@ -259,6 +260,8 @@ def measure_ddp(args: Args) -> list[dict[str, Any]]:
             stack.enter_context(mark_ranges(profiling().range))
         progress = progress_of_rank_0(stack, f"{ranks} ranks", WARMUP + args.repeats)
         for index in range(WARMUP + args.repeats):
+            if index == WARMUP and args.nvtx:
+                record_with_nsys(stack, args.device)
             for way in WAYS[index % len(WAYS) :] + WAYS[: index % len(WAYS)]:
                 barrier(args.device)
                 clock = [perf_counter()]

@@ -24,8 +24,9 @@ import torch.distributed as dist
 from data import Text, batches, load_text
 from harness import BenchmarkError, Reporter, make_folder, provenance, stdout_console, synchronize
 from limits import float32_products
-from model import ATTENTIONS, SIZES, TransformerLM, named_range
-from ranks import barrier, joined, slowest
+from model import ATTENTIONS, SIZES, TransformerLM, mark_ranges, named_range
+from ranks import barrier, joined, record_with_nsys, slowest
+from stepping import profiling
 from strategies import STRATEGIES, Job, Sizes, none
 from tables import Table, make_table, write_results
 from torch import Tensor, nn
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 PARTS = ("forward", "backward", "optimizer")
 KINDS = ("parameters", "gradients", "optimizer state")
+UNRECORDED_STEPS = 2  # before nsys records, with --nvtx
 ALONE_STEPS = 3  # steps without communication, after one of warm-up
 
 
@@ -137,24 +139,13 @@ def bytes_saved(job: Job, tokens: Tensor, args: Args) -> int:
 # ---- what is exposed ----
 
 
-def uncovered(intervals: list[tuple[float, float]], others: list[tuple[float, float]]) -> float:
-    """The length of the union of `intervals` that no interval of `others` covers."""
-    marks = [(begin, 0, 1) for begin, _ in intervals] + [(end, 0, -1) for _, end in intervals]
-    marks += [(begin, 1, 1) for begin, _ in others] + [(end, 1, -1) for _, end in others]
-    running, total, before = [0, 0], 0.0, -math.inf
-    for time, which, change in sorted(marks):
-        if running[0] and not running[1]:
-            total += time - before
-        running[which] += change
-        before = time
-    return total
-
-
 def exposed_ms(call: Callable[[], Any]) -> float:
     """Milliseconds of one call in which the GPU runs NCCL's kernels and no other.
 
     Ranks begin together: the first kernels are a barrier's, behind the start of the profiler, and do not count.
     """
+    from flash_ext.profiling.nsys_report import uncovered
+
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiler:
         barrier("cuda")
         call()
@@ -284,7 +275,11 @@ def run(args: Args, text: Text) -> Trained:
         stack.enter_context(float32_products(args.precision))
         stack.enter_context(job.scope())
         progress = stack.enter_context(Reporter(args.parallel, args.steps - result.start)) if rank == 0 else None
+        if args.nvtx:
+            stack.enter_context(mark_ranges(profiling().range))
         for index, (inputs, targets) in enumerate(islice(stream, result.start, args.steps), result.start):
+            if args.nvtx and index == result.start + UNRECORDED_STEPS:
+                record_with_nsys(stack, args.device)
             mine = part(inputs), part(targets)
             if index == result.start:
                 result.saved = bytes_saved(job, mine[0], args)
@@ -301,9 +296,9 @@ def run(args: Args, text: Text) -> Trained:
                 progress.advance(f"loss {result.losses[-1]:.3f}")
         if not result.losses:
             return result
-        if args.device == "cuda":
+        if args.device == "cuda" and not args.nvtx:  # which torch's profiler cannot share
             result.exposed_ms = exposed_ms(lambda: step(job, mine, args))
-        elif strategy.splits == "batch" and ranks > 1:
+        elif args.device == "cpu" and strategy.splits == "batch" and ranks > 1:
             own = statistics.median(sum(times.values()) for times in result.times)
             result.exposed_ms = own - time_alone(args, mine)
     return result

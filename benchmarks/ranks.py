@@ -9,7 +9,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,15 @@ def rows_of_ranks(work: Callable[[Any], list[dict[str, Any]]], args: Any) -> lis
         with joined(args.device):
             return work(args)
     return [row for ranks in args.ranks for row in spawn(work, ranks, args.device, args)]
+
+
+def record_with_nsys(stack: ExitStack, device: str) -> None:
+    """On a GPU nsys --capture-range=cudaProfilerApi records from here until the stack closes, the same on all ranks."""
+    if device == "cuda":
+        barrier(device)
+        torch.cuda.profiler.start()
+        stack.callback(torch.cuda.profiler.stop)
+        stack.callback(barrier, device)
 
 
 def slowest(values: list[float], device: str) -> list[float]:

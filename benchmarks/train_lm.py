@@ -132,7 +132,8 @@ class Args:
     warmup: Annotated[list[int] | None, list_of(partial(whole, least=0))] = None
     # measuring: start no setting after this
     time_budget: Annotated[float | None, word(seconds, "SECONDS")] = None
-    # measuring: NVTX ranges for nsys (steps, phases, blocks, naive attention's parts); it records one setting
+    # measuring: NVTX ranges for nsys (steps, phases, blocks, naive attention's parts); it records one setting, and with
+    # --parallel all steps but the first two
     nvtx: bool = False
     # measuring: Chrome trace of the measured steps of one setting
     torch_profiler: Annotated[Path | None, arg(metavar="FILE")] = None
@@ -149,7 +150,10 @@ class Args:
 def parse(argv: list[str] | None = None) -> Args:
     """Arguments with the device's defaults filled in."""
     args = command_line(Args, argv)
-    args.asks = [f"--{name.replace('_', '-')}" for name in MEASURING if getattr(args, name) not in (None, False)]
+    asked = [name for name in MEASURING if getattr(args, name) not in (None, False)]
+    if args.parallel and asked == ["nvtx"]:  # ranges of training on several ranks
+        asked = []
+    args.asks = [f"--{name.replace('_', '-')}" for name in asked]
     args.device = pick_device(args.device)
     defaults = DEFAULTS[args.device]
     args.size, args.context = args.size or defaults["size"], args.context or defaults["context"]

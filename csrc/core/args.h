@@ -78,7 +78,7 @@ struct Problem {
   // NOTE: last, because what kernels read keeps its place so; elsewhere one more instance spilled.
   bool has_sinks = false;
   bool part_of_dropout = false;  // the call has a part of a larger one's dropout map (DropoutPlace)
-  bool constant_lse = false;     // of backward: no score changes lse, so that delta is -dlse
+  bool constant_lse = false;     // of backward: no score changes lse, so P need not sum to 1, and delta = -dlse
 };
 
 // Where a call lies in the map of dropout.

@@ -105,4 +105,11 @@ FLASH_DEVICE bool needs_renormalisation(Real lse) {
   return lse > kLimit || (lse < -kLimit && lse != OnlineSoftmax<Real>::kEmpty);
 }
 
+// Whether backward of a constant lse divides P by its own sum all the same: what rounds in such a score is felt.
+template <class Real>
+FLASH_DEVICE bool renormalises_constant(Real lse) {
+  constexpr Real kLimit = 4096;
+  return lse > kLimit || (lse < -kLimit && lse != OnlineSoftmax<Real>::kEmpty);
+}
+
 }  // namespace flash_ext

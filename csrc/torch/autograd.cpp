@@ -96,7 +96,7 @@ Gradients attention_backward_autograd(c10::DispatchKeySet keys, const Tensor& gr
   using torch::autograd::isFwGradDefined;
   if (isFwGradDefined(grad_out) || isFwGradDefined(grad_lse) || has_tangent(in)) {
     const nvtx::Range range(nvtx::Op::kAttentionBackward, in, options);
-    Gradients grads = chunked::backward(grad_out, grad_lse, in, saved.rng_state, options, grad_mask);
+    Gradients grads = chunked::backward(grad_out, grad_lse, in, saved, options, grad_mask);
     for (size_t i = 0; i < grads.size(); ++i) {
       if (grads[i].defined()) grads[i] = grads[i].to((in.*kDifferentiable[i].tensor).scalar_type());
     }

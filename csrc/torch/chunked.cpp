@@ -107,7 +107,8 @@ class Composite {
     return every ? Range{0, len_k} : band_.keys(rows, len_k);
   }
 
-  Block block(Range rows, Range cols) const {
+  // constant_lse: of all rows, which takes the place of the log of a row's own sum.
+  Block block(Range rows, Range cols, const Tensor& constant_lse = {}) const {
     Block b;
     b.rows = rows;
     b.cols = cols;
@@ -150,6 +151,11 @@ class Composite {
     if (sink.defined()) b.of_sink = exponential_of_sink / row_sum;
     b.hidden = b.hidden.defined() ? b.hidden.logical_or(empty) : empty;
     b.probability = only_visible(b, exponential / row_sum);
+    if (constant_lse.defined()) {
+      const Tensor lse = rows_of(constant_lse.unsqueeze(-1), rows);
+      const Tensor keeps_sum = lse.abs() <= 4096;  // renormalises_constant
+      b.probability = only_visible(b, at::where(keeps_sum, (scores - lse).exp(), b.probability));
+    }
     b.lse = (shift + row_sum.log()).masked_fill(empty, -kInfinity);
     if (options_.dropout_p > 0) {
       const Tensor keep = keeps(rows, cols);
@@ -318,10 +324,10 @@ Forward forward_of(const Inputs& in, const Tensor& rng_state, const Options& opt
   return {c.join(out, c.shape().head_dim_v), c.join(lse, 1).squeeze(-1)};
 }
 
-Gradients backward_of(const Tensor& grad_out, const Tensor& grad_lse, const Inputs& in, const Tensor& rng_state,
+Gradients backward_of(const Tensor& grad_out, const Tensor& grad_lse, const Inputs& in, const ForwardResult& saved,
                       const Options& options, const GradMask& grad_mask, const packed::Padding* padding,
                       int64_t first_batch) {
-  const Composite c(in, rng_state, options, padding, first_batch);
+  const Composite c(in, saved.rng_state, options, padding, first_batch);
   std::vector<Tensor> dq, dbias;
   Tensor dk, dv, dslopes;
   for (const Range rows : c.row_blocks()) {
@@ -331,7 +337,7 @@ Gradients backward_of(const Tensor& grad_out, const Tensor& grad_lse, const Inpu
       if (grad_mask[kDbias]) dbias.push_back(c.to_bias(c.zero_rows(rows, c.len_k), without_keys(rows, c.len_k)));
       continue;
     }
-    const Block b = c.block(rows, cols);
+    const Block b = c.block(rows, cols, options.constant_lse ? saved.lse : Tensor());
     const Tensor& p = b.probability;
     Tensor ds;  // dS = P o (dP - rowsum(P o dP) + grad_lse), of a constant lse P o (dP + grad_lse)
     if (grad_out.defined()) {

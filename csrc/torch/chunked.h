@@ -22,14 +22,14 @@ struct Forward {
 Forward forward(const Inputs& in, const Tensor& rng_state, const Options& options, int64_t first_batch = 0);
 
 // Gradients of <grad_out, out> + <grad_lse, lse>. Recomputes out and lse: they are functions of the inputs, so that
-// the derivative of this function is the total one.
-Gradients backward(const Tensor& grad_out, const Tensor& grad_lse, const Inputs& in, const Tensor& rng_state,
+// the derivative of this function is the total one. saved: what it does not recompute, rng_state and a constant lse.
+Gradients backward(const Tensor& grad_out, const Tensor& grad_lse, const Inputs& in, const ForwardResult& saved,
                    const Options& options, const GradMask& grad_mask, int64_t first_batch = 0);
 
 // The same of dense calls where the bits of a batch element depend on no other one: each is computed alone.
 Forward forward_alone(const Inputs& in, const Tensor& rng_state, const Options& options, const Shape<int64_t>& shape,
                       int64_t first_batch);
-Gradients backward_alone(const Tensor& grad_out, const Tensor& grad_lse, const Inputs& in, const Tensor& rng_state,
+Gradients backward_alone(const Tensor& grad_out, const Tensor& grad_lse, const Inputs& in, const ForwardResult& saved,
                          const Options& options, const GradMask& grad_mask, const Shape<int64_t>& shape,
                          int64_t first_batch);
 
@@ -46,7 +46,7 @@ DoubleBackward double_backward(const Gradients& cotangents, const Tensor& grad_o
 // The same of dense calls. padding: what makes `in` of packed sequences, or null.
 Forward forward_of(const Inputs& in, const Tensor& rng_state, const Options& options, const packed::Padding* padding,
                    int64_t first_batch = 0);
-Gradients backward_of(const Tensor& grad_out, const Tensor& grad_lse, const Inputs& in, const Tensor& rng_state,
+Gradients backward_of(const Tensor& grad_out, const Tensor& grad_lse, const Inputs& in, const ForwardResult& saved,
                       const Options& options, const GradMask& grad_mask, const packed::Padding* padding,
                       int64_t first_batch = 0);
 DoubleBackward double_backward_of(const Gradients& cotangents, const Tensor& grad_out, const Tensor& grad_lse,

@@ -58,13 +58,14 @@ Forward forward_alone(const Inputs& in, const Tensor& rng_state, const Options& 
   return whole;
 }
 
-Gradients backward_alone(const Tensor& grad_out, const Tensor& grad_lse, const Inputs& in, const Tensor& rng_state,
+Gradients backward_alone(const Tensor& grad_out, const Tensor& grad_lse, const Inputs& in, const ForwardResult& saved,
                          const Options& options, const GradMask& grad_mask, const Shape<int64_t>& shape,
                          int64_t first_batch) {
   const auto wide = accumulate_type(in.query.scalar_type());
   Gradients sums;
   for_each_element(in, shape, [&](const Index& index, int64_t number, const Inputs& alone) {
-    const Gradients one = backward(copy_of(grad_out, 3, index), copy_of(grad_lse, 2, index), alone, rng_state, options,
+    const ForwardResult own{{}, copy_of(saved.lse, 2, index), saved.rng_state};
+    const Gradients one = backward(copy_of(grad_out, 3, index), copy_of(grad_lse, 2, index), alone, own, options,
                                    grad_mask, first_batch + number);
     for (size_t i = 0; i < kGradients; ++i) {
       if (!grad_mask[i]) continue;

@@ -57,14 +57,15 @@ Forward forward(const Inputs& in, const Tensor& rng_state, const Options& option
   return {padding.unpad_queries(padded.out), padding.unpad_lse(padded.lse, -kInfinity)};
 }
 
-Gradients backward(const Tensor& grad_out, const Tensor& grad_lse, const Inputs& in, const Tensor& rng_state,
+Gradients backward(const Tensor& grad_out, const Tensor& grad_lse, const Inputs& in, const ForwardResult& saved,
                    const Options& options, const GradMask& grad_mask, int64_t first_batch) {
   const auto guard = without_autocast();
-  if (!in.packed()) return backward_of(grad_out, grad_lse, in, rng_state, options, grad_mask, nullptr, first_batch);
+  if (!in.packed()) return backward_of(grad_out, grad_lse, in, saved, options, grad_mask, nullptr, first_batch);
   if (has_no_sequence(in)) return zeros_of(in, grad_mask);
   const packed::Padding padding(in, options);
-  Gradients grads = backward_of(padding.pad_queries(grad_out), padding.pad_lse(grad_lse), padding.inputs(in), rng_state,
-                                packed::dense_options(options), grad_mask, &padding);
+  Gradients grads = backward_of(padding.pad_queries(grad_out), padding.pad_lse(grad_lse), padding.inputs(in),
+                                {{}, padding.pad_lse(saved.lse), saved.rng_state}, packed::dense_options(options),
+                                grad_mask, &padding);
   unpad(grads, padding);
   return grads;
 }

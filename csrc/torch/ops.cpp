@@ -209,8 +209,8 @@ Gradients gradients(const Tensor& grad_out, const Tensor& grad_lse, const Inputs
     if (options.batch_invariant && in.packed()) throw AttentionError("batch_invariant", packed::kNoInvariantComposite);
     const Gradients whole_grads =
         options.batch_invariant
-            ? chunked::backward_alone(grad_out, grad_lse, in, saved.rng_state, options, asked, shape, first_batch)
-            : chunked::backward(grad_out, grad_lse, in, saved.rng_state, options, asked);
+            ? chunked::backward_alone(grad_out, grad_lse, in, saved, options, asked, shape, first_batch)
+            : chunked::backward(grad_out, grad_lse, in, saved, options, asked);
     Gradients result;
     for (size_t i = 0; i < kGradients; ++i) {
       if (asked[i]) result[i] = GradBuffer::cast_like(whole_grads[i], in.*kDifferentiable[i].tensor);

@@ -124,7 +124,8 @@ struct Options {
   // Of which part of a larger call's dropout map this call has the numbers: its first query, key and head there, and
   // how many heads that call has (0: as many as this one).
   c10::SymInt dropout_first_query = 0, dropout_first_key = 0, dropout_first_head = 0, dropout_heads = 0;
-  // Backward takes lse for a constant, as where a row has keys beside these: dS = P o (dP + dlse), and out is not read.
+  // Backward takes lse for a constant, as where a row has keys beside these: P = e^(S - lse), whatever it sums up to,
+  // and dS = P o (dP + dlse); out is not read.
   bool constant_lse = false;
 };
 

@@ -4,7 +4,7 @@
     lse = log(sum over s of e^lse_s)        out = sum over s of e^(lse_s - lse) out_s        in float
 
 Backward goes around again, and the gradients of the keys follow them, in float, each rank adding its own, until they
-are home. P_s of a part of a row's keys sums to 1; in the whole row it is w P_s, w = e^(lse_s - lse). So with
+are home. P_s = e^(s - lse_s) of a part of a row's keys is w P_s in the whole row, w = e^(lse_s - lse). So with
 delta = rowsum(dO out) - dlse of the whole row the operator's backward takes lse_s for a constant and gets
 
     dO_s = w dO        dlse_s = -w delta        dV_s = P_s^T dO_s        dS_s = P_s (dO_s V^T + dlse_s)

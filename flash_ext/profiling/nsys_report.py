@@ -1,19 +1,21 @@
 """From the statistics of ``nsys stats`` to one Markdown report. Called by nsys.py; reads files, starts nothing.
 
-Three CSV files are read: ``nvtx_gpu_proj_sum`` (each range, projected to the GPU), ``cuda_gpu_kern_sum`` (each kernel)
-and ``nvtx_kern_sum`` (each kernel in each range that encloses its launch, so nested ranges count a kernel twice, and a
-sum is only meaningful within one range). Everything is told per measured step.
+Four CSV files are read: ``nvtx_gpu_proj_sum`` (each range, projected to the GPU), ``cuda_gpu_kern_sum`` (each kernel),
+``nvtx_kern_sum`` (each kernel in each range that encloses its launch, so nested ranges count a kernel twice, and a sum
+is only meaningful within one range) and, for what hides collectives, ``cuda_gpu_trace`` (each launch; may be missing).
+Everything is told per measured step.
 """
 
 from __future__ import annotations
 
 import csv
+import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-REPORTS = ("nvtx_gpu_proj_sum", "cuda_gpu_kern_sum", "nvtx_kern_sum")
+REPORTS = ("nvtx_gpu_proj_sum", "cuda_gpu_kern_sum", "nvtx_kern_sum", "cuda_gpu_trace")
 PHASES = ("forward", "loss", "backward", "optimizer")
 
 # What a kernel's name says it does; the first that matches. Fused attention comes first, because its names contain
@@ -61,6 +63,7 @@ class Stats:
     kernels: list[Kernel]
     by_range: dict[str, list[Kernel]]
     outside: list[Kernel]  # launched in no range
+    collectives: dict[str, tuple[float, float]] = field(default_factory=dict)  # of each GPU: ns in all, and exposed
 
     @property
     def steps(self) -> int:
@@ -129,7 +132,33 @@ def read_stats(folder: Path) -> Stats:
         name = _plain(row["NVTX Range"])
         kernel = Kernel(row["Kernel Name"], int(row["Kern Inst"]), float(row["Total Time"]), name)
         (by_range.setdefault(name, []) if name else outside).append(kernel)
-    return Stats(spans, kernels, by_range, outside)
+    return Stats(spans, kernels, by_range, outside, _collectives(folder))
+
+
+def _collectives(folder: Path) -> dict[str, tuple[float, float]]:
+    if not list(folder.glob(f"*{REPORTS[3]}.csv")):
+        return {}
+    spans: dict[str, tuple[list[tuple[float, float]], list[tuple[float, float]]]] = {}
+    for row in _rows(_file(folder, REPORTS[3]), ("Start", "Duration", "Device", "Name")):
+        begin = float(row["Start"])
+        of_gpu = spans.setdefault(row["Device"], ([], []))
+        of_gpu["nccl" not in row["Name"].lower()].append((begin, begin + float(row["Duration"])))
+    return {
+        gpu: (uncovered(nccl, []), uncovered(nccl, others)) for gpu, (nccl, others) in sorted(spans.items()) if nccl
+    }
+
+
+def uncovered(intervals: list[tuple[float, float]], others: list[tuple[float, float]]) -> float:
+    """The length of the union of `intervals` that no interval of `others` covers."""
+    marks = [(begin, 0, 1) for begin, _ in intervals] + [(end, 0, -1) for _, end in intervals]
+    marks += [(begin, 1, 1) for begin, _ in others] + [(end, 1, -1) for _, end in others]
+    running, total, before = [0, 0], 0.0, -math.inf
+    for time, which, change in sorted(marks):
+        if running[0] and not running[1]:
+            total += time - before
+        running[which] += change
+        before = time
+    return total
 
 
 # ---- tables ---------------------------------------------------------------------------------------------------------
@@ -219,6 +248,15 @@ def other_table(stats: Stats) -> str:
     return _table(("range", "kernels, ms", "of the step", "times"), rows) if rows else ""
 
 
+def collective_table(stats: Stats) -> str:
+    """One row a GPU: how long it runs NCCL's kernels, and for how much of that nothing else; empty without any."""
+    rows = []
+    for gpu, (whole, exposed) in stats.collectives.items():
+        cells = (f"{time / stats.steps / 1e6:.3f}" for time in (whole, exposed))
+        rows.append((gpu, *cells, _percent(whole - exposed, whole)))
+    return _table(("GPU", "collectives, ms", "exposed, ms", "hidden"), rows) if rows else ""
+
+
 def short_name(kernel: str, limit: int = 90) -> str:
     """A kernel's name without its parameters, return type and most of its template arguments."""
     name = re.sub(r"\(\w+\)", "", kernel)  # casts of template arguments
@@ -263,7 +301,12 @@ def markdown(stats: Stats, title: str, command: str, top: int = 15) -> str:
         "Kinds go by the kernels' names; a fused attention kernel contains its matrix products and its softmax, and "
         "the softmax of the loss counts as softmax.",
     ]
-    for heading, table in (("Blocks", block_table(stats)), ("Other ranges", other_table(stats))):
+    tables = {
+        "Blocks": block_table(stats),
+        "Other ranges": other_table(stats),
+        "Collectives": collective_table(stats),
+    }
+    for heading, table in tables.items():
         if table:
             parts += [f"## {heading}", table]
     parts += ["## Longest kernels", kernel_table(stats, top)]

@@ -58,19 +58,23 @@ CALLS: dict[str, dict[str, Any]] = {
     "plain": {},
     "softcap": {"softcap": 5.0},
     "steep": {"scale": 3.0},
+    "far": {"scale": 400.0},  # lse beyond 2^12
     "ordered": {"deterministic": True},
     "alone": {"batch_invariant": True},
     "mask": {},
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+# NOTE: not far in float64, whose rule allows less than the rounding of a part's lse costs: 1.95 of it.
+PAIRS = [(name, dtype) for name in CALLS for dtype in DTYPES if (name, dtype) != ("far", torch.float64)]
+
+
 @pytest.mark.parametrize("split", [96, KEYS - 1, KEYS - 5])
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(("name", "dtype"), PAIRS, ids=name_of)
 def test_error_rule(name: str, split: int, dtype: torch.dtype, device: str, backend: str) -> None:
     """out is not read. Parts of one key and of few have ways of their own."""
     parts = [slice(0, split), slice(split, KEYS)]
-    for mean, columns in ((0.0, 64), (2.0, 80)):
+    for mean, columns in ((0.0, 64), (2.0, 80)) if name != "far" else ((0.0, 64),):
         inputs = make_inputs((2, 4, 150, columns), (2, 2, KEYS, columns), dtype=dtype, device=device, mean=mean)
         if name == "mask":
             inputs["mask"] = (torch.rand(150, KEYS) > 0.3).to(device)

@@ -105,14 +105,6 @@ def test_a_run_that_loses_a_rank_goes_on_where_it_was(folder, tmp_path):
     assert saved == ["step-00000009", "step-00000012"]
 
 
-def test_uncovered_intervals(bench):
-    uncovered = bench.parallel.uncovered
-    assert uncovered([(0, 10)], []) == 10
-    assert uncovered([(0, 4), (2, 10)], [(3, 5), (4, 6), (9, 12)]) == 3 + 3
-    assert uncovered([(0, 1), (5, 6)], [(0, 10)]) == 0
-    assert uncovered([], [(0, 1)]) == 0
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -25,6 +25,7 @@ from flash_ext.profiling.nsys_report import (
     read_stats,
     short_name,
     total,
+    uncovered,
 )
 
 GOLDEN = Path(__file__).parents[1] / "golden/nsys"
@@ -150,7 +151,8 @@ def test_a_run_from_command_to_report(tmp_path: Path, capfd: pytest.CaptureFixtu
     profiled, stats = (tmp_path / "bin/log").read_text().splitlines()
     assert "--trace=cuda,nvtx --sample=none --cpuctxsw=none" in profiled
     assert "--capture-range=cudaProfilerApi --capture-range-end=stop" in profiled
-    assert "--report nvtx_gpu_proj_sum --report cuda_gpu_kern_sum --report nvtx_kern_sum --format csv" in stats
+    reports = ("nvtx_gpu_proj_sum", "cuda_gpu_kern_sum", "nvtx_kern_sum", "cuda_gpu_trace")
+    assert " ".join(f"--report {report}" for report in reports) + " --format csv" in stats
     body = text.split("\n\n")[2:]  # without heading and command
     cli("--stats-dir", out / "naive_stats", "--out", tmp_path / "again")
     assert (tmp_path / "again/naive_stats.md").read_text().split("\n\n")[1:] == body
@@ -200,3 +202,21 @@ def test_where_nsys_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("PATH", str(tmp_path / "path"))
     assert nsys.find_nsys(root=tmp_path) == toolkit
     assert nsys.find_nsys(root=tmp_path) != fake_nsys(tmp_path / "path") == nsys.find_nsys(root=tmp_path)
+
+
+def test_collectives_and_what_hides_them(tmp_path: Path) -> None:
+    """Times of kernels on each GPU; of an older folder without the trace there is no such table."""
+    assert uncovered([(0, 10)], []) == 10
+    assert uncovered([(0, 4), (2, 10)], [(3, 5), (4, 6), (9, 12)]) == 3 + 3
+    assert uncovered([(0, 1), (5, 6)], [(0, 10)]) == 0
+    assert uncovered([], [(0, 1)]) == 0
+    for file in GOLDEN.glob("*.csv"):
+        shutil.copy(file, tmp_path)
+    assert "## Collectives" not in markdown(read_stats(tmp_path), "", "")
+    lines = ["Start (ns),Duration (ns),Device,Name", "0,4000000,GPU (0),ncclDevKernel_AllReduce(x)"]
+    lines += ["1000000,2000000,GPU (0),gemm", "0,5000000,GPU (1),gemm", "2000000,8000000,GPU (1),ncclDevKernel_X"]
+    (tmp_path / "naive_cuda_gpu_trace.csv").write_text("\n".join(lines))
+    stats = read_stats(tmp_path)
+    assert stats.collectives == {"GPU (0)": (4e6, 2e6), "GPU (1)": (8e6, 5e6)}
+    row = f"| GPU (1) | {8 / stats.steps:.3f} | {5 / stats.steps:.3f} | 37.5 % |"
+    assert row in markdown(stats, "", "")

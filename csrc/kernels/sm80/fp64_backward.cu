@@ -138,7 +138,8 @@ __global__ void __launch_bounds__(kThreads)
     const bool empty = lse[i] == OnlineSoftmax<double>::kEmpty;
     const double d_lse = args.d_lse != nullptr ? static_cast<const double*>(args.d_lse)[place] : 0.0;
     sum[i] += std::exp(sink_of<double>(args.fwd, b, head, query) - lse[i]);
-    const double inverse_sum = empty ? 0.0 : 1.0 / sum[i];
+    const bool keeps_sum = problem.constant_lse && !renormalises_constant(lse[i]);
+    const double inverse_sum = empty ? 0.0 : keeps_sum ? 1.0 : 1.0 / sum[i];
     scratch.inverse_sum[place] = inverse_sum;
     scratch.delta[place] = empty ? 0.0 : (problem.constant_lse ? 0.0 : product_sum[i] * inverse_sum) - d_lse;
   }

@@ -41,6 +41,7 @@ struct MeasureTraits {
 template <class Traits>
 __device__ __forceinline__ bool is_inexact(const Problem& problem, float lse, int64_t visible) {
   if (lse == kMinusInf) return false;
+  if (problem.constant_lse) return is_far(lse);
   if (problem.wants_dalibi || visible < few_keys(Traits::kFloat)) return true;
   return Traits::kFloat ? fabsf(lse) > 16.f || has_exact_scores(problem) : is_far(lse);
 }

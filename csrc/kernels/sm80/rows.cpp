@@ -161,7 +161,10 @@ constexpr Limits kOneTileLimits = [] {
   return limits;
 }();
 
-constexpr Features kAnyDType = {Feature::kFloat16, Feature::kBFloat16, Feature::kFloat32, Feature::kFloat64};
+// All but dtypes, which are each row's. NOTE: it had a part of dropout, too, when that was new, and drew another mask.
+constexpr Features kSupported = kAllFeatures.without(
+    {Feature::kFloat16, Feature::kBFloat16, Feature::kFloat32, Feature::kFloat64, Feature::kPartOfDropout});
+static_assert(static_cast<int>(Feature::kCount) == 25, "say here whether these kernels have the new feature");
 
 constexpr Kernel row(const char* name, Pass pass, Features supports, const Limits& limits) {
   return {.name = name,
@@ -173,7 +176,7 @@ constexpr Kernel row(const char* name, Pass pass, Features supports, const Limit
 }
 
 constexpr Kernel main_row(const char* name, Pass pass, bool is_float) {
-  const Features features = kAllFeatures.without(kAnyDType).with(dtypes(Elements{}, is_float));
+  const Features features = kSupported.with(dtypes(Elements{}, is_float));
   Kernel kernel = row(name, pass, features, is_float ? kLimits : k16Bit);
   if (pass == Pass::kForward) {
     kernel.plan = plan<Pass::kForward>;
@@ -196,7 +199,7 @@ constexpr Kernel one_tile_row() {
   const Features left_out = {Feature::kGroupedHeads,   Feature::kValueHeads, Feature::kSoftcap,
                              Feature::kDropout,        Feature::kPacked,     Feature::kAlibiGradient,
                              Feature::kBatchInvariant, Feature::kSinks,      Feature::kConstantLse};
-  const Features features = kAllFeatures.without(kAnyDType).with(dtypes(Elements{}, false)).without(left_out);
+  const Features features = kSupported.with(dtypes(Elements{}, false)).without(left_out);
   Kernel kernel = row("sm80.backward.one_tile", Pass::kBackward, features, kOneTileLimits);
   kernel.plan = plan_one_tile_row;
   kernel.backward = one_tile;
@@ -207,8 +210,7 @@ constexpr Kernel one_tile_row() {
 }
 
 constexpr Kernel double_row(const char* name, Pass pass) {
-  Kernel kernel =
-      row(name, pass, kAllFeatures.without(kAnyDType).without({Feature::kPacked}).with({Feature::kFloat64}), kLimits);
+  Kernel kernel = row(name, pass, kSupported.without({Feature::kPacked}).with({Feature::kFloat64}), kLimits);
   if (pass == Pass::kForward) {
     kernel.plan = plan_double<Pass::kForward>;
     kernel.forward = [](const ForwardArgs& args, const Plan&, void*) { forward_fp64(args); };
