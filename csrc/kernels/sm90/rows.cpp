@@ -322,19 +322,20 @@ constexpr Kernel forward_row(const char* name, Features features, int64_t least_
 }
 
 constexpr Kernel backward_row(const char* name, Features features, Features only, int64_t least_length = 1) {
-  return {.name = name,
-          .backend = "sm90",
-          .device = DeviceType::kCuda,
-          .pass = Pass::kBackward,
-          .supports = dtypes(Pass::kBackward)
-                          .with({Feature::kGroupedHeads, Feature::kSinks, Feature::kBatchInvariant, Feature::kConstantLse})
-                          .with(features),
-          .limits = limits(Pass::kBackward, least_length, 1, largest(Pass::kBackward, kNarrow)),
-          .serves_only = only,
-          .plan = plan_backward,
-          .backward = backward,
-          .cost = backward_cost,
-          .refuses_views = refuses_views};
+  return {
+      .name = name,
+      .backend = "sm90",
+      .device = DeviceType::kCuda,
+      .pass = Pass::kBackward,
+      .supports = dtypes(Pass::kBackward)
+                      .with({Feature::kGroupedHeads, Feature::kSinks, Feature::kBatchInvariant, Feature::kConstantLse})
+                      .with(features),
+      .limits = limits(Pass::kBackward, least_length, 1, largest(Pass::kBackward, kNarrow)),
+      .serves_only = only,
+      .plan = plan_backward,
+      .backward = backward,
+      .cost = backward_cost,
+      .refuses_views = refuses_views};
 }
 
 constexpr Kernel packed_in_order_row() {
