@@ -26,6 +26,7 @@ AS_IT_STANDS = {
 WITH_OTHER_ARGUMENTS = {
     "python -m flash_ext.profiling": "tests/tools/test_profiling.py",
     "python benchmarks/communication.py": "tests/tools/test_communication.py",
+    "python benchmarks/context_parallel.py": "tests/tools/test_context_parallel_benchmark.py",
     "python benchmarks/train_lm.py": "tests/tools/test_benchmarks.py",
     "torchrun --nproc-per-node 2 benchmarks/train_lm.py": "tests/tools/test_parallel.py",
     "python tests/foreign/flash_attention.py": "tests/tools/test_foreign.py",
