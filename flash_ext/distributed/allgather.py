@@ -23,6 +23,7 @@ from flash_ext.distributed.exchange import (
     Exchange,
     Group,
     Ranges,
+    Transfer,
     accumulate_dtype,
     as_rows,
     merge_ranges,
@@ -59,7 +60,7 @@ class _Gathered:
         self.plan, self.shapes = plan, (k.shape, v.shape)
         rows = torch.cat((as_rows(k, plan.rows_dim), as_rows(v, plan.rows_dim)), 1)
         self.buffer = rows.new_empty(plan.exchange.rows, rows.shape[1])
-        self._transfer = plan.exchange.gather(lambda reader: rows, self.buffer)
+        self._transfer = Transfer(plan.exchange.gather(lambda reader: rows, self.buffer))
 
     def wait(self) -> tuple[Tensor, Tensor]:
         self._transfer.wait()
@@ -84,7 +85,7 @@ class _Summed:
             grads.new_empty(exchange.held, grads.shape[1]) if rank != group.rank and exchange.sent[rank] else None
             for rank in range(group.size)
         ]
-        self._transfer = exchange.scatter(grads, self.parts)
+        self._transfer = Transfer(exchange.scatter(grads, self.parts))
 
     def wait(self) -> tuple[Tensor, Tensor]:
         self._transfer.wait()

@@ -88,8 +88,11 @@ class Exchange:
                 return slice(row + positions.start - part.start, row + positions.stop - part.start)
         raise AssertionError(f"positions {positions.start} to {positions.stop} are not among those that are read")
 
-    def gather(self, rows_for: Callable[[int], Tensor], buffer: Tensor) -> Transfer:
-        """Fills the buffer (rows, own columns) from every rank's ``rows_for(reader)`` (held, its columns)."""
+    def gather(self, rows_for: Callable[[int], Tensor], buffer: Tensor) -> list[dist.P2POp]:
+        """What fills the buffer (rows, own columns) from every rank's ``rows_for(reader)`` (held, its columns).
+
+        The own part is written at once.
+        """
         operations = []
         for rank in range(self.group.size):
             rows = rows_for(rank) if self.sent[rank] else None
@@ -99,9 +102,9 @@ class Exchange:
                 continue
             operations += [self.group.send(rows[part], rank) for part in self.sent[rank]]
             operations += [self.group.receive(buffer[part], rank) for part in self.received[rank]]
-        return Transfer(operations)
+        return operations
 
-    def scatter(self, buffer: Tensor, parts: Sequence[Tensor | None]) -> Transfer:
+    def scatter(self, buffer: Tensor, parts: Sequence[Tensor | None]) -> list[dist.P2POp]:
         """The way back: ``parts[r]`` (held, columns of rank r) gets the rows of rank r's buffer that this rank holds.
 
         Rows that rank r does not read are left as they are. The own part is not written: see ``received``.
@@ -111,7 +114,7 @@ class Exchange:
             if rank != self.group.rank:
                 operations += [self.group.send(buffer[part], rank) for part in self.received[rank]]
                 operations += [self.group.receive(parts[rank][part], rank) for part in self.sent[rank]]
-        return Transfer(operations)
+        return operations
 
 
 def merge_ranges(ranges: Sequence[slice]) -> Ranges:

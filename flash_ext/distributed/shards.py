@@ -96,4 +96,5 @@ def unshard_sequence(x: Tensor, mesh: Any, dim: int, balance: str = "zigzag") ->
 
 def _gathered(x: Tensor, group: Group, layout: Layout, dim: int) -> Tensor:
     exchange = Exchange(group, layout, [(slice(0, layout.length),)] * group.size)
-    return ToHeads.apply(x, Places(exchange, (slice(0, 1),) * group.size, dim + 1, 0))
+    (whole,) = ToHeads.apply((Places(exchange, (slice(0, 1),) * group.size, dim + 1, 0),), x)
+    return whole

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_ext.distributed.exchange import Exchange, Group, accumulate_dtype, as_rows, from_rows
+from flash_ext.distributed.exchange import Exchange, Group, Transfer, accumulate_dtype, as_rows, from_rows
 from flash_ext.distributed.layout import Layout
 from flash_ext.distributed.local import Extras, cut
 
@@ -49,59 +49,98 @@ def _columns(shape: Sequence[int], rows_dim: int) -> int:
     return math.prod(size for dim, size in enumerate(shape) if dim != rows_dim)
 
 
-def _to_heads(x: Tensor, places: Places) -> Tensor:
-    exchange = places.exchange
-    shape = [*x.shape]
-    shape[places.rows_dim], shape[places.heads_dim] = exchange.rows, places.own
-    buffer = x.new_empty(exchange.rows, _columns(shape, places.rows_dim))
-    exchange.gather(lambda rank: as_rows(places.part(x, rank), places.rows_dim).contiguous(), buffer).wait()
-    return from_rows(buffer, shape, places.rows_dim)
+def _to_heads(every: Sequence[Places], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    operations, results = [], []
+    for places, x in zip(every, tensors, strict=True):
+        exchange = places.exchange
+        shape = [*x.shape]
+        shape[places.rows_dim], shape[places.heads_dim] = exchange.rows, places.own
+        buffer = x.new_empty(exchange.rows, _columns(shape, places.rows_dim))
+
+        def rows_for(rank: int, x: Tensor = x, places: Places = places) -> Tensor:
+            return as_rows(places.part(x, rank), places.rows_dim).contiguous()
+
+        operations += exchange.gather(rows_for, buffer)
+        results.append(from_rows(buffer, shape, places.rows_dim))
+    Transfer(operations).wait()
+    return tuple(results)
 
 
-def _to_rows(x: Tensor, places: Places, heads: int) -> Tensor:
-    """Heads that several ranks have are added up."""
-    exchange, group = places.exchange, places.exchange.group
-    shape = [*x.shape]
-    shape[places.rows_dim], shape[places.heads_dim] = exchange.held, heads
-    counts = [part.stop - part.start for part in places.heads]
-    is_shared = sum(counts) > heads
-    total = x.new_zeros(shape, dtype=accumulate_dtype(x.dtype) if is_shared else x.dtype)
-    buffer = as_rows(x, places.rows_dim).contiguous()
-    shapes = [[*shape[: places.heads_dim], count, *shape[places.heads_dim + 1 :]] for count in counts]
-    parts = [buffer.new_empty(exchange.held, _columns(part, places.rows_dim)) for part in shapes]
-    transfer = exchange.scatter(buffer, parts)
-    for rows, read in zip(exchange.sent[group.rank], exchange.received[group.rank], strict=True):
-        parts[group.rank][rows] = buffer[read]
-    transfer.wait()
-    for rank, part in enumerate(parts):  # in the order of the ranks, the same in each run
-        places.part(total, rank).add_(from_rows(part, shapes[rank], places.rows_dim))
-    return total.to(x.dtype)
+class _Returning:
+    """One tensor on its way back; heads that several ranks have are added up."""
+
+    def __init__(self, x: Tensor, places: Places, heads: int) -> None:
+        self.places, exchange = places, places.exchange
+        self.shape = [*x.shape]
+        self.shape[places.rows_dim], self.shape[places.heads_dim] = exchange.held, heads
+        counts = [part.stop - part.start for part in places.heads]
+        is_shared = sum(counts) > heads
+        self.dtype = x.dtype
+        self.total = x.new_zeros(self.shape, dtype=accumulate_dtype(x.dtype) if is_shared else x.dtype)
+        self.buffer = as_rows(x, places.rows_dim).contiguous()
+        before, behind = self.shape[: places.heads_dim], self.shape[places.heads_dim + 1 :]
+        self.shapes = [[*before, count, *behind] for count in counts]
+        columns = [_columns(shape, places.rows_dim) for shape in self.shapes]
+        self.parts = [self.buffer.new_empty(exchange.held, count) for count in columns]
+        self.operations = exchange.scatter(self.buffer, self.parts)
+
+    def finish(self) -> Tensor:
+        places, exchange = self.places, self.places.exchange
+        own = exchange.group.rank
+        for rows, read in zip(exchange.sent[own], exchange.received[own], strict=True):
+            self.parts[own][rows] = self.buffer[read]
+        for rank, part in enumerate(self.parts):  # in the order of the ranks, the same in each run
+            places.part(self.total, rank).add_(from_rows(part, self.shapes[rank], places.rows_dim))
+        return self.total.to(self.dtype)
+
+
+def _to_rows(every: Sequence[Places], heads: Sequence[int], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    returning = [_Returning(*of_one) for of_one in zip(tensors, every, heads, strict=True)]
+    Transfer([operation for one in returning for operation in one.operations]).wait()
+    return tuple(one.finish() for one in returning)
+
+
+def _filled(grads: Sequence[Tensor | None], call: Callable[[list[int]], tuple[Tensor, ...]]) -> tuple[Any, ...]:
+    """What ``call`` gives for the places where there is a gradient; None elsewhere."""
+    there = [i for i, grad in enumerate(grads) if grad is not None]
+    results = dict(zip(there, call(there), strict=True)) if there else {}
+    return tuple(results.get(i) for i in range(len(grads)))
 
 
 class ToHeads(torch.autograd.Function):
-    """All heads of this rank's rows -> this rank's heads of all rows."""
+    """All heads of this rank's rows -> this rank's heads of all rows; of all tensors in one batch."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, places: Places) -> Tensor:
-        ctx.places, ctx.heads = places, x.shape[places.heads_dim]
-        return _to_heads(x, places)
+    def forward(ctx: Any, every: tuple[Places, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.every = every
+        ctx.heads = tuple(x.shape[places.heads_dim] for places, x in zip(every, tensors, strict=True))
+        ctx.set_materialize_grads(False)
+        return _to_heads(every, tensors)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return ToRows.apply(grad, ctx.places, ctx.heads), None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        def back(there: list[int]) -> tuple[Tensor, ...]:
+            every, heads = (tuple(of[i] for i in there) for of in (ctx.every, ctx.heads))
+            return ToRows.apply(every, heads, *(grads[i] for i in there))
+
+        return None, *_filled(grads, back)
 
 
 class ToRows(torch.autograd.Function):
     """The way back; heads that several ranks have are added up."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, places: Places, heads: int) -> Tensor:
-        ctx.places = places
-        return _to_rows(x, places, heads)
+    def forward(ctx: Any, every: tuple[Places, ...], heads: tuple[int, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.every = every
+        ctx.set_materialize_grads(False)
+        return _to_rows(every, heads, tensors)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return ToHeads.apply(grad, ctx.places), None, None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        def there_again(there: list[int]) -> tuple[Tensor, ...]:
+            return ToHeads.apply(tuple(ctx.every[i] for i in there), *(grads[i] for i in there))
+
+        return None, None, *_filled(grads, there_again)
 
 
 def key_heads(of_queries: Heads, group: int) -> Heads:
@@ -152,8 +191,8 @@ def _scores_to_heads(plan: Plan, x: Tensor | None, has_rows: bool) -> Tensor | N
     heads = plan.heads if x.shape[1] != 1 else (slice(0, 1),) * len(plan.heads)
     places = Places(plan.of_queries, heads, 2, 1)
     if x.dtype == torch.bool:  # which not every transport knows
-        return ToHeads.apply(x.view(torch.uint8), places).view(torch.bool)
-    return ToHeads.apply(x, places)
+        return ToHeads.apply((places,), x.view(torch.uint8))[0].view(torch.bool)
+    return ToHeads.apply((places,), x)[0]
 
 
 def attend(
@@ -172,21 +211,22 @@ def attend(
         sinks=cut(extras.sinks, -1, plan.own_heads),
         first_head=plan.own_heads.start,
     )
-    q_all = ToHeads.apply(q, Places(plan.of_queries, plan.heads, dim, 1))
-    out, lse = call(q_all, _keys_to_heads(plan, k, heads), _keys_to_heads(plan, v, heads), own)
-    at = q.dim() - 2
-    return (
-        ToRows.apply(out, Places(plan.of_queries, plan.heads, dim, 1), heads),
-        ToRows.apply(lse, Places(plan.of_queries, plan.heads, at, at - 1), heads),
-    )
-
-
-def _keys_to_heads(plan: Plan, x: Tensor, heads: int) -> Tensor:
-    """This rank's heads of all rows of key or value, so that the operator pairs them as in the whole call."""
-    group = heads // max(x.shape[1], 1)
-    of_keys = key_heads(plan.heads, group)
-    gathered = ToHeads.apply(x, Places(plan.of_keys, of_keys, plan.rows_dim, 1))
+    group = [heads // max(x.shape[1], 1) for x in (k, v)]
+    of_keys = [key_heads(plan.heads, count) for count in group]
+    to_heads = Places(plan.of_queries, plan.heads, dim, 1)
+    every = (to_heads, *(Places(plan.of_keys, of_heads, dim, 1) for of_heads in of_keys))
+    q_all, *gathered = ToHeads.apply(every, q, k, v)
     rank = plan.of_keys.group.rank
-    wanted = repeats(plan.heads[rank], of_keys[rank], group)
+    k_all, v_all = (
+        _repeated(x, repeats(plan.heads[rank], of_heads[rank], count))
+        for x, of_heads, count in zip(gathered, of_keys, group, strict=True)
+    )
+    out, lse = call(q_all, k_all, v_all, own)
+    at = q.dim() - 2
+    return ToRows.apply((to_heads, Places(plan.of_queries, plan.heads, at, at - 1)), (heads, heads), out, lse)
+
+
+def _repeated(x: Tensor, wanted: list[int] | None) -> Tensor:
+    """Key heads so that the operator pairs them as in the whole call."""
     # NOTE: not by a list as an index, which is copied to a GPU while the host waits.
-    return gathered if wanted is None else torch.cat([gathered.narrow(1, head, 1) for head in wanted], 1)
+    return x if wanted is None else torch.cat([x.narrow(1, head, 1) for head in wanted], 1)

@@ -104,6 +104,26 @@ def two_dimensions_of_a_mesh(world: World) -> None:
 
 
 @case
+def ulysses_exchanges_four_times(world: World) -> None:
+    """Query, key and value in one batch, out and lse in another, and back."""
+    parts = [fd.shard_sequence(t, world.group, 2).detach().requires_grad_() for t in whole_problem().values()]
+    batches: list[int] = []
+
+    def counted(operations: list[Any]) -> list[Any]:
+        batches.append(len(operations))
+        return send(operations)
+
+    send, torch.distributed.batch_isend_irecv = torch.distributed.batch_isend_irecv, counted
+    try:
+        out, lse = fd.context_parallel_attention(*parts, world.group, method="ulysses", return_lse=True)
+        forward = len(batches)
+        (out.sum() + lse.sum()).backward()
+    finally:
+        torch.distributed.batch_isend_irecv = send
+    assert (forward, len(batches)) == (2, 4), batches
+
+
+@case
 def the_context(world: World) -> None:
     whole = whole_problem(37)
     bias, mask = rand(4, 37, 37), rand(37, 37) > -0.5
