@@ -196,6 +196,22 @@ def draw_ddp(rows: pd.DataFrame, path: Path) -> None:
         axes[0][0].legend(fontsize=8, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1))
 
 
+def draw_ranks(rows: pd.DataFrame, path: Path) -> None:
+    """One bar for each rank of train_lm.py --parallel: the parts of a step, and what is held until backward."""
+    parts = {name: number(rows[f"{name}_ms"]) for name in ("forward", "backward", "optimizer")}
+    kinds = ("parameters", "gradients", "optimizer_state", "saved")
+    held = {name.replace("_", " "): number(rows[f"{name}_bytes"]) / 1e9 for name in kinds}
+    held["saved for backward"] = held.pop("saved")
+    labels = rows["parallel"] + ", rank " + rows["rank"].astype(str)
+    with figure(path, 1, 2, size=(12, 1.6 + 0.35 * len(rows)), sharey=True) as axes:
+        for axis, columns, title in zip(axes[0], (parts, held), ("milliseconds of a step", "GB"), strict=True):
+            bars = pd.DataFrame(columns).set_axis(labels)
+            bars.plot.barh(ax=axis, stacked=True, width=BAR, fontsize=8, grid=True)
+            axis.set(xlabel=title, ylabel="")
+            axis.legend(fontsize=8, ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1))
+        axes[0][0].invert_yaxis()
+
+
 def draw_context_parallel(rows: pd.DataFrame, path: Path) -> None:
     """One bar for each method, length and number of ranks: milliseconds of forward and backward."""
     rows = rows[rows["ms"] != ""]
@@ -213,6 +229,7 @@ DRAWINGS: dict[str, Callable[[pd.DataFrame, Path], None]] = {  # by a column tha
     "loss": draw_losses,
     "bus_gbs": draw_collectives,
     "speed_up": draw_context_parallel,
+    "saved_bytes": draw_ranks,
     "exposed_ms": draw_ddp,
 }
 

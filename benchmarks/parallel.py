@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from data import Text, batches, load_text
+from figures import draw_ranks
 from harness import BenchmarkError, Reporter, make_folder, provenance, stdout_console, synchronize
 from limits import float32_products
 from model import ATTENTIONS, SIZES, TransformerLM, mark_ranges, named_range
@@ -246,6 +247,7 @@ class Trained:
     held: list[int] = field(default_factory=list)
     saved: int = 0  # bytes for backward
     exposed_ms: float = math.nan
+    peak: int | None = None  # bytes that PyTorch had allocated on a GPU at once, in the last step
 
 
 def make_model(args: Args) -> TransformerLM:
@@ -286,7 +288,10 @@ def run(args: Args, text: Text) -> Trained:
             for group in job.optimizer.param_groups:
                 group["lr"] = learning_rate(index, args.steps, args.lr)
             barrier(args.device)
+            if args.device == "cuda":
+                torch.cuda.reset_peak_memory_stats()
             loss, times, result.held = step(job, mine, args)
+            result.peak = torch.cuda.max_memory_allocated() if args.device == "cuda" else None
             dist.all_reduce(loss)
             result.losses.append(loss.item() / ranks)
             result.times.append(times)
@@ -330,7 +335,7 @@ def rank_rows(args: Args, result: Trained, sizes: Sizes) -> list[dict[str, Any]]
     for kind, held in zip(KINDS, result.held, strict=True):
         name = kind.replace(" ", "_")
         row |= {f"{name}_bytes": held, f"{name}_should": round(should[kind])}
-    row["saved_bytes"] = result.saved
+    row |= {"saved_bytes": result.saved, "peak_bytes": "" if result.peak is None else result.peak}
     rows: list[Any] = [None] * sizes.ranks
     dist.all_gather_object(rows, row)
     return rows
@@ -340,14 +345,15 @@ def rank_table(rows: list[dict[str, Any]], device: str) -> Table:
     """One line a rank: medians of the parts, and MB (10^6 bytes) held / what the arithmetic says."""
     first = rows[0]
     title = "{parallel}, {ranks} ranks, {size}, {precision}, batch {batch} x {context}".format(**first)
-    headers = (*(f"{name} ms" for name in PARTS), "exposed ms", "MB to send", *KINDS, "saved for backward")
+    headers = (*(f"{name} ms" for name in PARTS), "exposed ms", "MB to send", *KINDS, "saved for backward", "peak")
     table = make_table("rank", right=headers, title=f"{title}, {device}")
     for row in rows:
         held = [(row[f"{k.replace(' ', '_')}_bytes"], row[f"{k.replace(' ', '_')}_should"]) for k in KINDS]
         pairs = [f"{ours / 1e6:.2f} / {should / 1e6:.2f}" for ours, should in held]
         times = [row[f"{name}_ms"] for name in PARTS]
         sent, saved = f"{row['sent_bytes'] / 1e6:.2f}", f"{row['saved_bytes'] / 1e6:.2f}"
-        table.add_row(str(row["rank"]), *times, row["exposed_ms"] or "-", sent, *pairs, saved)
+        peak = f"{row['peak_bytes'] / 1e6:.2f}" if row["peak_bytes"] else "-"
+        table.add_row(str(row["rank"]), *times, row["exposed_ms"] or "-", sent, *pairs, saved, peak)
     return table
 
 
@@ -381,4 +387,4 @@ def train_on_ranks(args: Args) -> None:
         for index, loss in enumerate(result.losses)
     ]
     print(write_results(args.csv.with_name(f"{args.csv.stem}_curve.csv"), curve, origin, [], None))
-    print(write_results(args.csv, rows, origin, [table], None))
+    print(write_results(args.csv, rows, origin, [table], draw_ranks))

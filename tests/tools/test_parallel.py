@@ -66,6 +66,7 @@ def test_a_run_that_starts_from_a_checkpoint_goes_on_alike(folder, name):
 def test_each_rank_holds_what_the_arithmetic_says(folder, name):
     rows = rows_of(folder / f"{name}.csv")
     assert [row["rank"] for row in rows] == (["0"] if name == "none" else ["0", "1"])
+    assert (folder / f"{name}.png").exists()
     whole = int(rows_of(folder / "none.csv")[0]["parameters_bytes"])
     for kind in ("parameters", "gradients", "optimizer_state"):
         held, should = ([int(row[f"{kind}_{what}"]) for row in rows] for what in ("bytes", "should"))
@@ -74,7 +75,7 @@ def test_each_rank_holds_what_the_arithmetic_says(folder, name):
         assert sum(held) == pytest.approx(sum(should), abs=8)
     for row in rows:
         assert all(float(row[f"{part}_ms"]) > 0 for part in ("forward", "backward", "optimizer"))
-        assert int(row["saved_bytes"]) > 0 and row["commit"]
+        assert int(row["saved_bytes"]) > 0 and row["peak_bytes"] == "" and row["commit"]
         activations = 4 * 16 * 128 * 4
         sent = {"none": 0, "ddp": whole, "zero1": 1.5 * whole, "fsdp": 1.5 * whole, "tp": 4 * 4 * activations}
         sent |= {"cp": whole + 8 * 4 * activations / 4, "fsdp+cp": 1.5 * whole + 8 * 4 * activations / 4}
