@@ -42,7 +42,7 @@ def test_rule_for_few_queries(causal: bool, queries: int, head_dim: int) -> None
         check(flash_ext.attention, inputs, {"causal": causal, "align": "bottom_right"})
 
 
-@pytest.mark.parametrize("head_dim", [300, 512, 1024])
+@pytest.mark.parametrize("head_dim", [300, 400, 512, 1024])
 def test_rule_for_long_head_dims(head_dim: int) -> None:
     """On the CPU, where torch's products sum no more than some hundred terms at once."""
     for queries, keys in ((17, 65), (64, 33), (128, 128)):

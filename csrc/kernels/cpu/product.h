@@ -44,11 +44,14 @@ class Products {
     }
   }
 
-  // C = A B by parts of kLongestSum of the inner dimension, whose sums are added up. For scores and dP: k is d or d_v.
+  // C = A B by equal parts of the inner dimension, at most kLongestSum, whose sums are added up. For scores and dP: k
+  // is d or d_v. NOTE: of 300 columns parts of 256 and 44 had up to 2.8 times eager's error with AVX-512.
   void by_parts(int m, int n, int k, const Operand* a, int64_t ld_a, const Operand* b, int64_t ld_b, Acc* c,
                 int64_t ld_c) const {
-    for (int first = 0; first < k; first += kLongestSum) {
-      (*this)(m, n, std::min(kLongestSum, k - first), a + first, ld_a, b + first * ld_b, ld_b, c, ld_c,
+    const int parts = (k + kLongestSum - 1) / kLongestSum;
+    const int step = parts > 1 ? static_cast<int>(round_up((k + parts - 1) / parts, kPad)) : k;
+    for (int first = 0; first < k; first += step) {
+      (*this)(m, n, std::min(step, k - first), a + first, ld_a, b + first * ld_b, ld_b, c, ld_c,
               /*add=*/first > 0);
     }
   }
