@@ -55,8 +55,6 @@ def refusal(method: str, facts: Facts) -> str | None:
             if method == "usp"
             else f"method={method!r} takes a group or a mesh of one dimension; 'usp' takes two"
         )
-    if method in ("ring", "usp") and facts.slopes:
-        return f"method={method!r} takes no alibi_slopes; use 'allgather' or 'ulysses'"
     if method in ("ring", "usp") and facts.packed:
         return f"method={method!r} takes no packed sequences; use 'allgather' or 'ulysses'"
     if method == "allgather" and facts.slopes and not facts.slopes_by_diagonal:

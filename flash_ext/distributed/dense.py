@@ -278,7 +278,7 @@ def facts_of(
         itemsize=query.element_size(),
         slopes=slopes,
         slopes_by_diagonal=band.right == 0 and queries.length + band.offset <= keys.length,
-        dropout_has_map=not drops or local.has_dropout_map(band, queries, keys),
+        dropout_has_map=not drops or ring.has_dropout_map(band, queries, keys, slopes),
     )
 
 
@@ -326,7 +326,7 @@ def run(
         calls = [local.calls_of(band, held, keys.length, extras.slopes is not None) for held in queries.ranks]
         return allgather.attend(allgather.plan(groups[0], keys, calls, options, 2), extras, query, key, value)
     if method == "ring":
-        plan = ring.plan(groups[0], queries, keys, band, options, by_position)
+        plan = ring.plan(groups[0], queries, keys, band, options, by_position, extras.slopes is not None)
         return ring.attend(plan, extras, query, key, value)
     if method == "ulysses":
         plan = ulysses.plan(groups[0], queries, keys, query.shape[1], 2)
@@ -334,7 +334,7 @@ def run(
     across, inside = groups
     around = ring.plan(
         across, joined(queries, across.size, inside.size), joined(keys, across.size, inside.size), band, options,
-        by_position,
+        by_position, extras.slopes is not None,
     )  # fmt: skip
     of_queries, of_keys = (within(layout, across.rank, inside.size) for layout in layouts)
     plan = ulysses.plan(inside, of_queries, of_keys, query.shape[1], 2)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_ext.distributed.layout import Band, Layout, Segment, visible
+from flash_ext.distributed.layout import Band, Segment, visible
 from flash_ext.errors import AttentionError
 
 _ops = torch.ops.flash_ext
@@ -191,15 +191,3 @@ def empty_results(q: Tensor, columns: int, rows_dim: int, sinks: Tensor | None) 
 
 def _lse_dtype(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
-
-
-DROPOUT_STEP = 16  # positions at which a part of the map of dropout may begin
-
-
-def has_dropout_map(band: Band, queries: Layout, keys: Layout) -> bool:
-    """Whether all calls of all ranks, by gathered keys and in a ring, begin where a part of the map may."""
-    whole = (Segment(0, 0, keys.length),)
-    segments = [segment for held in (*keys.ranks, whole) for segment in held]
-    parts = [visible(band, rows, cols) for held in queries.ranks for rows in held for cols in segments]
-    starts = [start for part in parts if part is not None for start in (part.queries.start, part.keys.start)]
-    return all(start % DROPOUT_STEP == 0 for start in starts)

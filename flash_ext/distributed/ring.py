@@ -10,7 +10,7 @@ delta = rowsum(dO out) - dlse of the whole row the operator's backward takes lse
     dO_s = w dO        dlse_s = -w delta        dV_s = P_s^T dO_s        dS_s = P_s (dO_s V^T + dlse_s)
 
 Forward keeps lse_s of each part. A part that has all keys of its rows is a call like any other, and so is one whose
-bias wants a gradient, from its own out_s, which is computed again: dlse_s = rowsum(dO_s out_s) - w delta.
+bias or slopes want a gradient, from its own out_s, which is computed again: dlse_s = rowsum(dO_s out_s) - w delta.
 
 Called by ``context_parallel_attention``; inside Ulysses it is ``usp``.
 """
@@ -24,21 +24,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_ext.distributed import local
+from flash_ext.distributed import local, slopes
 from flash_ext.distributed.allgather import refuse_second_derivative
 from flash_ext.distributed.exchange import Group, Transfer, accumulate_dtype, as_rows
-from flash_ext.distributed.layout import Band, Layout, Part, Segment, visible
+from flash_ext.distributed.layout import Band, Layout, Part, Segment
 from flash_ext.distributed.local import Call, Extras, Options
 
+DROPOUT_STEP = 16  # positions at which a part of the map of dropout may begin
 ROWS = 2  # the dimension of query, key and value that the ring goes along
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A call on rows of this rank and rows of another rank's keys; ``alone``: its rows see no other keys."""
+    """A call on rows of this rank and rows of another rank's keys; ``alone``: its rows see no other keys; ``diagonal``:
+    of the first row less the first key, for slopes."""
 
     call: Call
     read: slice
+    diagonal: int
     alone: bool = False
 
     def is_whole(self, sinks: Tensor | None) -> bool:
@@ -57,10 +60,15 @@ class Plan:
         return (self.group.rank - step) % self.group.size
 
 
-def plan(group: Group, queries: Layout, keys: Layout, band: Band, options: Options, by_position: bool) -> Plan:
-    """``by_position``: a mask, bias or dropout tells keys apart that are all seen."""
+def plan(
+    group: Group, queries: Layout, keys: Layout, band: Band, options: Options, by_position: bool, by_distance: bool
+) -> Plan:  # fmt: skip
+    """``by_position``: a mask, bias or dropout tells keys apart that are all seen; ``by_distance``: slopes do."""
     held = queries.ranks[group.rank]
-    pairs = [[pair for rows in held for pair in _pairs(band, rows, of_rank, by_position)] for of_rank in keys.ranks]
+    pairs = [
+        [pair for rows in held for pair in _pairs(band, rows, of_rank, by_position, by_distance)]
+        for of_rank in keys.ranks
+    ]
     every = [pair for of_rank in pairs for pair in of_rank]
 
     def overlap(one: Call, other: Call) -> bool:
@@ -73,19 +81,29 @@ def plan(group: Group, queries: Layout, keys: Layout, band: Band, options: Optio
     return Plan(group, keys, pairs, options)
 
 
-def _pairs(band: Band, rows: Segment, of_rank: tuple[Segment, ...], by_position: bool) -> list[Pair]:
-    parts = [(visible(band, rows, keys), keys) for keys in of_rank]
-    seen = [(part, keys) for part, keys in parts if part is not None]
+def _pairs(
+    band: Band, rows: Segment, of_rank: tuple[Segment, ...], by_position: bool, by_distance: bool
+) -> list[Pair]:  # fmt: skip
+    seen = [(part, keys) for keys in of_rank for part in slopes.parts_of(band, rows, keys, by_distance)]
     whole = all(part.is_whole and _size(part.queries) == rows.size and _size(part.keys) == keys.size
                 for part, keys in seen)  # fmt: skip
-    if len(seen) > 1 and whole and not by_position:  # their keys lie side by side, and no order counts
+    if len(seen) > 1 and whole and not (by_position or by_distance):  # their keys lie side by side, in any order
         total = slice(0, sum(keys.size for _, keys in seen))
-        return [Pair(_call(rows, replace(seen[0][0], keys=total)), total)]
+        return [Pair(_call(rows, replace(seen[0][0], keys=total)), total, 0)]
     pairs = []
     for part, keys in seen:
         first = keys.row + part.keys.start - keys.start
-        pairs.append(Pair(_call(rows, part), slice(first, first + _size(part.keys))))
+        read = slice(first, first + _size(part.keys))
+        pairs.append(Pair(_call(rows, part), read, slopes.diagonal(band, part)))
     return pairs
+
+
+def has_dropout_map(band: Band, queries: Layout, keys: Layout, by_distance: bool) -> bool:
+    """Whether all calls of all ranks, by gathered keys and in a ring, begin where a part of the map may."""
+    segments = [segment for held in (*keys.ranks, (Segment(0, 0, keys.length),)) for segment in held]
+    every = ((rows, of_keys) for held in queries.ranks for rows in held for of_keys in segments)
+    parts = [part for rows, of_keys in every for part in slopes.parts_of(band, rows, of_keys, by_distance)]
+    return all(start % DROPOUT_STEP == 0 for part in parts for start in (part.queries.start, part.keys.start))
 
 
 def _size(part: slice) -> int:
@@ -142,12 +160,13 @@ def _weight(lse: Tensor, total: Tensor) -> Tensor:
 
 
 class Ring(torch.autograd.Function):
-    """(q, k, v, bias, sinks) of this rank -> (out, lse) of its rows."""
+    """(q, k, v, bias, slopes, sinks) of this rank -> (out, lse) of its rows."""
 
     @staticmethod
     def forward(
-        ctx: Any, plan: Plan, extras: Extras, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, plan: Plan, extras: Extras, q: Tensor, k: Tensor, v: Tensor,
+        bias: Tensor | None, alibi_slopes: Tensor | None, sinks: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         ctx.plan, ctx.extras = plan, extras
         extras = replace(extras, bias=bias)
         out, lse = local.empty_results(q, v.shape[-1], ROWS, None)
@@ -160,18 +179,19 @@ class Ring(torch.autograd.Function):
             k_all, v_all = keys.views(keys.buffer)
             for pair in plan.pairs[plan.source(step)]:
                 call = pair.call
+                of_part = _of_pair(pair, extras, alibi_slopes, out.dtype)
                 out_part, lse_part = local.forward(
                     _rows(q, call.rows), _rows(k_all, pair.read), _rows(v_all, pair.read),
-                    extras.of_pairs(call.rows, call.keys), call, plan.options,
+                    of_part.extras, call, plan.options,
                 )  # fmt: skip
-                _join(_rows(out, call.rows), _rows(exact, call.rows), out_part, lse_part)
+                _join(_rows(out, call.rows), _rows(exact, call.rows), out_part, of_part.moved(lse_part, 1))
                 if not pair.is_whole(sinks):
                     of_parts.append(lse_part)
             keys.step()
         if sinks is not None:
             _join_sinks(out, exact, sinks)
         out, lse = out.to(q.dtype), exact.to(lse.dtype)
-        ctx.save_for_backward(q, k, v, bias, sinks, out, lse, exact, *of_parts)
+        ctx.save_for_backward(q, k, v, bias, alibi_slopes, sinks, out, lse, exact, *of_parts)
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -179,14 +199,17 @@ class Ring(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
         refuse_second_derivative("ring")
         plan: Plan = ctx.plan
-        q, k, v, bias, sinks, out, lse, exact, *of_parts = ctx.saved_tensors
+        q, k, v, bias, alibi_slopes, sinks, out, lse, exact, *of_parts = ctx.saved_tensors
         following = iter(of_parts)
         extras = replace(ctx.extras, bias=bias)
         _, _, *wanted, of_sinks = ctx.needs_input_grad
         wide = accumulate_dtype(q.dtype)
         delta = _delta(grad_out, grad_lse, out, wide)
         dq = torch.zeros_like(q, dtype=wide)
-        dbias = torch.zeros_like(bias, dtype=wide) if wanted[3] else None
+        dbias, dslopes = (
+            torch.zeros_like(t, dtype=dtype) if want else None
+            for t, dtype, want in ((bias, wide, wanted[3]), (alibi_slopes, torch.float64, wanted[4]))
+        )
         travels = wanted[1] or wanted[2]
         keys = _Keys(plan, k, v)
         arriving, transfer = None, Transfer([])
@@ -198,20 +221,25 @@ class Ring(torch.autograd.Function):
             for pair in plan.pairs[plan.source(step)]:
                 call = pair.call
                 tensors = _rows(q, call.rows), _rows(k_all, pair.read), _rows(v_all, pair.read)
-                of_pairs = extras.of_pairs(call.rows, call.keys)
+                of_part = _of_pair(pair, extras, alibi_slopes, wide)
+                added = wanted[3] or wanted[4]
                 of_grads = _rows(grad_out, call.rows), _rows(grad_lse, call.rows)
-                results = _rows(out, call.rows), _rows(lse, call.rows)
+                results = _rows(out, call.rows), of_part.moved(_rows(exact, call.rows), -1).to(lse.dtype)
                 is_whole = pair.is_whole(sinks)
                 if not is_whole:
                     results = results[0], next(following)
-                    of_grads = _of_part(of_grads[0], _rows(delta, call.rows), results[1], _rows(exact, call.rows))
-                    if wanted[3]:
-                        results = local.forward(*tensors, of_pairs, call, plan.options)
+                    own_lse = of_part.moved(results[1], 1)
+                    of_grads = _of_part(of_grads[0], _rows(delta, call.rows), own_lse, _rows(exact, call.rows))
+                    if added:
+                        results = local.forward(*tensors, of_part.extras, call, plan.options)
                         of_grads = of_grads[0], of_grads[1] + _delta(of_grads[0], None, results[0], wide)
                 grads = local.backward(
-                    of_grads, *tensors, *results, of_pairs, call, plan.options, [*wanted, False],
-                    constant_lse=not (is_whole or wanted[3]),
+                    of_grads, *tensors, *results, of_part.extras, call, plan.options, of_part.wanted(wanted),
+                    constant_lse=not (is_whole or added),
                 )  # fmt: skip
+                if added:
+                    own_bias = extras.of_pairs(call.rows, call.keys).bias
+                    grads = of_part.gradients(grads, own_bias, of_grads[1], results[1])
                 for total, part, want in (
                     (_rows(dq, call.rows), grads[0], wanted[0]),
                     (_rows(dk, pair.read), grads[1], wanted[1]),
@@ -221,6 +249,8 @@ class Ring(torch.autograd.Function):
                         total.add_(part)
                 if dbias is not None:
                     local.cut(local.cut(dbias, -2, call.rows), -1, call.keys).add_(grads[3])
+                if dslopes is not None:
+                    dslopes += grads[4]
             if travels:
                 transfer.wait()
                 if arriving is not None:
@@ -238,8 +268,15 @@ class Ring(torch.autograd.Function):
         dsinks = torch.ops.flash_ext.sinks_gradient(grad_out, grad_lse, out, lse, sinks) if of_sinks else None
         return (
             None, None, dq.to(q.dtype) if wanted[0] else None, dk.to(k.dtype) if wanted[1] else None,
-            dv.to(v.dtype) if wanted[2] else None, dbias.to(bias.dtype) if dbias is not None else None, dsinks,
+            dv.to(v.dtype) if wanted[2] else None, dbias.to(bias.dtype) if dbias is not None else None,
+            dslopes.to(alibi_slopes.dtype) if dslopes is not None else None, dsinks,
         )  # fmt: skip
+
+
+def _of_pair(pair: Pair, extras: Extras, alibi_slopes: Tensor | None, wide: torch.dtype) -> slopes.OfPart:
+    call = pair.call
+    own = extras.of_pairs(call.rows, call.keys)
+    return slopes.of_part(own, alibi_slopes, pair.diagonal, _size(call.rows), _size(call.keys), wide)
 
 
 def _join(total: Tensor, total_lse: Tensor, out: Tensor, lse: Tensor) -> None:
@@ -274,5 +311,5 @@ def _of_part(grad_out: Tensor | None, delta: Tensor, lse: Tensor, total: Tensor)
 
 def attend(plan: Plan, extras: Extras, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """out and lse of this rank's rows, differentiable once."""
-    bare = replace(extras, bias=None, sinks=None)
-    return Ring.apply(plan, bare, q, k, v, extras.bias, extras.sinks)
+    bare = replace(extras, bias=None, slopes=None, sinks=None)
+    return Ring.apply(plan, bare, q, k, v, extras.bias, extras.slopes, extras.sinks)

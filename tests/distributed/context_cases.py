@@ -344,8 +344,6 @@ def ranks_that_disagree(world: World) -> None:
 def what_a_method_does_not_take(world: World) -> None:
     q = rand(2, 4, 6, 8)
     slopes, call, group = torch.ones(4), fd.context_parallel_attention, world.group
-    refused("method='ring' takes no alibi_slopes; use 'allgather' or 'ulysses'",
-            lambda: call(q, q, q, group, method="ring", alibi_slopes=slopes, causal=True))  # fmt: skip
     refused("method='allgather' takes alibi_slopes with causal=True alone",
             lambda: call(q, q, q, group, method="allgather", alibi_slopes=slopes))  # fmt: skip
     refused("method='usp' takes a mesh of two dimensions", lambda: call(q, q, q, group, method="usp"))
@@ -414,7 +412,7 @@ def what_is_explained(world: World) -> None:
     assert fd.explain_context_parallel(q, k, k, 80).method == "ring"
     slopes = torch.ones(32)
     assert fd.explain_context_parallel(q, k, k, 12, causal=True, alibi_slopes=slopes).method == "allgather"
-    assert fd.explain_context_parallel(q, k, k, 12, alibi_slopes=slopes).method == "ulysses"
+    assert fd.explain_context_parallel(q, k, k, 12, alibi_slopes=slopes).method == "ring"
     # One head of query and one rank more: what is sent is what the exchanges carry.
     small = torch.empty(1, 4, 16, 8, device="meta")
     sent = fd.explain_context_parallel(small, small, small, 4).sent

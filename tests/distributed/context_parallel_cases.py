@@ -178,7 +178,12 @@ OPTIONS: dict[str, tuple[dict[int, tuple[int, int]], tuple[int, int, int], str, 
     "deterministic": (LENGTHS, (4, 2, 2), "", {"causal": True, "deterministic": True}),
     "batch invariant": (LENGTHS, (4, 2, 2), "", {"causal": True, "batch_invariant": True}),
 }  # fmt: skip
-EVERY_HEAD = {"slopes beyond the diagonal": (LENGTHS, (4, 2, 2), "alibi_slopes", {})}
+BOTH_SIDES = {  # which allgather refuses
+    "slopes beyond the diagonal": (LENGTHS, (4, 2, 2), "alibi_slopes", {}),
+    "slopes, bias, more keys": (CROSS, (4, 2, 2), "alibi_slopes of each, bias of one row, mask", {}),
+    "slopes, bias, window": (FEWER, (4, 2, 2), "alibi_slopes, bias of one head, sinks",
+                             {"window": (20, 9), "align": "bottom_right", "softcap": 4.0}),
+}  # fmt: skip
 FEWER_CASES = {
     4: ("causal", "window", "more keys", "more queries, window", "grouped", "one key head", "mask of one row",
         "bias of one head", "bias of one row", "sinks of each, rows without keys", "slopes, more keys", "together"),
@@ -190,7 +195,7 @@ BF16 = ("full", "causal", "window", "grouped", "sinks", "bias", "together")
 def compare(
     world: World, method: str, balance: str, which: str, dtype: torch.dtype, deal: str = "even", chunks: bool = False
 ) -> None:
-    lengths_of, heads, tensors, options = (OPTIONS | EVERY_HEAD)[which]
+    lengths_of, heads, tensors, options = (OPTIONS | BOTH_SIDES)[which]
     lengths = lengths_of[world.size]
     columns = (16, 24) if which in ("grouped", "together") else (16, 16)
     inputs = problem(lengths, dtype, heads, columns) | extras_of(tensors, lengths, heads[0], dtype)
@@ -237,8 +242,6 @@ def cases(size: int) -> dict[str, Case]:
     methods = ("allgather", "ulysses", "ring", *(("usp",) if size > 2 else ()))
     for i, which in enumerate(OPTIONS):
         for j, method in enumerate(methods):
-            if "slopes" in which and method in ("ring", "usp"):
-                continue
             if which not in FEWER_CASES.get(size, OPTIONS):
                 continue
             for balance in (
@@ -254,7 +257,11 @@ def cases(size: int) -> dict[str, Case]:
                 add(method, "zigzag", which, torch.bfloat16)
     for which in ("causal", "together", "slopes", "bias of one row"):
         add("allgather", "zigzag", which, chunks=True)
-    add("ulysses", "zigzag", "slopes beyond the diagonal")
+    for which in BOTH_SIDES:
+        for method in methods[1:]:
+            add(method, "zigzag", which)
+    add("ring", "contiguous", "slopes, bias, more keys", deal="uneven")
+    add("ring", "zigzag", "slopes, bias, window", torch.float64)
     add("ring", "zigzag", "grouped", torch.float64)
     return found
 
