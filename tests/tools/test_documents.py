@@ -24,6 +24,7 @@ AS_IT_STANDS = {
     "pip install -q uv && uv run pytest": ".ci/run",
 }
 WITH_OTHER_ARGUMENTS = {
+    "python -m flash_ext.doctor": "tests/tools/test_doctor.py",
     "python -m flash_ext.profiling": "tests/tools/test_profiling.py",
     "python benchmarks/communication.py": "tests/tools/test_communication.py",
     "python benchmarks/context_parallel.py": "tests/tools/test_context_parallel_benchmark.py",
