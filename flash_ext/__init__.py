@@ -37,8 +37,8 @@ __version__ = build_info()["version"]
 
 
 def __getattr__(name: str) -> object:
-    """`distributed`, `flash_attn`, `flash_attn_3` and `profiling`, imported when they are first asked for."""
-    if name in ("distributed", "flash_attn", "flash_attn_3", "profiling"):
+    """Modules that are imported when they are first asked for."""
+    if name in ("distributed", "flash_attn", "flash_attn_3", "profiling", "xformers"):
         return _importlib.import_module(f"flash_ext.{name}")
     raise AttributeError(f"module 'flash_ext' has no attribute {name!r}")
 
