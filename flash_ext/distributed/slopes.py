@@ -30,12 +30,12 @@ def parts_of(band: Band, rows: Segment, keys: Segment, apart: bool) -> list[Part
     count_q, count_k = part.queries.stop - part.queries.start, part.keys.stop - part.keys.start
     if not apart or d == 0 or d >= count_k - 1 or count_q - 1 + d <= 0:
         return [part]
-    middle = max(d, 0), max(-d, 0)  # of keys and of rows: from there on they begin on the diagonal
+    # The second piece of keys, or of rows, begins on the diagonal.
     mine, theirs = (_cut(segment, of) for segment, of in ((rows, part.queries), (keys, part.keys)))
     if d > 0:
-        halves = [(mine, _cut(theirs, piece)) for piece in _pieces(part.keys, middle[0])]
+        halves = [(mine, _cut(theirs, piece)) for piece in _pieces(part.keys, d)]
     else:
-        halves = [(_cut(mine, piece), theirs) for piece in _pieces(part.queries, middle[1])]
+        halves = [(_cut(mine, piece), theirs) for piece in _pieces(part.queries, -d)]
     return [found for half in halves for found in parts_of(band, *half, apart)]
 
 

@@ -139,7 +139,8 @@ def memory_efficient_attention_forward_requires_grad(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out and the log-sum-exp, (B, H, Mq) in float32, without gradients and without dropout."""
     if p != 0.0:
-        raise NotImplementedError(f"p is {p}; without gradients of its own this function takes no dropout")
+        # The class that programs catch, as xformers raises it.
+        raise NotImplementedError(f"p is {p}; it must be 0 here, and memory_efficient_attention takes dropout")
     with torch.no_grad():
         out, lse = _attend(query, key, value, attn_bias, p, scale, True)
     return out if output_dtype is None else out.to(output_dtype), lse
