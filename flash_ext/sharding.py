@@ -14,6 +14,9 @@ reproduces them; the map is not that of the unsharded call. Each shard's random 
 number added, so it comes back sharded. A random state that a caller gives whole means the map of the whole, so all is
 gathered.
 
+PyTorch's ``context_parallel`` is another matter: the rows of its DTensors may stand in another order than the sequence.
+While its handlers are in DTensor's dispatch, calls on shards of rows go to ``distributed/pytorch_context.py``.
+
 Called by DTensor's dispatch, below autograd. Imported when ``torch.distributed.tensor`` is.
 """
 
@@ -29,10 +32,14 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Placement, Re
 from flash_ext.ops import GRADIENTS
 
 _ops = torch.ops.flash_ext
+# DTensor's dispatch has a handler of it while PyTorch's context_parallel is entered, and at no other time.
+_HANDLED = torch.ops.aten._scaled_dot_product_flash_attention.default
 # Dimensions that a tensor has less than the scores (batch..., heads, queries, keys).
 _MISSING = dict.fromkeys(("query", "key", "value", "mask", "bias", "out", "grad_out"), 0)
 _MISSING |= {"lse": 1, "grad_lse": 1, "alibi_slopes": 2, "sinks": 2}
 _INPUTS = ("query", "key", "value", "mask", "bias")
+_RESULTS = ("out", "lse", "grad_out", "grad_lse")
+_ROWS = (Shard(2),)  # how PyTorch's context_parallel places query, key and value, (batch, heads, rows, columns)
 _LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
 
 
@@ -49,6 +56,7 @@ class _Call:
         self.rank = max(self.tensors[name].dim() for name in ("query", "key", "value"))
         self.drops = self.values.get("dropout_p", 0.0) > 0
         self._check()
+        self.balance = self._balance()
         self.leading = [self._whole_size(dim) for dim in range(self.rank - 2)]
         deciding = ("out",) if "out" in self.tensors else _INPUTS
         self.placements: list[Placement] = [Replicate()] * self.mesh.ndim
@@ -69,6 +77,33 @@ class _Call:
                 )
             if isinstance(tensor, DTensor) and tensor.device_mesh != self.mesh:
                 raise RuntimeError(f"{name} is on {tensor.device_mesh}, but others are on {self.mesh}")
+
+    def _balance(self) -> str | None:
+        """Which rows a shard of PyTorch's context_parallel has, as ``layout.py`` names it; None: it is no such shard.
+
+        Backward knows it from what forward returned: out is in rows, and a random state that is sharded means zigzag.
+        """
+        inputs = [self.tensors[name] for name in ("query", "key", "value")]
+        in_rows = [isinstance(t, DTensor) and Shard(2) in t.placements for t in inputs]
+        if self.packed or not any(in_rows):
+            return None
+        fits = self.mesh.ndim == 1 and all(in_rows) and all(t.dim() == 4 for t in inputs)
+        if "out" in self.tensors:
+            out, state = self.tensors["out"], self.values["rng_state"]
+            if not fits or not isinstance(out, DTensor) or tuple(out.placements) != _ROWS:
+                return None
+            return "zigzag" if isinstance(state, DTensor) and Shard(0) in state.placements else "contiguous"
+        # NOTE: private, as all that says so is.
+        if _HANDLED not in DTensor._op_dispatcher._custom_op_handlers:
+            return None
+        if not fits:
+            raise RuntimeError(
+                "torch's context_parallel takes query, key and value of 4 dimensions, all three sharded in dimension 2 "
+                f"of a mesh of one; these have {', '.join(str(t.dim()) for t in inputs)} dimensions"
+            )
+        from torch.distributed.tensor.experimental._attention import _cp_options
+
+        return "zigzag" if _cp_options.enable_load_balance else "contiguous"
 
     def _dim_of(self, name: str, dim: int) -> int | None:
         """Where the tensor holds leading dimension ``dim`` of the result; None where it is broadcast along it."""
@@ -118,7 +153,7 @@ class _Call:
 
     def _follow_random_state(self) -> None:
         state = self.values.get("rng_state")
-        if not self.drops or state is None:
+        if not self.drops or state is None or self.balance is not None:
             return
         is_sharded = [isinstance(p, Shard) for p in state.placements] if isinstance(state, DTensor) else []
         if not any(is_sharded):
@@ -157,6 +192,18 @@ class _Call:
             values["rng_state"] = state.to_local()
         return values
 
+    def rows(self) -> dict[str, Any]:
+        """The arguments of this rank where ``balance`` says which rows it has."""
+        values = dict(self.values)
+        for name in (*_INPUTS[:3], *_RESULTS):
+            tensor = values.get(name)
+            if isinstance(tensor, DTensor):
+                tensor = tensor if tuple(tensor.placements) == _ROWS else tensor.redistribute(self.mesh, _ROWS)
+                values[name] = tensor.to_local()
+        if isinstance(values.get("rng_state"), DTensor):
+            values["rng_state"] = values["rng_state"].to_local()
+        return values
+
     def whole_sizes(self, out: Tensor) -> tuple[list[int], list[int]]:
         """Of out and lse, by the sizes of this rank's out."""
         if self.packed:
@@ -173,8 +220,12 @@ class _Call:
             if isinstance(placement, Shard):
                 shard = shard * self.mesh.size(mesh_dim) + self.mesh.get_local_rank(mesh_dim)
         local = torch.stack((state[0], state[1] + shard))
-        shards = [Shard(0) if isinstance(p, Shard) else Replicate() for p in self.placements]
-        return DTensor.from_local(local, self.mesh, shards, run_check=False)
+        return self.wrap_state(local)
+
+    def wrap_state(self, local: Tensor) -> DTensor:
+        is_sharded = [isinstance(p, Shard) or self.balance == "zigzag" for p in self.placements]
+        placements = [Shard(0) if sharded else Replicate() for sharded in is_sharded]
+        return DTensor.from_local(local, self.mesh, placements, run_check=False)
 
     def wrap(self, local: Tensor, placements: list[Placement], sizes: list[int]) -> DTensor:
         """A result of this rank as a part of a dense tensor of ``sizes`` in the same order of strides."""
@@ -193,6 +244,8 @@ class _Call:
 def _forward(cls: Any, func: Any, types: Any, args: tuple, kwargs: dict[str, Any] | None = None) -> tuple[Tensor, ...]:
     with torch.no_grad():
         call = _Call(func, args, kwargs or {})
+        if call.balance is not None:
+            return _forward_of_rows(call)
         values = call.local()
         draws = call.drops and "rng_state" not in values
         if draws:
@@ -214,6 +267,38 @@ def _forward(cls: Any, func: Any, types: Any, args: tuple, kwargs: dict[str, Any
         return tuple(results)
 
 
+def _forward_of_rows(call: _Call) -> tuple[Tensor, ...]:
+    from flash_ext.distributed import pytorch_context
+
+    values = call.rows()
+    drawn = call.draw(values["query"]) if call.drops and "rng_state" not in values else None
+    state = None if not call.drops else values["rng_state"] if drawn is None else drawn.to_local()
+    out, lse = pytorch_context.forward(values, state, call.mesh, call.balance)
+    sizes = [*call.leading, call.tensors["query"].shape[2]]
+    results = [call.wrap(out, list(_ROWS), [*sizes, out.shape[3]])]
+    results.append(
+        call.wrap(lse, list(_ROWS), sizes) if values.get("return_lse", False) else call.replicated(lse.new_empty(0))
+    )
+    if call.func is _ops.attention.default:
+        results.append(drawn if drawn is not None else call.wrap_state(lse.new_empty(0, dtype=torch.int64)))
+    return tuple(results)
+
+
+def _backward_of_rows(call: _Call) -> tuple[Tensor, ...]:
+    from flash_ext.distributed import pytorch_context
+
+    values = call.rows()
+    wanted = call.values.get("grad_mask", [True] * len(GRADIENTS))
+    state = values["rng_state"] if call.drops else None
+    grads = pytorch_context.backward(values, state, call.mesh, call.balance, wanted)
+    wrapped = [
+        call.replicated(values["query"].new_empty(0)) if grad is None
+        else call.wrap(grad, list(_ROWS), list(call.tensors[name].shape))
+        for grad, name in zip(grads, GRADIENTS[:3], strict=True)
+    ]  # fmt: skip
+    return *wrapped, *(call.replicated(values["query"].new_empty(0)) for _ in GRADIENTS[3:])
+
+
 def _draw_rng_state(cls: Any, func: Any, types: Any, args: tuple, kwargs: dict[str, Any] | None = None) -> DTensor:
     with torch.no_grad():
         call = _Call(func, args, kwargs or {})
@@ -221,8 +306,13 @@ def _draw_rng_state(cls: Any, func: Any, types: Any, args: tuple, kwargs: dict[s
 
 
 def _backward(cls: Any, func: Any, types: Any, args: tuple, kwargs: dict[str, Any] | None = None) -> tuple[Tensor, ...]:
+    differentiable = torch.is_grad_enabled()  # create_graph=True
     with torch.no_grad():
         call = _Call(func, args, kwargs or {})
+        if call.balance is not None:
+            if differentiable:
+                raise RuntimeError("attention in torch's context_parallel has no second derivative (create_graph=True)")
+            return _backward_of_rows(call)
         grads = func(**call.local())
         wanted = call.values.get("grad_mask", [True] * len(GRADIENTS))
         results = []

@@ -156,66 +156,79 @@ class AllGather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
         refuse_second_derivative("allgather")
-        plan: Plan = ctx.plan
         q, k, v, bias, slopes, sinks, out, lse = ctx.saved_tensors
         extras = Extras(ctx.mask, bias, slopes, sinks, ctx.state)
-        _, _, *wanted, of_sinks = ctx.needs_input_grad
-        dim, of_lse = plan.rows_dim, q.dim() - 2
-        travels = wanted[1] or wanted[2]
-        wide = accumulate_dtype(q.dtype)
-        dq, dk, dv = (torch.zeros_like(t) if want else None for t, want in zip((q, k, v), wanted[:3], strict=True))
-        dbias = _zeros_of_bias(bias, wide) if wanted[3] else None
-        dslopes = torch.zeros_like(slopes) if wanted[4] else None
+        grads = gradients(
+            ctx.plan, extras, (grad_out, grad_lse), (q, k, v), (out, lse), ctx.needs_input_grad[2:], ctx.whole
+        )
+        return None, None, *grads
 
-        def deliver(summed: _Summed, chunk: tuple[slice, slice, slice]) -> None:
-            for total, part, heads in zip((dk, dv), summed.wait(), chunk[1:], strict=True):
-                if total is not None:
-                    _heads(total, heads).copy_(part)
 
-        chunks = _chunks(plan, q, k, v, ctx.whole)
-        following = _Gathered(plan, _heads(k, chunks[0][1]), _heads(v, chunks[0][2]))
-        summed = None
-        for i, chunk in enumerate(chunks):
-            heads = chunk[0]
-            gathered = following
-            keys, values = gathered.wait()
-            if i + 1 < len(chunks):
-                following = _Gathered(plan, _heads(k, chunks[i + 1][1]), _heads(v, chunks[i + 1][2]))
-            of_heads = extras.of_heads(heads)
-            sums = gathered.buffer.new_zeros(gathered.buffer.shape, dtype=wide) if travels else None
-            for call in plan.calls:
-                read = plan.exchange.place(call.keys)
-                of_rows = [None if t is None else _rows(_heads(t, heads), dim, call.rows) for t in (grad_out, q, out)]
-                of_lses = [
-                    None if t is None else
-                    _rows(t.narrow(of_lse - 1, heads.start, heads.stop - heads.start), of_lse, call.rows)
-                    for t in (grad_lse, lse)
-                ]  # fmt: skip
-                grads = local.backward(
-                    (of_rows[0], of_lses[0]), of_rows[1], _rows(keys, dim, read), _rows(values, dim, read), of_rows[2],
-                    of_lses[1], of_heads.of_pairs(call.rows, call.keys), call, plan.options, wanted,
-                )  # fmt: skip
-                if dq is not None:
-                    _rows(_heads(dq, heads), dim, call.rows).copy_(grads[0])
-                if sums is not None:
-                    for total, part, want in zip(gathered.views(sums), grads[1:3], wanted[1:3], strict=True):
-                        if want:
-                            _rows(total, dim, read).add_(part)
-                if dbias is not None:
-                    local.cut(local.cut(dbias, -2, call.rows), -1, call.keys).add_(grads[3])
-                if dslopes is not None:
-                    local.cut(dslopes, -1, heads).add_(grads[4])
-            if summed is not None:
-                deliver(summed, chunks[i - 1])
-            summed = _Summed(plan, gathered, sums) if sums is not None else None
+def gradients(
+    plan: Plan, extras: Extras, of_results: tuple[Tensor | None, Tensor | None], inputs: tuple[Tensor, Tensor, Tensor],
+    results: tuple[Tensor, Tensor], needed: Sequence[bool], whole: bool = False,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Those of (q, k, v, bias, slopes, sinks) that are needed; ``whole``: of all heads at once."""
+    grad_out, grad_lse = of_results
+    (q, k, v), (out, lse) = inputs, results
+    bias, slopes, sinks = extras.bias, extras.slopes, extras.sinks
+    *wanted, of_sinks = needed
+    dim, of_lse = plan.rows_dim, q.dim() - 2
+    travels = wanted[1] or wanted[2]
+    wide = accumulate_dtype(q.dtype)
+    dq, dk, dv = (torch.zeros_like(t) if want else None for t, want in zip((q, k, v), wanted[:3], strict=True))
+    dbias = _zeros_of_bias(bias, wide) if wanted[3] else None
+    dslopes = torch.zeros_like(slopes) if wanted[4] else None
+
+    def deliver(summed: _Summed, chunk: tuple[slice, slice, slice]) -> None:
+        for total, part, heads in zip((dk, dv), summed.wait(), chunk[1:], strict=True):
+            if total is not None:
+                _heads(total, heads).copy_(part)
+
+    chunks = _chunks(plan, q, k, v, whole)
+    following = _Gathered(plan, _heads(k, chunks[0][1]), _heads(v, chunks[0][2]))
+    summed = None
+    for i, chunk in enumerate(chunks):
+        heads = chunk[0]
+        gathered = following
+        keys, values = gathered.wait()
+        if i + 1 < len(chunks):
+            following = _Gathered(plan, _heads(k, chunks[i + 1][1]), _heads(v, chunks[i + 1][2]))
+        of_heads = extras.of_heads(heads)
+        sums = gathered.buffer.new_zeros(gathered.buffer.shape, dtype=wide) if travels else None
+        for call in plan.calls:
+            read = plan.exchange.place(call.keys)
+            of_rows = [None if t is None else _rows(_heads(t, heads), dim, call.rows) for t in (grad_out, q, out)]
+            of_lses = [
+                None if t is None else
+                _rows(t.narrow(of_lse - 1, heads.start, heads.stop - heads.start), of_lse, call.rows)
+                for t in (grad_lse, lse)
+            ]  # fmt: skip
+            grads = local.backward(
+                (of_rows[0], of_lses[0]), of_rows[1], _rows(keys, dim, read), _rows(values, dim, read), of_rows[2],
+                of_lses[1], of_heads.of_pairs(call.rows, call.keys), call, plan.options, wanted,
+            )  # fmt: skip
+            if dq is not None:
+                _rows(_heads(dq, heads), dim, call.rows).copy_(grads[0])
+            if sums is not None:
+                for total, part, want in zip(gathered.views(sums), grads[1:3], wanted[1:3], strict=True):
+                    if want:
+                        _rows(total, dim, read).add_(part)
+            if dbias is not None:
+                local.cut(local.cut(dbias, -2, call.rows), -1, call.keys).add_(grads[3])
+            if dslopes is not None:
+                local.cut(dslopes, -1, heads).add_(grads[4])
         if summed is not None:
-            deliver(summed, chunks[-1])
-        dsinks = (
-            torch.ops.flash_ext.sinks_gradient(grad_out, grad_lse, out, lse, sinks, packed=dim == 0)
-            if of_sinks else None
-        )  # fmt: skip
-        dbias = None if dbias is None else dbias.to(bias.dtype)
-        return None, None, dq, dk, dv, dbias, dslopes, dsinks
+            deliver(summed, chunks[i - 1])
+        summed = _Summed(plan, gathered, sums) if sums is not None else None
+    if summed is not None:
+        deliver(summed, chunks[-1])
+    dsinks = (
+        torch.ops.flash_ext.sinks_gradient(grad_out, grad_lse, out, lse, sinks, packed=dim == 0)
+        if of_sinks else None
+    )  # fmt: skip
+    dbias = None if dbias is None else dbias.to(bias.dtype)
+    return dq, dk, dv, dbias, dslopes, dsinks
 
 
 def _zeros_of_bias(bias: Tensor, wide: torch.dtype) -> Tensor:
