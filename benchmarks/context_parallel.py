@@ -10,6 +10,7 @@ flash_ext.attention of the whole on rank 0, while the others wait. A time is the
 --repeats. `speed-up` is one rank's time over it. On GPUs `exposed` is the time in which a rank's GPU runs NCCL and
 nothing else, in one profiled call, and `memory` the most that a call allocated beyond what was there, with its results.
 `torch` is PyTorch's own context_parallel around F.scaled_dot_product_attention, on GPUs, where it takes the call.
+`yunchang` is that package's UlyssesAttention around the same, where the package is installed.
 Ranks that share a CPU's cores also share their speed: there the table says that it runs, and little more.
 """
 
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any, Literal
@@ -47,11 +49,16 @@ from torch import Tensor
 from train_lm import list_of, whole
 from tyro.conf import arg
 
-METHODS = ("ulysses", "allgather", "ring", "torch")
+METHODS = ("ulysses", "allgather", "ring", "torch", "yunchang")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 TOKENS = {"cpu": [2048], "cuda": [131072]}
 WARMUP = 2
 ONE = "one rank"
+
+
+def methods_here() -> list[str]:
+    """All but a package that is not installed."""
+    return [method for method in METHODS if method != "yunchang" or find_spec("yunchang")]
 
 
 @dataclass
@@ -60,7 +67,7 @@ class Args:
 
     # how many ranks to start, one table each; under torchrun they are its own
     ranks: Annotated[list[int] | None, list_of(partial(whole, least=2))] = None
-    method: Annotated[list[str], list_of(METHODS)] = field(default_factory=lambda: list(METHODS))
+    method: Annotated[list[str], list_of(METHODS)] = field(default_factory=methods_here)  # all that are here
     tokens: Annotated[list[int] | None, list_of(whole)] = None  # of the sequence (None: 131072, on CPUs 2048)
     batch: Annotated[int, word(whole, "N")] = 1
     heads: Annotated[int, word(whole, "N")] = 32
@@ -104,6 +111,32 @@ def both(attend: Callable[[Tensor, Tensor, Tensor], Tensor], tensors: list[Tenso
     return call
 
 
+def pytorch_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, causal: bool, softmax_scale: float, **_: Any
+) -> Tensor:  # fmt: skip
+    """PyTorch's attention as yunchang calls one, in its layout (batch, tokens, heads, head dim)."""
+    query, key, value = (t.transpose(1, 2) for t in (query, key, value))
+    grouped = query.shape[1] != key.shape[1]
+    out = F.scaled_dot_product_attention(
+        query, key, value, is_causal=causal, scale=softmax_scale, enable_gqa=grouped
+    )  # fmt: skip
+    return out.transpose(1, 2)
+
+
+def yunchang_ulysses(causal: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """yunchang's exchange of heads, around PyTorch's attention in place of the package's own call of PyTorch's kernels.
+
+    That one has no backward, and sends keys around a ring of all ranks when the exchange has been made already. Grouped
+    heads need not be repeated: the exchange takes any number of key heads that the ranks divide, and so does attention.
+    """
+    from yunchang import UlyssesAttention
+    from yunchang.kernels import AttnType
+
+    layer = UlyssesAttention(sequence_process_group=dist.group.WORLD, attn_type=AttnType.TORCH_FLASH)
+    layer.attn_fn = pytorch_attention
+    return partial(layer, causal=causal)
+
+
 @contextmanager
 def prepared(method: str, args: Args, tokens: int) -> Iterator[Callable[[], Any]]:
     """Forward and backward of this rank's share, or for ONE of the whole; within it the call is right."""
@@ -121,6 +154,12 @@ def prepared(method: str, args: Args, tokens: int) -> Iterator[Callable[[], Any]
             stack.enter_context(cut)
             grouped = args.heads != args.kv_heads
             attend = partial(F.scaled_dot_product_attention, is_causal=args.causal, enable_gqa=grouped)
+        elif method == "yunchang":
+            attend = yunchang_ulysses(args.causal)
+            ranks, rank = dist.get_world_size(), dist.get_rank()
+            if tokens % ranks:
+                raise RuntimeError(f"takes tokens that {ranks} ranks divide")
+            tensors = [t.transpose(1, 2).chunk(ranks, 1)[rank].contiguous() for t in tensors]
         else:
             from flash_ext.distributed import context_parallel_attention, shard_sequence
 
