@@ -46,4 +46,15 @@ __device__ __forceinline__ T no_hoist(T x) {
   return x;
 }
 
+// x in a lane that is alone, from here on. NOTE: ptxas keeps such a lane's numbers in uniform registers, and moves the
+// answer of an atomic there right behind the request, which waits for it; what goes through a shuffle it leaves where
+// it came until then.
+__device__ __forceinline__ uint32_t from_here(uint32_t x) {
+  uint32_t lane, mask, result;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  asm volatile("mov.u32 %0, %%lanemask_eq;" : "=r"(mask));
+  asm volatile("shfl.sync.idx.b32 %0, %1, %2, 31, %3;" : "=r"(result) : "r"(x), "r"(lane), "r"(mask));
+  return result;
+}
+
 }  // namespace flash_ext

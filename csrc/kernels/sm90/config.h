@@ -37,14 +37,15 @@ struct ForwardShape {
   constexpr int threads() const { return (consumers + 1) * 128; }
   // What setmaxnreg gives. A launch gives every thread the same number, a multiple of 8: 168, 128 and 96 of 65,536, and
   // 128 * (24 + 2 * 240), 128 * (32 + 3 * 160) and 128 * (32 + 4 * 112) are what that makes; with loaders of scores
-  // 128 * (72 + 2 * 216) and 128 * (56 + 3 * 152). Packed sequences' bands are in registers: 128 * (56 + 2 * 224).
+  // 128 * (72 + 2 * 216) and 128 * (56 + 3 * 152). Of packed sequences consumers have bands in registers, the producer
+  // an entry of the list: 128 * (56 + 2 * 224) and 128 * (40 + 2 * 232).
   constexpr int producer_registers(bool packed = false) const {
     if (scored) return consumers == 2 && !packed ? 72 : 56;
-    return consumers == 2 ? 24 : 32;
+    return consumers == 2 ? (packed ? 40 : 24) : 32;
   }
   constexpr int consumer_registers(bool packed = false) const {
     if (scored) return consumers == 2 ? (packed ? 224 : 216) : 152;
-    return consumers == 2 ? 240 : consumers == 3 ? 160 : 112;
+    return consumers == 2 ? (packed ? 232 : 240) : consumers == 3 ? 160 : 112;
   }
 
   constexpr bool operator==(const ForwardShape&) const = default;
@@ -122,6 +123,14 @@ struct ForwardOrder {
 constexpr int kCounterBytes = 64;  // scratch of a counted order
 
 constexpr int64_t kL2Budget = 16 << 20;  // of the 50 to 60 MB of H100 and H200
+
+// Of packed sequences, how many keys of a head tiles read at a time (prepare_packed's `together`): what L2 keeps. NOTE:
+// a quarter where sequences are short, because then all of it is asked of memory within two tiles' time: 16 x 512 x 128
+// took 5 to 10 % longer.
+inline int packed_rows_together(const Problem& problem) {
+  const bool is_short = problem.rows_k <= 512 * problem.batch;
+  return static_cast<int>((is_short ? kL2Budget / 4 : kL2Budget) / ((problem.head_dim + problem.head_dim_v) * 2));
+}
 
 // Of packed sequences: a head has the tiles of their list (core/sequences.h), what takes longest first, or fewer: only
 // the device knows how many. Its K and V are those of all sequences. How long tiles take is not known either; here they

@@ -32,8 +32,11 @@ struct PackedResults {
 // whose b is -1, most_packed_tiles in all. The order is a function of the lengths alone. Where cu_q, or cu_k of a list
 // of keys, does not ascend, there is no tile, and no row of results belongs to a sequence. A kernel that is launched
 // behind it by launch_dependent may read all that once it has waited.
+//
+// together: how many rows of keys (queries of a list of keys) stay in L2. Tiles of so few sequences' may stand in any
+// order, the longest first; of 0 those of a sequence follow each other. Only short lists of few sequences heed it.
 const PackedTile* prepare_packed(const Problem& problem, const Sequences& sequences, TilesOf of, int64_t block,
-                                 void* scratch, const PackedResults& results, void* stream);
+                                 void* scratch, const PackedResults& results, void* stream, int together = 0);
 
 // How many tiles the list has, in device memory; prepare_packed writes it, too.
 const int64_t* packed_tile_count(const Problem& problem, TilesOf of, int64_t block, const PackedTile* tiles);

@@ -51,12 +51,12 @@ Sequences32 make_sequences(int batch, unsigned seed) {
 }
 
 std::vector<PackedTile> list(const Problem& problem, const Sequences& sequences, TilesOf of, int64_t block,
-                             const cuda::PackedResults& results = {}) {
+                             const cuda::PackedResults& results = {}, int together = 0) {
   constexpr int kGuard = 64;
   const int64_t bytes = cuda::packed_tiles_bytes(problem, of, block);
   std::vector<char> memory(bytes + kGuard + 128, 77);
   char* const at = memory.data() + (128 - reinterpret_cast<uintptr_t>(memory.data()) % 128);
-  const PackedTile* const tiles = cuda::prepare_packed(problem, sequences, of, block, at, results, nullptr);
+  const PackedTile* const tiles = cuda::prepare_packed(problem, sequences, of, block, at, results, nullptr, together);
   for (int i = 0; i < kGuard; ++i) EXPECT_EQ(at[bytes + i], 77);
   const int64_t rows = of == TilesOf::kQueries ? problem.rows_q : problem.rows_k;
   return {tiles, tiles + most_packed_tiles(problem, rows, block)};
@@ -70,8 +70,8 @@ int64_t work_of(const Problem& problem, const PackedTile& tile, TilesOf of, int6
   return (of == TilesOf::kQueries ? band.keys(own, s.len_k) : band.queries(own, s.len_q)).size();
 }
 
-void check_list(const Sequences32& s, const Sequences& sequences, TilesOf of, int64_t block) {
-  const std::vector<PackedTile> tiles = list(s.problem, sequences, of, block);
+void check_list(const Sequences32& s, const Sequences& sequences, TilesOf of, int64_t block, int together = 0) {
+  const std::vector<PackedTile> tiles = list(s.problem, sequences, of, block, {}, together);
   std::map<int, int64_t> seen;  // tiles of a sequence
   size_t count = 0;
   int64_t before = INT64_MAX;
@@ -103,15 +103,38 @@ void check_list(const Sequences32& s, const Sequences& sequences, TilesOf of, in
 }
 
 TEST(PackedTiles, EveryTileOnceAndTheLongestFirst) {
-  for (const int batch : {1, 31, 33, 1100}) {
+  for (const int batch : {1, 31, 128, 129, 1100}) {
     Sequences32 s = make_sequences(batch, batch);
     for (const bool causal : {false, true}) {
       s.problem.causal = s.problem.bottom_right = causal;
       for (const TilesOf of : {TilesOf::kQueries, TilesOf::kKeys}) {
         check_list(s, s.all(), of, 64);
         check_list(s, s.used(), of, 128);
+        check_list(s, s.used(), of, 64, 3000);
+        check_list(s, s.all(), of, 64, 1 << 20);
       }
     }
+  }
+}
+
+// A tile of queries has no more to do than the one before it, but for a tile of keys, whichever sequences they are of.
+TEST(PackedTiles, TilesOfWhatStaysInL2HaveOneOrder) {
+  for (const int together : {1 << 20, 700}) {
+    Sequences32 s = make_sequences(90, 5);
+    s.problem.causal = s.problem.bottom_right = true;
+    s.cu_k = s.cu_q;
+    s.problem.len_k = s.problem.len_q;
+    s.problem.rows_k = s.problem.rows_q;
+    int64_t rises = 0, before = INT64_MAX;
+    for (const PackedTile& tile : list(s.problem, s.all(), TilesOf::kQueries, 64, {}, together)) {
+      if (tile.b < 0) break;
+      const int64_t work = work_of(s.problem, tile, TilesOf::kQueries, 64);
+      rises += work >= before + 64 ? 1 : 0;
+      before = work;
+    }
+    const int64_t groups = (s.cu_q.back() - 1) / together + 1;
+    EXPECT_LE(rises, groups) << together;
+    if (together == 700) EXPECT_GT(rises, 0);
   }
 }
 
@@ -130,7 +153,7 @@ TEST(PackedTiles, EndWhateverIsInMemory) {
     }
     for (const TilesOf of : {TilesOf::kQueries, TilesOf::kKeys}) {
       int64_t rows = 0;
-      for (const PackedTile& tile : list(s.problem, s.used(), of, 64)) {
+      for (const PackedTile& tile : list(s.problem, s.used(), of, 64, {}, round % 3 * 1000)) {
         if (tile.b < 0) continue;
         const Sequence& own = tile.sequence;
         ASSERT_TRUE(own.row_q >= 0 && own.len_q >= 0 && own.row_q + own.len_q <= s.problem.rows_q);

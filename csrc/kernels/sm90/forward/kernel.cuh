@@ -27,72 +27,76 @@ template <class Traits>
 __device__ __forceinline__ void produce(const typename Traits::Params& params, const typename Traits::Rings& rings,
                                         int listed) {
   using Work = typename Traits::Work;
+  using Found = typename Work::Found;
   constexpr int kBlockN = Traits::kBlockN, kConsumers = Traits::kConsumers;
   typename Traits::QPlace q;
   typename Traits::KvPlace k, v;
   typename Traits::WorkPlace w;
   const auto load_k = [&](const Work& work, int n) {
     barrier_wait(rings.k.empty(k.stage), k.phase ^ 1);
-    load_tile<kBlockN, Traits::kPanels>(rings.k, k.stage, params.k,
-                                        work.key_box(params, params.k.steps, work.head / params.group_k, n * kBlockN));
+    const auto [map, at] = work.template k_box<kBlockN>(params, n * kBlockN);
+    load_tile<kBlockN, Traits::kPanels>(rings.k, k.stage, map, at);
     k.advance();
   };
   const auto load_v = [&](const Work& work, int n) {
     barrier_wait(rings.v.empty(v.stage), v.phase ^ 1);
-    load_tile<kBlockN, Traits::kPanels>(rings.v, v.stage, params.v,
-                                        work.key_box(params, params.v.steps, work.head / params.group_v, n * kBlockN));
+    const auto [map, at] = work.template v_box<kBlockN>(params, n * kBlockN);
+    load_tile<kBlockN, Traits::kPanels>(rings.v, v.stage, map, at);
     v.advance();
   };
   const auto q_box = [&](const Work& work, int consumer) {
-    const auto at = work.template place<Traits>(params, work.first_query + consumer * 64);
-    return work.query_box(params, params.q.steps, at.head, at.query);
+    return work.q_box(params, work.template place<Traits>(params, work.first_query + consumer * 64));
   };
   const auto load_q = [&](const Work& work) {
 #pragma unroll 1
     for (int consumer = 0; consumer < kConsumers; ++consumer) {
       const int i = q.stage * kConsumers + consumer;
       barrier_wait(rings.q.empty(i), q.phase ^ 1);
-      load_tile<64, Traits::kPanels>(rings.q, i, params.q, q_box(work, consumer));
+      const auto [map, at] = q_box(work, consumer);
+      load_tile<64, Traits::kPanels>(rings.q, i, map, at);
     }
     q.advance();
   };
   const auto prefetch_q = [&](const Work& work) {
 #pragma unroll 1
     for (int consumer = 0; consumer < kConsumers; ++consumer) {
-      BoxStart at = q_box(work, consumer);
+      auto [map, at] = q_box(work, consumer);
 #pragma unroll
       for (int panel = 0; panel < Traits::kPanels; ++panel) {
-        tma_prefetch(&params.q.map, at);
+        tma_prefetch(&map.map, at);
         at.col += kPanelCols;
       }
     }
   };
   // A tile, told to the consumers.
-  const auto tell = [&](uint32_t linear) {
-    Work work = {};
-    if constexpr (Traits::kPacked) {
-      if (linear < Work::tiles_of(params, listed)) work = Work::template at<Traits>(params, linear, listed);
-    } else {
-      if (linear < params.tiles) work = Work::template at<Traits>(params, linear);
-    }
+  const auto tell = [&](const Found& found) {
+    const Work work = Work::template at<Traits>(params, found);
     barrier_wait(rings.works.empty(w.stage), w.phase ^ 1);
     store_shared(rings.works.tile(w.stage), work);
     barrier_arrive(rings.works.full(w.stage));
     w.advance();
     return work;
   };
-  uint32_t linear = blockIdx.x;
-  Work work = tell(linear), next = {};
+  uint32_t linear = blockIdx.x, asked = 0;
+  Found found = Work::template find<Traits>(params, linear, listed);
+  Work work = tell(found), next = {};
   load_k(work, work.last_n - 1);
   load_q(work);
   if (params.counter != nullptr) grid_dependency_wait();  // it is zero from here on
   while (work.any()) {
-    // Late, so that a counter finds who is free, and early enough for Q to be in L2 when its stage is empty.
-    const int ask_n = min(work.first_n + 2, work.last_n - 1);
-    for (int n = work.last_n - 1; n >= work.first_n; --n) {
-      if (n == ask_n) {
-        linear = next_tile(params, linear);
-        next = tell(linear);
+    // Late, so that a counter finds who is free, and early enough for Q to be in L2 when its stage is empty. In steps,
+    // with a tile of keys between them, because the number and what a list says of it are answers from L2: who waits
+    // for one brings no keys meanwhile.
+    const int first_n = work.first_n, top_n = work.last_n - 1;
+    const int tell_n = min(first_n + 2, top_n), find_n = min(first_n + 3, top_n), ask_n = min(first_n + 4, top_n);
+    for (int n = top_n; n >= first_n; --n) {
+      if (n == ask_n) asked = ask_tile(params, linear);
+      if (n == find_n) {
+        linear = gridDim.x + from_here(asked);
+        found = Work::template find<Traits>(params, linear, listed);
+      }
+      if (n == tell_n) {
+        next = tell(found);
         if (next.any()) prefetch_q(next);
       }
       if (n > work.first_n) {
@@ -330,15 +334,13 @@ __global__ void __launch_bounds__(Traits::kShape.threads(), 1)
     grid_dependency_launch();  // combine may take its place; it waits for the end of this grid
     if (skip_part<Traits>(params)) return;
   }
-  int listed = 0;
-  if constexpr (Traits::kPacked) {
-    grid_dependency_wait();  // for the list
-    listed = count_tiles<kShape.threads()>(params.packed);
-    if (blockIdx.x >= PackedWork::tiles_of(params, listed)) return;
-  }
   const typename Traits::Rings rings = Traits::rings(tile_base());
   if (threadIdx.x == 0) {
     for (const TensorMap* map : {&params.q, &params.k, &params.v, &params.out}) prefetch_map(&map->map);
+    if constexpr (Traits::kPacked) {
+      const auto& inner = params.inner;
+      for (const TensorMap* map : {&inner.q, &inner.k, &inner.v, &inner.out}) prefetch_map(&map->map);
+    }
     constexpr int kReaders = 4 * Traits::kConsumers;  // warps
     init_ring(rings.works, kWorks, kReaders + (Traits::kScored ? kScoreLoaders / 32 : 0));
     init_ring(rings.q, Traits::kQTiles, 4);
@@ -346,6 +348,12 @@ __global__ void __launch_bounds__(Traits::kShape.threads(), 1)
     init_ring(rings.v, kShape.stages, kReaders);
     if constexpr (Traits::kScored) init_ring(rings.scores, kScoreStages, kReaders, 2 * kScoreLoaders);
     fence_barrier_init();
+  }
+  int listed = 0;
+  if constexpr (Traits::kPacked) {
+    grid_dependency_wait();  // for the list
+    listed = static_cast<int>(*params.packed.count);
+    if (blockIdx.x >= PackedWork::tiles_of(params, listed)) return;
   }
   __syncthreads();
   const int warpgroup =

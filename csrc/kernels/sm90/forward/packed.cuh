@@ -3,7 +3,7 @@
 //
 // Boxes of TMA end where a sequence ends: see make_packed_map (gpu/host/tensor_map.h) for how, and what their
 // coordinates are. Called by kernel.cuh (device) and run.cuh (host).
-// Invariant: of the list a block walks only what stands before the first entry without a tile.
+// Invariant: of the list a block walks only the tiles that there are.
 #pragma once
 
 #include "core/sequences.h"
@@ -13,7 +13,7 @@ namespace flash_ext::sm90 {
 
 struct PackedList {
   const PackedTile* tiles;  // of kBlockM queries
-  int room;                 // entries; those behind the last tile have a b of -1
+  const int64_t* count;     // of them, in memory
   int rows_q;               // of the tensor
   int diagonal_mask;        // -1: a sequence's diagonal ends at its last key; 0: it begins at the first
 };
@@ -22,21 +22,10 @@ struct PackedList {
 template <class Base>
 struct PackedParams : Base {
   PackedList packed;
+  struct {
+    TensorMap q, k, v, out;
+  } inner;  // of boxes that lie in a sequence as a whole
 };
-
-// The tiles of a list, by all threads of a block.
-template <int kThreads>
-__device__ __forceinline__ int count_tiles(const PackedList& list) {
-  int first = 0, left = list.room;  // entries before `first` are tiles, `left` are not known
-  while (left > 0) {
-    const int step = (left - 1) / kThreads + 1;  // each thread looks at the last of so many
-    const int i = first + (static_cast<int>(threadIdx.x) + 1) * step - 1;
-    const int found = __syncthreads_count(i < first + left && list.tiles[i].b >= 0);
-    first += found * step;
-    left = min(left - found * step, step - 1);
-  }
-  return first;
-}
 
 // As Work.
 struct alignas(16) PackedWork {
@@ -49,6 +38,7 @@ struct alignas(16) PackedWork {
 
   static constexpr int b1 = 0, part = 0;
   using Place = Work::Place;
+  using Box = Work::Box;
 
   __device__ __forceinline__ bool any() const { return first_n != last_n; }
 
@@ -56,22 +46,31 @@ struct alignas(16) PackedWork {
   static __device__ __forceinline__ uint32_t tiles_of(const ForwardParams& params, int listed) {
     return static_cast<uint32_t>(listed) * params.heads_q;
   }
+  struct Found {
+    PackedTile tile;  // b of -1: none
+    int head;
+  };
   template <class Traits>
-  static __device__ __forceinline__ PackedWork at(const typename Traits::Params& params, uint32_t linear, int listed) {
+  static __device__ __forceinline__ Found find(const typename Traits::Params& params, uint32_t linear, int listed) {
+    if (linear >= tiles_of(params, listed)) return {{-1, 0, {}}, 0};
     TileSchedule schedule = params.schedule;
     schedule.blocks = listed;
     const Tile tile = schedule.at<uint32_t>(linear);
-    const PackedTile entry = params.packed.tiles[static_cast<uint32_t>(tile.block)];
-    const Sequence& sequence = entry.sequence;
+    return {params.packed.tiles[static_cast<uint32_t>(tile.block)], static_cast<int>(tile.head)};
+  }
+  template <class Traits>
+  static __device__ __forceinline__ PackedWork at(const typename Traits::Params& params, const Found& found) {
+    if (found.tile.b < 0) return {};
+    const Sequence& sequence = found.tile.sequence;
     PackedWork work;
-    work.head = static_cast<int>(tile.head);
-    work.b0 = entry.b;
+    work.head = found.head;
+    work.b0 = found.tile.b;
     work.row_q = sequence.row_q;
     work.row_k = sequence.row_k;
     work.len_q = sequence.len_q;
     work.diagonal = (sequence.len_k - sequence.len_q) & params.packed.diagonal_mask;
     work.band = {params.band.lower + work.diagonal, params.band.upper + work.diagonal, sequence.len_k};
-    work.first_query = entry.block * Traits::kBlockM;
+    work.first_query = found.tile.block * Traits::kBlockM;
     find_keys<Traits::kBlockM, Traits::kBlockN>(work.first_n, work.last_n, work.band, work.first_query, work.len_q);
     return work;
   }
@@ -97,13 +96,32 @@ struct alignas(16) PackedWork {
     return static_cast<int64_t>(at.head) * params.packed.rows_q + row_q + at.query;
   }
 
+  // NOTE: of what lies in a sequence as a whole, by the map of an ordinary tensor, because TMA takes longer for the one
+  // that ends with a sequence: at head dim 128 by 3.5 % of a call. Queries behind the last one must be zeros, though
+  // nobody writes results of them: whether a warp rescales O is seen in the last bits of all its rows.
   template <class Params>
-  __device__ __forceinline__ BoxStart query_box(const Params&, const BoxSteps& steps, int box_head, int row) const {
-    return {0, cuda::kPackedEnd - len_q + row, box_head * steps.head, row_q + len_q, cuda::kPackedEnd};
+  __device__ __forceinline__ Box q_box(const Params& params, Place place) const {
+    return box<64>(params.inner.q, params.q, place.head, place.query, row_q, len_q);
   }
   template <class Params>
-  __device__ __forceinline__ BoxStart key_box(const Params&, const BoxSteps& steps, int box_head, int row) const {
-    return {0, cuda::kPackedEnd - band.len_k + row, box_head * steps.head, row_k + band.len_k, cuda::kPackedEnd};
+  __device__ __forceinline__ Box out_box(const Params& params, Place place) const {
+    return box<16>(params.inner.out, params.out, place.head, place.query, row_q, len_q);
+  }
+  template <int kBlockN, class Params>
+  __device__ __forceinline__ Box k_box(const Params& params, int row) const {
+    return box<kBlockN>(params.inner.k, params.k, head / params.group_k, row, row_k, band.len_k);
+  }
+  template <int kBlockN, class Params>
+  __device__ __forceinline__ Box v_box(const Params& params, int row) const {
+    return box<kBlockN>(params.inner.v, params.v, head / params.group_v, row, row_k, band.len_k);
+  }
+
+  // kRows rows from `row` of a sequence on.
+  template <int kRows>
+  static __device__ __forceinline__ Box box(const TensorMap& inner, const TensorMap& ending, int box_head, int row,
+                                            int first, int len) {
+    if (row + kRows <= len) return {inner, {0, first + row, box_head * inner.steps.head, 0, 0}};
+    return {ending, {0, cuda::kPackedEnd - len + row, box_head * ending.steps.head, first + len, cuda::kPackedEnd}};
   }
 };
 

@@ -195,8 +195,8 @@ __device__ __forceinline__ void store_rows(float (&o_acc)[Traits::kHeadDim / 2],
   if constexpr (Traits::kStaged) {
     // All four warps have finished with Q; its stage belongs to out now.
     named_barrier_sync(kTurnBarrier + Traits::kConsumers + consumer, 128);
-    stage_out<typename Traits::T, kHeadDim>(o_acc, rings.q.tile(stage), warp_row, params.out.map,
-                                            done.query_box(params, params.out.steps, done.head, row));
+    const auto [map, at] = done.out_box(params, {done.head, row, true});
+    stage_out<typename Traits::T, kHeadDim>(o_acc, rings.q.tile(stage), warp_row, map.map, at);
   } else if (is_part) {
     const Parts& parts = params.parts;
     float* rows[2];

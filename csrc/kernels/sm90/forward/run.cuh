@@ -30,8 +30,9 @@ inline PackedList prepare_packed(const ForwardArgs& args, int block_m, void* lis
   const cuda::PackedResults results = {.rows = {{args.out, TilesOf::kQueries, problem.heads_q, problem.head_dim_v, 2}},
                                        .lse = static_cast<float*>(args.lse),
                                        .counter = counter};
-  return {cuda::prepare_packed(problem, args.sequences, TilesOf::kQueries, block_m, list, results, args.stream),
-          static_cast<int>(most_packed_tiles(problem, problem.rows_q, block_m)), static_cast<int>(problem.rows_q),
+  const PackedTile* const tiles = cuda::prepare_packed(problem, args.sequences, TilesOf::kQueries, block_m, list,
+                                                       results, args.stream, packed_rows_together(problem));
+  return {tiles, cuda::packed_tile_count(problem, TilesOf::kQueries, block_m, tiles), static_cast<int>(problem.rows_q),
           problem.bottom_right ? -1 : 0};
 }
 
@@ -106,6 +107,15 @@ void launch_forward(const ForwardArgs& args, const ForwardLaunch& how, void* wor
     params.parts.sums = reinterpret_cast<float2*>(params.parts.out + splits.count * part_elements(problem));
   }
   if constexpr (Traits::kPacked) {
+    Problem one = problem;  // batch element: all rows
+    one.batch_rank = 0;
+    const auto inner_map = [&](const TensorView& view, int64_t heads, int64_t rows, int64_t cols, int box_rows) {
+      return make_tensor_map(one, view, heads, std::max<int64_t>(rows, 1), cols, box_rows, Promotion::k128);
+    };
+    params.inner = {inner_map(args.q, problem.heads_q, rows_q, problem.head_dim, 64),
+                    inner_map(args.k, problem.heads_k, rows_k, problem.head_dim, Traits::kBlockN),
+                    inner_map(args.v, problem.heads_v, rows_k, problem.head_dim_v, Traits::kBlockN),
+                    inner_map(args.out, problem.heads_q, rows_q, problem.head_dim_v, 16)};
     params.packed =
         prepare_packed(args, Traits::kBlockM, static_cast<char*>(workspace) + kCounterBytes, params.counter);
   }

@@ -87,8 +87,16 @@ struct alignas(16) Work {
 
   __device__ __forceinline__ bool any() const { return first_n != last_n; }
 
+  // What is known of a tile once it has been looked up, and what a block works on then, the end of its work behind the
+  // last tile.
+  using Found = uint32_t;
   template <class Traits>
-  static __device__ __forceinline__ Work at(const ForwardParams& params, uint32_t linear) {
+  static __device__ __forceinline__ Found find(const ForwardParams&, uint32_t linear, int) {
+    return linear;
+  }
+  template <class Traits>
+  static __device__ __forceinline__ Work at(const ForwardParams& params, Found linear) {
+    if (linear >= params.tiles) return {};
     constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN;
     constexpr bool kSharesKeys = Traits::kShape.shares_keys;
     const uint32_t parts = kSharesKeys ? params.parts.splits.count : 1;
@@ -152,14 +160,28 @@ struct alignas(16) Work {
     return (static_cast<int64_t>(b1 * params.inner_batch + b0) * params.heads_q + at.head) * params.len_q + at.query;
   }
 
-  // Boxes of q and out, and of k and v.
-  __device__ __forceinline__ BoxStart query_box(const ForwardParams&, const BoxSteps& steps, int box_head,
-                                                int row) const {
-    return {0, row, box_head * steps.head, b0 * steps.b0, b1 * steps.b1};
+  // Where TMA finds 64 queries, or 16 of out, from a row's place on, and kBlockN keys or values.
+  struct Box {
+    const TensorMap& map;
+    BoxStart at;
+  };
+  __device__ __forceinline__ Box q_box(const ForwardParams& params, Place place) const {
+    return box(params.q, place.head, place.query);
   }
-  __device__ __forceinline__ BoxStart key_box(const ForwardParams& params, const BoxSteps& steps, int box_head,
-                                              int row) const {
-    return query_box(params, steps, box_head, row);
+  __device__ __forceinline__ Box out_box(const ForwardParams& params, Place place) const {
+    return box(params.out, place.head, place.query);
+  }
+  template <int kBlockN>
+  __device__ __forceinline__ Box k_box(const ForwardParams& params, int row) const {
+    return box(params.k, head / params.group_k, row);
+  }
+  template <int kBlockN>
+  __device__ __forceinline__ Box v_box(const ForwardParams& params, int row) const {
+    return box(params.v, head / params.group_v, row);
+  }
+
+  __device__ __forceinline__ Box box(const TensorMap& map, int box_head, int row) const {
+    return {map, {0, row, box_head * map.steps.head, b0 * map.steps.b0, b1 * map.steps.b1}};
   }
 };
 
@@ -177,9 +199,10 @@ __device__ __forceinline__ bool skip_part(const ForwardParams& params) {
   return true;
 }
 
-// The tile after `linear` in this block; params.tiles or more: none.
-__device__ __forceinline__ uint32_t next_tile(const ForwardParams& params, uint32_t linear) {
-  return params.counter != nullptr ? gridDim.x + atomicAdd(params.counter, 1) : linear + gridDim.x;
+// Which tile this block takes after `linear`, counted from the first behind those that blocks begin with; from_here()
+// of it is there.
+__device__ __forceinline__ uint32_t ask_tile(const ForwardParams& params, uint32_t linear) {
+  return params.counter != nullptr ? atomicAdd(params.counter, 1) : linear;
 }
 
 }  // namespace flash_ext::sm90

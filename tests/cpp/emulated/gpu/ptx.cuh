@@ -149,6 +149,7 @@ void to_shared(uint32_t address, const T& value) {
 }
 
 inline bool elect_one() { return emulated::lane() == 0; }
+inline uint32_t from_here(uint32_t x) { return x; }
 inline int uniform(int x) {
   const auto lanes = emulated::exchange("redux", x);
   for (int i = 0; i < 32; ++i) {
