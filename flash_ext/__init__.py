@@ -38,7 +38,7 @@ __version__ = build_info()["version"]
 
 def __getattr__(name: str) -> object:
     """Modules that are imported when they are first asked for."""
-    if name in ("distributed", "flash_attn", "flash_attn_3", "profiling", "xformers"):
+    if name in ("distributed", "flash_attn", "flash_attn_3", "integrations", "profiling", "xformers"):
         return _importlib.import_module(f"flash_ext.{name}")
     raise AttributeError(f"module 'flash_ext' has no attribute {name!r}")
 
