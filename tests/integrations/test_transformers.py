@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -121,6 +123,18 @@ def test_generation(name: str, cache: str, padding: str, device: str) -> None:
     )
     assert torch.equal(got, expected)
     torch.testing.assert_close(mine, logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=name_of)
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_other_ways_to_generate(name: str, options: dict[str, int], device: str) -> None:
+    """Beams that change places in the cache; guesses, whose queries are several, and which are taken back."""
+    inputs = {"input_ids": torch.tensor([[5, 6, 7, 5, 6, 7, 5, 6]], device=device)}
+    expected, got = (
+        MODELS[name].make(attention).to(device).generate(**inputs, max_new_tokens=16, do_sample=False, **options)
+        for attention in ("eager", "flash_ext")
+    )
+    assert torch.equal(got, expected)
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -311,3 +325,14 @@ def test_names(monkeypatch: pytest.MonkeyPatch) -> None:
         names = ["flash_ext", "sdpa", "flash_attention_2"]
         assert [asked(requested_attention_implementation=name) for name in names] == [False, False, True]
         assert not asked(model.config)
+
+
+def test_the_page() -> None:
+    """Five lines to copy, which run as they stand; and what else the page shows."""
+    page = (Path(__file__).parents[2] / "docs/use/transformers.md").read_text()
+    programs = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert len([line for line in programs[0].splitlines() if line]) <= 5
+    names: dict[str, Any] = {}
+    for program in programs:
+        exec(compile(program, "transformers.md", "exec"), names)
+    assert names["model"].config._attn_implementation == "flash_ext"
