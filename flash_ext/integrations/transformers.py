@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from flash_ext.attention import attention
+from flash_ext.cache import attention_with_cache
 from flash_ext.errors import AttentionError
-from flash_ext.integrations.transformers_masks import Band, BandMask, Packed, mask_function
+from flash_ext.integrations.transformers_masks import Band, BandMask, LengthsMask, Packed, mask_function
 from flash_ext.varlen import attention_varlen
 
 _names: set[str] = set()
@@ -173,6 +174,16 @@ def attention_forward(
         "scale": scaling, "dropout_p": dropout, "softcap": softcap or 0.0, "sinks": s_aux, "bias": position_bias
     }  # fmt: skip
 
+    if isinstance(attention_mask, LengthsMask):
+        tensors = (query, key, value, s_aux, position_bias)
+        wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+        if attention_mask.shape[2:] == (queries, keys) and not wanted and position_bias is None and dropout == 0:
+            out = attention_with_cache(
+                *(x.transpose(1, 2) for x in (query, key, value)), cache_seqlens=attention_mask.lengths,
+                softcap=softcap or 0.0, sinks=s_aux, scale=scaling,
+            )  # fmt: skip
+            return out, None
+        attention_mask = attention_mask.built()
     if isinstance(attention_mask, BandMask):
         band: Band | None = attention_mask.band
         as_made = attention_mask.shape[2:] == (queries, keys)

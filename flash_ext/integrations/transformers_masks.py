@@ -2,9 +2,9 @@
 
 transformers describes a mask by a function of indices, made of a few functions of its own (``causal_mask_function``, an
 overlay for a window, one for packed sequences, joined by ``and_masks``), and by the 2-D mask of padding. Of those that
-are known here, ``read`` makes a ``Band``. It travels to the attention function as a ``BandMask``: a tensor that has the
-shape of the mask and builds it only for somebody who looks inside. Where no band can say it, or the model is being
-traced, the mask is what transformers makes for "sdpa".
+are known here, ``read`` makes a ``Rule``, and that becomes a ``Band``: arguments of ``attention``. It travels to the
+attention function as a ``BandMask``, a tensor with the shape of the mask, which is built only for somebody who looks
+inside. Where no band can say it, or the model is being traced, the mask is what transformers makes for "sdpa".
 
 Called by what ``flash_ext.integrations.transformers.register`` registers.
 """
@@ -119,8 +119,23 @@ class Band:
     packed: Packed | None
 
 
-class BandMask(Tensor):
+class UnbuiltMask(Tensor):
     """A bool mask (B, 1, L, S) as transformers hands it through a model, which is built when an operator reads it."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map(lambda x: x.built() if isinstance(x, UnbuiltMask) else x, (args, kwargs or {}))
+        return operator(*args, **kwargs)
+
+    def built(self) -> Tensor:
+        """The mask as a plain tensor."""
+        raise NotImplementedError
+
+
+class BandMask(UnbuiltMask):
+    """A mask that is a band."""
 
     band: Band
     _build: Build
@@ -131,16 +146,34 @@ class BandMask(Tensor):
         mask.band, mask._build = band, functools.cache(build)
         return mask
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    def built(self) -> Tensor:
+        return self._build()
 
-    @classmethod
-    def __torch_dispatch__(cls, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map(lambda x: x.built() if isinstance(x, BandMask) else x, (args, kwargs or {}))
-        return operator(*args, **kwargs)
+
+class LengthsMask(UnbuiltMask):
+    """A mask (B, 1, 1, S) of one query at a static cache, of which ``lengths``, (B,) int32, keys are in use.
+
+    A compiled model takes it, too: its graph has the lengths as an input.
+    """
+
+    lengths: Tensor
+
+    @staticmethod
+    def __new__(cls, lengths: Tensor, keys: int) -> LengthsMask:
+        shape = (lengths.shape[0], 1, 1, keys)
+        mask = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=lengths.device)
+        mask.lengths = lengths
+        return mask
 
     def built(self) -> Tensor:
-        """The mask as a plain tensor."""
-        return self._build()
+        return torch.arange(self.shape[-1], device=self.lengths.device) < self.lengths[:, None, None, None]
+
+    def __tensor_flatten__(self) -> tuple[list[str], int]:
+        return ["lengths"], self.shape[-1]
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], keys: int, size: Any, stride: Any) -> LengthsMask:
+        return LengthsMask(inner["lengths"], keys)
 
 
 def _tracing(*tensors: Any) -> bool:
@@ -199,6 +232,20 @@ def _band(rule: Rule, queries: int, keys: int, diagonal: int, seen: Tensor | Non
     return Band(causal, window, align, end, seen, None)
 
 
+def _lengths(rule: Rule, call: dict[str, Any]) -> LengthsMask | None:
+    """For one query that sees what is before it, all of which is in use; reads nothing of the device."""
+    keys = call["kv_length"]
+    if rule.right != 0 or not (rule.left is None or rule.left >= keys - 1):
+        return None
+    if call.get("attention_mask") is not None or rule.ids is not None:
+        return None
+    places = call.get("cache_position")
+    place = call.get("q_offset", 0) if places is None else places[0]
+    device = place.device if isinstance(place, Tensor) else call.get("device", "cpu")
+    lengths = torch.zeros(call["batch_size"], dtype=torch.int32, device=device)
+    return LengthsMask(lengths.add_(place + 1 - call.get("kv_offset", 0)), keys)
+
+
 def mask_function(sdpa_mask: Callable[..., Tensor | None], **call: Any) -> Tensor | None:
     """What a model gets as its mask.
 
@@ -208,8 +255,9 @@ def mask_function(sdpa_mask: Callable[..., Tensor | None], **call: Any) -> Tenso
 
     Returns:
         None where "sdpa" would get None: plain causal or full attention. A ``BandMask`` where a band, the keys that are
-        seen or the lengths of packed sequences say the mask; (B, 1, L, S) bool that repeats the padding's (B, S) for
-        every query where nothing else hides a key; else what ``sdpa_mask`` makes.
+        seen or the lengths of packed sequences say the mask; a ``LengthsMask`` for one query at a static cache;
+        (B, 1, L, S) bool that repeats the padding's (B, S) for every query where nothing else hides a key; and what
+        ``sdpa_mask`` makes elsewhere.
     """
     padding, places = call.get("attention_mask"), call.get("cache_position")
     if _tracing(padding, places, call.get("q_offset"), call.get("kv_offset")):
@@ -218,8 +266,11 @@ def mask_function(sdpa_mask: Callable[..., Tensor | None], **call: Any) -> Tenso
     batch, keys = call["batch_size"], call["kv_length"]
     queries = call["q_length"] if places is None else places.shape[0]
     skip = call.get("allow_is_causal_skip", True) or call.get("allow_is_bidirectional_skip", False)
-    if rule is None or (rule.own_places and rule.ids is None) or (queries == 1 and not skip):
-        return sdpa_mask(**call)  # the last: one query at a static cache, for a graph that takes no other tensor
+    if rule is None or (rule.own_places and rule.ids is None):
+        return sdpa_mask(**call)
+    if queries == 1 and not skip:  # at a static cache: of a compiled model, which waits for nothing
+        mask = _lengths(rule, call)
+        return sdpa_mask(**call) if mask is None else mask
 
     kv_offset = int(call.get("kv_offset", 0))
     seen = _seen_keys(padding, keys, kv_offset)

@@ -18,7 +18,7 @@ from torch import Tensor
 import flash_ext
 import flash_ext.integrations.transformers as ours
 from flash_ext.integrations.transformers import attention_forward, register
-from flash_ext.integrations.transformers_masks import BandMask
+from flash_ext.integrations.transformers_masks import BandMask, LengthsMask
 
 transformers = pytest.importorskip("transformers")
 from transformers_models import LENGTH, MODELS, ROWS, VOCABULARY, WINDOW, Wide, inputs_of, results_of, served  # noqa: E402
@@ -44,7 +44,7 @@ def _quiet() -> None:
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
     """The options of each call that reaches flash_ext; an error where a mask of queries and keys was built."""
     seen: list[dict[str, Any]] = []
-    for name in ("attention", "attention_varlen"):
+    for name in ("attention", "attention_varlen", "attention_with_cache"):
         call = getattr(ours, name)
 
         def spy(*tensors: Tensor, call: Any = call, name: str = name, **options: Any) -> Any:
@@ -55,10 +55,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
 
         monkeypatch.setattr(ours, name, spy)
 
-    def built(self: BandMask) -> Tensor:
+    def built(self: Tensor) -> Tensor:
         raise AssertionError("a mask was built")
 
     monkeypatch.setattr(BandMask, "built", built)
+    monkeypatch.setattr(LengthsMask, "built", built)
     yield seen
     assert seen
 
@@ -125,14 +126,32 @@ def test_generation(name: str, cache: str, padding: str, device: str) -> None:
     torch.testing.assert_close(mine, logits, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("options", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=name_of)
-@pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_other_ways_to_generate(name: str, options: dict[str, int], device: str) -> None:
+@pytest.mark.parametrize("name", [name for name in ("llama", "gemma2", "gpt_oss") if name in NAMES])
+def test_a_static_cache_has_lengths(name: str, calls: list[dict[str, Any]], device: str) -> None:
+    """Each token is a decode of a cache, whose unused rows are not read."""
+    model = MODELS[name].make("flash_ext").to(device)
+    tokens = torch.randint(3, VOCABULARY, (2, 9), device=device)
+    expected, _ = generated(model, {"input_ids": tokens})
+    calls.clear()
+    options = {"max_new_tokens": LENGTH, "do_sample": False, "cache_implementation": "static"}
+    got = model.generate(tokens, attention_mask=torch.ones_like(tokens), disable_compile=True, **options)
+    assert torch.equal(got, expected)
+    # Older versions hand on a mask that hides nothing, which would have to be read.
+    assert [call["name"] for call in calls].count("attention_with_cache") == 2 * (LENGTH - 1) * (VERSION >= (5, 20))
+
+
+# Old caches of a window take no tokens back.
+WAYS = [(name, "num_beams") for name in ("llama", "mistral")] + [("llama", "prompt_lookup_num_tokens")]
+WAYS += [("mistral", "prompt_lookup_num_tokens")] if VERSION >= (5, 20) else []
+
+
+@pytest.mark.parametrize("name, way", WAYS)
+def test_other_ways_to_generate(name: str, way: str, device: str) -> None:
     """Beams that change places in the cache; guesses, whose queries are several, and which are taken back."""
     inputs = {"input_ids": torch.tensor([[5, 6, 7, 5, 6, 7, 5, 6]], device=device)}
+    options = {way: 3, "max_new_tokens": 16, "do_sample": False, "eos_token_id": 2}
     expected, got = (
-        MODELS[name].make(attention).to(device).generate(**inputs, max_new_tokens=16, do_sample=False, **options)
-        for attention in ("eager", "flash_ext")
+        MODELS[name].make(attention).to(device).generate(**inputs, **options) for attention in ("eager", "flash_ext")
     )
     assert torch.equal(got, expected)
 
@@ -335,4 +354,4 @@ def test_the_page() -> None:
     names: dict[str, Any] = {}
     for program in programs:
         exec(compile(program, "transformers.md", "exec"), names)
-    assert names["model"].config._attn_implementation == "flash_ext"
+    assert names["model"].config._attn_implementation == "fext"

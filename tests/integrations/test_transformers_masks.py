@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flash_ext.integrations.transformers import attention_forward, register
-from flash_ext.integrations.transformers_masks import BandMask, read
+from flash_ext.integrations.transformers_masks import BandMask, LengthsMask, read
 
 transformers = pytest.importorskip("transformers")
 from transformers import masking_utils  # noqa: E402
@@ -184,3 +184,27 @@ def test_keys_that_are_not_those_of_the_mask() -> None:
     got, _ = attention_forward(torch.nn.Module(), query, key, key, mask)
     expected = torch.nn.functional.scaled_dot_product_attention(query, key, key, attn_mask=mask[..., :8])
     torch.testing.assert_close(got, expected.transpose(1, 2))
+
+
+def test_lengths_of_a_static_cache() -> None:
+    """One graph for all lengths; a plain mask where a gradient is wanted."""
+    module = torch.nn.Module()
+    query = torch.randn(BATCH, 4, 1, 8)
+    key, value = (torch.randn(BATCH, 2, 9, 8) for _ in "kv")
+    sinks = torch.randn(4, requires_grad=True)
+    graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(attention_forward, backend=graphs, fullgraph=True)
+    for place in (2, 5, 8):
+        mask = made(call_of((1, 9, place, 0), masking_utils.causal_mask_function, None), True, False)
+        assert isinstance(mask, LengthsMask) and mask.shape == (BATCH, 1, 1, 9)
+        seen = torch.arange(9) <= place
+        assert torch.equal(mask & True, seen.expand(BATCH, 1, 1, 9))
+        options = {"scaling": 0.3, "softcap": 5.0, "s_aux": sinks}
+        expected, _ = attention_forward(module, query, key, value, seen[None, None, None], **options)
+        with torch.no_grad():  # a cache counts as changed by each call, and autograd would complain
+            for function in (attention_forward, compiled):
+                got, _ = function(module, query, key.clone(), value.clone(), mask, **options)
+                torch.testing.assert_close(got, expected)
+        (grad,) = torch.autograd.grad(attention_forward(module, query, key, value, mask, **options)[0].sum(), sinks)
+        torch.testing.assert_close(grad, torch.autograd.grad(expected.sum(), sinks)[0])
+    assert graphs.frame_count == 1
