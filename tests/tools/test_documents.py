@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 KEPT = [page for page in PAGES if "lab" not in page.relative_to(ROOT).parts]  # a lab file names what was there that day
 LESSONS = sorted((ROOT / "docs/learn").glob("[0-9]-*.md"))
 
@@ -31,6 +31,7 @@ WITH_OTHER_ARGUMENTS = {
     "python benchmarks/train_lm.py": "tests/tools/test_benchmarks.py",
     "torchrun --nproc-per-node 2 benchmarks/train_lm.py": "tests/tools/test_parallel.py",
     "python tests/foreign/flash_attention.py": "tests/tools/test_foreign.py",
+    "uv run --no-sync python tools/reference.py": "tests/tools/test_release.py",
     "uv run --no-sync python tools/torch_versions.py": ".ci/run",
     "uv run --no-sync cmake": ".ci/run",
     "uv run --no-sync ctest": ".ci/run",
