@@ -3,6 +3,7 @@
 import importlib as _importlib
 
 from flash_ext import checkpoint as _checkpoint
+from flash_ext import control as _control
 from flash_ext import dynamo as _dynamo
 from flash_ext import flops as _flops
 from flash_ext import late as _late
@@ -30,6 +31,7 @@ _late.when_imported(
     "torch.distributed.tensor", lambda: _importlib.import_module("flash_ext.sharding").register(_library)
 )
 _late.when_imported("torch.nested._internal.ops", _nested.register)
+_late.when_imported("torch.nn.attention", _control.register_flash_attention)
 _late.when_imported("torch.nn.attention.varlen", _pytorch_varlen.register)
 _late.when_imported("torch.utils.flop_counter", _flops.register)
 

@@ -50,6 +50,8 @@ _state: _State = vars(torch.ops.flash_ext).setdefault("_enabled", _State())
 class _Enabled:
     """One ``enable()``: until its context is left, or ``disable()``."""
 
+    as_flash = False  # also for calls for which PyTorch's flash attention was chosen
+
     def __init__(self) -> None:
         self.thread: int | None = None  # whose context it is; None for an enable() that is no context
 
@@ -64,13 +66,27 @@ class _Enabled:
         _end([self])
 
 
+class _Activated(_Enabled):
+    """What PyTorch's registry of flash attentions holds while we are active in it."""
+
+    as_flash = True
+
+    def remove(self) -> None:
+        _end([self])
+
+
+def _tell() -> None:
+    require_c().set_enabled(bool(_state.scopes), any(scope.as_flash for scope in _state.scopes))
+
+
 def _begin(scope: _Enabled) -> None:
     with _state.lock:
+        require_c()  # its error comes before anything has changed
         if not _state.scopes:
             _state.mha_fastpath = torch.backends.mha.get_fastpath_enabled()
             torch.backends.mha.set_fastpath_enabled(False)
-            require_c().set_enabled(True)
         _state.scopes.append(scope)
+        _tell()
     # The first one registers kernels, and what torch kept of the operator's former ones is out of date.
     torch.ops.aten.scaled_dot_product_attention.default._dispatch_cache.clear()
     dynamo.choice_changed()
@@ -78,10 +94,11 @@ def _begin(scope: _Enabled) -> None:
 
 def _end(scopes: list[_Enabled]) -> None:
     with _state.lock:
-        before = bool(_state.scopes)
+        if not _state.scopes:
+            return
         _state.scopes[:] = [scope for scope in _state.scopes if scope not in scopes]
-        if before and not _state.scopes:
-            require_c().set_enabled(False)
+        _tell()
+        if not _state.scopes:
             torch.backends.mha.set_fastpath_enabled(_state.mha_fastpath)
 
 
@@ -107,9 +124,29 @@ def enable() -> _Enabled:
 
 
 def disable() -> None:
-    """Ends every ``enable()``, but for the contexts that other threads are in; idempotent."""
+    """Ends every ``enable()``, but for the contexts that other threads are in; idempotent.
+
+    What ``torch.nn.attention.activate_flash_attention_impl`` began ends with ``restore_flash_attention_impl``.
+    """
     with _state.lock:
-        _end([scope for scope in _state.scopes if scope.thread in (None, threading.get_ident())])
+        ours = [scope for scope in _state.scopes if not scope.as_flash]
+        _end([scope for scope in ours if scope.thread in (None, threading.get_ident())])
+
+
+def _activate() -> _Activated:
+    scope = _Activated()
+    _begin(scope)
+    return scope
+
+
+def register_flash_attention() -> None:
+    """Makes ``torch.nn.attention.activate_flash_attention_impl("FLASH_EXT")`` known to PyTorch, where it has that.
+
+    It does what ``enable`` does, until ``restore_flash_attention_impl()`` or the activation of another one, and serves
+    calls inside ``sdpa_kernel(...)`` as well, where that allows flash attention. Importing flash_ext registers it.
+    """
+    if register := getattr(torch.nn.attention, "register_flash_attention_impl", None):
+        register("FLASH_EXT", register_fn=_activate)
 
 
 class EnabledCalls(int):

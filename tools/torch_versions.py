@@ -32,7 +32,7 @@ VERSIONS = ("2.9.1", "2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 TESTS = {
     "api": """
         autocast bad_inputs causal_bias compile compiled_autograd drop_in enable enable_varlen export
-        flash_attention_function schemas transforms varlen_compile
+        flash_attention_function flash_registry schemas transforms varlen_compile
     """,
     "backends": "choice",
     "numbers": "gradcheck masks",

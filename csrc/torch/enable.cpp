@@ -26,8 +26,8 @@
 namespace flash_ext {
 namespace {
 
-std::atomic<bool> enabled{false};
-thread_local std::optional<bool> enabled_here;
+std::atomic<Enabled> enabled{Enabled::kNone};
+thread_local std::optional<Enabled> enabled_here;
 std::atomic<int64_t> calls{0};
 
 // Why a call goes to PyTorch though enable() is on.
@@ -60,9 +60,14 @@ void set_pytorch_kernels(const std::array<bool, 5>& kernels) {
   context.setSDPUseOverrideable(kernels[4]);
 }
 
+Enabled enabled_now() { return enabled_here.value_or(enabled.load(std::memory_order_relaxed)); }
+
+bool is_enabled() { return enabled_now() != Enabled::kNone; }
+
 // A flag that switches one of PyTorch's kernels off is not a choice: it is how its users avoid a wrong one.
 Reason* chosen_kernel() {
   const auto kernels = pytorch_kernels();
+  if (kernels[0] && enabled_now() == Enabled::kFlash) return nullptr;
   // NOTE: only sdpa_kernel(...) switches the overrideable kernel off, which no context lists.
   if (!kernels[4]) return &reasons[0];
   return std::count(kernels.begin(), kernels.begin() + 4, true) <= 1 ? &reasons[1] : nullptr;
@@ -71,8 +76,6 @@ Reason* chosen_kernel() {
 bool is_plain(const Tensor& tensor) {
   return !tensor.is_nested() && tensor.layout() == at::kStrided && (tensor.is_cpu() || tensor.is_cuda());
 }
-
-bool is_enabled() { return enabled_here.value_or(enabled.load(std::memory_order_relaxed)); }
 
 // Whether a call runs here, for which there may be an obstacle; it is counted either way, and the first one that is
 // left for a choice warns.
@@ -131,15 +134,15 @@ bool takes_nested_call() { return takes_call(nullptr); }
 
 bool takes_varlen_call(bool is_served) { return takes_call(is_served ? nullptr : &reasons[3]); }
 
-void set_enabled(bool on) {
+void set_enabled(bool on, bool as_flash) {
   if (on) register_kernels_once();
-  enabled.store(on, std::memory_order_relaxed);
+  enabled.store(!on ? Enabled::kNone : as_flash ? Enabled::kFlash : Enabled::kUnchosen, std::memory_order_relaxed);
 }
 
-Choice current_choice() { return {is_enabled(), requested_backend(), pytorch_kernels()}; }
+Choice current_choice() { return {enabled_now(), requested_backend(), pytorch_kernels()}; }
 
 Choice set_choice(const Choice& choice) {
-  if (choice.enabled == true) register_kernels_once();
+  if (choice.enabled.value_or(Enabled::kNone) != Enabled::kNone) register_kernels_once();
   const Choice before{std::exchange(enabled_here, choice.enabled), set_requested_backend(choice.backend),
                       pytorch_kernels()};
   if (choice.kernels != before.kernels) set_pytorch_kernels(choice.kernels);

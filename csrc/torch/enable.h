@@ -11,12 +11,18 @@
 
 namespace flash_ext {
 
+// Which calls run here.
+enum class Enabled : uint8_t {
+  kNone,
+  kUnchosen,  // those for which its user chose none of PyTorch's own kernels
+  kFlash,     // and those for which flash attention may be taken: we are what PyTorch means by that
+};
 // Process-wide.
-void set_enabled(bool on);
+void set_enabled(bool on, bool as_flash);
 
 // What decides who computes attention in this thread, the arguments aside.
 struct Choice {
-  std::optional<bool> enabled;              // goes before the process's; none: the process's
+  std::optional<Enabled> enabled;           // goes before the process's; none: the process's
   std::optional<std::string_view> backend;  // use_backend(name)
   std::array<bool, 5> kernels;              // PyTorch's: flash, memory-efficient, math, cuDNN, overrideable
 };
