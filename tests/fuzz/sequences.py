@@ -8,19 +8,20 @@ than rows, pages of odd sizes, slots in any order, caches that are nearly full. 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from caches import appended, attended, example
-from helpers import check, keep_mask, rand
+from helpers import Results, Yardstick, check, cotangents_of, keep_mask, leaf, rand
 from packed import Heads, Packed, Side, packed
 from torch import Tensor
 
 import flash_ext
 from flash_ext import reference
 from fuzz.cases import DTYPES
+from fuzz.fused import fused_results, kind_of
 from fuzz.judge import Verdict
 
 LENGTHS = (0, 0, 1, 1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 48, 63, 64, 65, 100, 127, 128, 129, 200, 257)
@@ -98,6 +99,49 @@ def draw_packed(seed: int, number: int, device: str) -> Packed:
     return call.with_inputs(**inputs)
 
 
+def fused_alone(call: Packed, extra: Mapping[str, Tensor], kernels: bool) -> Yardstick:
+    """What fused arithmetic may give: each sequence by itself, as judge.py has it for a dense call."""
+    meaning = {name: value for name, value in call.options.items() if name != "deterministic"} | dict(extra)
+    dtype, heads = call.inputs["query"].dtype, call.inputs["query"].shape[1]
+    group = heads // min(call.inputs[name].shape[1] for name in ("key", "value"))
+
+    def yardstick(inputs: Mapping[str, Tensor]) -> Results:
+        leaves = {name: leaf(t) for name, t in inputs.items()}
+        wanted = {name: t for name, t in leaves.items() if t.requires_grad}
+        wide = torch.promote_types(dtype, torch.float32)
+        query, width = leaves["query"], leaves["value"].shape[2]
+        empty = {"out": query.new_zeros(call.q.rows, heads, width)}
+        if meaning.get("return_lse"):
+            empty["lse"] = query.new_full((heads, call.q.rows), -torch.inf, dtype=wide)
+        given = dict(zip(empty, cotangents_of(empty.values(), dtype), strict=True))
+        results = {name: t.detach() for name, t in empty.items()}
+        results |= {f"grad of {name}": torch.zeros_like(t) for name, t in wanted.items()}
+        for b, rows in enumerate(call.q.ranges):
+            if len(rows) == 0:
+                continue
+            at = slice(rows.start, rows.stop)
+            of_b = {name: t[at].transpose(0, 1)[None] if name == "out" else t[None, :, at] for name, t in given.items()}
+            kind = kind_of(
+                dtype, call.k.lengths[b], kernels=kernels, added=bool({"bias", "alibi_slopes"} & inputs.keys()),
+                wants=wanted, group=group,
+            )  # fmt: skip
+
+            def attend(b: int = b) -> Results:
+                returned = reference.attention(**call.cut(meaning | leaves, b))
+                return dict(zip(empty, returned if isinstance(returned, tuple) else (returned,), strict=True))
+
+            for name, t in fused_results(kind, attend, wanted, lambda _, of_b=of_b: of_b).items():
+                if name == "out":
+                    results[name][at] = t[0].transpose(0, 1)
+                elif name == "lse":
+                    results[name][:, at] = t[0]
+                else:
+                    results[name] += t
+        return results
+
+    return yardstick
+
+
 def run_packed(seed: int, number: int, device: str, backend: str | None) -> Verdict:
     call = draw_packed(seed, number, device)
     p = call.options.get("dropout_p", 0.0)
@@ -120,6 +164,7 @@ def run_packed(seed: int, number: int, device: str, backend: str | None) -> Verd
             call.inputs,
             truth=Packed(call.q, call.k, call.inputs, meaning).alone(reference.attention),
             extra=extra,
+            fused=fused_alone(call, extra, device == "cuda" and backend != "chunked"),
         )
         odd = [name for name, x in got.items() if name != "lse" and not x.isfinite().all()]
         unused = [name for name in ("out", "grad of query") if name in got and got[name][call.q.unused].any()]
