@@ -89,6 +89,9 @@ class Call {
       if (h % 2 == 1 && !c.slope_gradient) slopes_[h] = -4 * slopes_[h];
     }
     for (size_t h = 0; h < slopes_.size() && c.slope != 0; ++h) slopes_[h] = c.slope * static_cast<float>(h + 1);
+    // One that takes most of a row's weight, one that takes none, one of each batch element and head.
+    constexpr float kSinks[] = {1.5f, -INFINITY, 6, -3};
+    for (int i = 0; i < c.batch * c.heads_q; ++i) sinks_.push_back(kSinks[i % 4]);
     d_lse_.resize(c.batch * c.heads_q * c.len_q);
     for (float& x : d_lse_) x = normal(random);
 
@@ -112,6 +115,7 @@ class Call {
     problem_.has_bias = c.bias;
     problem_.has_mask = c.mask;
     problem_.has_alibi = c.alibi;
+    problem_.has_sinks = c.sinks;
     problem_.bias_dtype = c.float_bias ? DType::kFloat32 : problem_.dtype;
   }
 
@@ -147,6 +151,9 @@ class Call {
     if (c_.one_head) args.bias.head_stride = args.mask.head_stride = 0;
     if (c_.alibi) args.alibi.data = slopes_.data();
     args.alibi.head_stride = 1;
+    if (c_.sinks) args.sinks.data = sinks_.data();
+    args.sinks.head_stride = 1;
+    args.sinks.batch_stride[0] = c_.heads_q;
     args.rng_state = rng_state_;
     const int heads_q = c_.batch * c_.heads_q, heads_k = c_.batch * c_.heads_k, heads_v = c_.batch * c_.heads_v;
     Matrices<T> out(heads_q, c_.len_q, d_v_, c_.layout);
@@ -267,7 +274,10 @@ class Call {
           most = std::max(most, x);
           visible.push_back(j);
         }
+        const double sink = c_.sinks ? sinks_[bh] : -INFINITY;
+        most = std::max(most, sink);
         for (const int64_t j : visible) sum += p[j] = s[j] == -INFINITY ? 0 : std::exp(s[j] - most);
+        if (sink != -INFINITY) sum += std::exp(sink - most);
         const bool has_keys = sum != 0;  // NaN is a sum, too
         r.lse.push_back(static_cast<float>(has_keys ? most + std::log(sum) : -INFINITY));
         if (!has_keys) visible.clear();
@@ -328,7 +338,7 @@ class Call {
   Matrices<T> q_, k_, v_, d_out_, bias_;
   Matrices<float> float_bias_;
   std::vector<uint8_t> mask_;
-  std::vector<float> slopes_, d_lse_;
+  std::vector<float> slopes_, sinks_, d_lse_;
   int64_t rng_state_[2] = {1234, 56};
   Problem problem_;
 };

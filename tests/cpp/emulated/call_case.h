@@ -22,7 +22,7 @@ struct Case {
   int batch = 1;  // elements, which share bias and mask
   bool causal = false, bottom_right = false;
   int64_t window = kUnbounded;
-  bool bias = false, mask = false, alibi = false;
+  bool bias = false, mask = false, alibi = false, sinks = false;
   bool float_bias = false, one_row = false;  // of bias and mask: [h, 1, k]
   bool one_head = false;                     // of bias and mask: [1, q, k]
   double softcap = 0, dropout = 0;

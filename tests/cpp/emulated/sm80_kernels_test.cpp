@@ -8,6 +8,7 @@
 #include "kernels/stages/rows.cu"
 #include "kernels/stages/sequences.cu"
 #include "score_functions.h"
+#include "sink_cases.h"
 #include "sm80_cases.h"
 #include "sm80_hidden_cases.h"
 #include "sm80_packed_cases.h"
@@ -36,6 +37,9 @@ INSTANTIATE_TEST_SUITE_P(Far, Sm80Kernels, testing::ValuesIn(kFarCases),
                          [](const auto& info) { return info.param.name; });
 
 INSTANTIATE_TEST_SUITE_P(All, Sm80Kernels, testing::ValuesIn(kCases), [](const auto& info) { return info.param.name; });
+
+INSTANTIATE_TEST_SUITE_P(Sinks, Sm80Kernels, testing::ValuesIn(kSinkCases),
+                         [](const auto& info) { return info.param.name; });
 
 // What is infinite or NaN shows where the formulas have it. A probability that is NaN is so, too, where it is dropped,
 // and so is a dropped product with an infinity.
