@@ -151,12 +151,14 @@ class Composite {
     if (sink.defined()) b.of_sink = exponential_of_sink / row_sum;
     b.hidden = b.hidden.defined() ? b.hidden.logical_or(empty) : empty;
     b.probability = only_visible(b, exponential / row_sum);
-    if (constant_lse.defined()) {
-      const Tensor lse = rows_of(constant_lse.unsqueeze(-1), rows);
-      const Tensor keeps_sum = lse.abs() <= 4096;  // renormalises_constant
-      b.probability = only_visible(b, at::where(keeps_sum, (scores - lse).exp(), b.probability));
-    }
     b.lse = (shift + row_sum.log()).masked_fill(empty, -kInfinity);
+    if (constant_lse.defined()) {
+      // NOTE: not e^(S - lse), in which the rounding of lse is an error of all of a row. Where lse is that of these
+      // keys, from this code, the factor is 1.
+      const Tensor lse = rows_of(constant_lse.unsqueeze(-1), rows);
+      const Tensor factor = (b.lse - lse).exp();
+      b.probability = only_visible(b, at::where(lse.abs() <= 4096, b.probability * factor, b.probability));
+    }
     if (options_.dropout_p > 0) {
       const Tensor keep = keeps(rows, cols);
       const double factor = options_.dropout_p < 1 ? 1 / (1 - options_.dropout_p) : 0.0;

@@ -358,3 +358,13 @@ def test_backward_keeps_the_name_of_the_backend() -> None:
     junk = ["x" * 3 for _ in range(1000)]
     grads = torch.autograd.grad(out.sum(), (q, k, v))
     assert all(torch.isfinite(grad).all() for grad in grads) and len(junk) == 1000
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("wants", [False, True])
+def test_no_queries(batch: int, wants: bool, device: str) -> None:
+    """Fewer heads than threads are cut finer: of nothing, too. It divided by a tile without rows."""
+    query = torch.empty(batch, 2, 0, 64, device=device, requires_grad=wants)
+    key = torch.empty(batch, 2, 1024, 64, device=device)
+    for causal in (False, True):
+        assert flash_ext.explain(query, key, key, causal=causal).forward.kernel

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import DTYPES, check, make_inputs, name_of
+from helpers import DTYPES, check, evaluate, make_inputs, name_of
 from torch import Tensor
+
+from flash_ext import reference
 
 OPS = torch.ops.flash_ext
 KEYS = 203
@@ -65,12 +67,6 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
-def units_of(dtype: torch.dtype, device: str, backend: str) -> float:
-    """NOTE: float32 by PyTorch's own operations on a GPU had up to 3.1 of what the rule allows: a part's lse is a
-    float, and its rounding is in all probabilities of its rows. Allowed is 2^-17 of the largest number."""
-    return 64.0 if (dtype, device, backend) == (torch.float32, "cuda", "chunked") else 0.0
-
-
 # NOTE: not far in float64, whose rule allows less than the rounding of a part's lse costs: 1.95 of it.
 PAIRS = [(name, dtype) for name in CALLS for dtype in DTYPES if (name, dtype) != ("far", torch.float64)]
 
@@ -91,7 +87,7 @@ def test_error_rule(name: str, split: int, dtype: torch.dtype, device: str, back
             options.pop("return_lse")
             return ByParts.apply(parts, options, query, key, value, mask)
 
-        check(call, inputs, CALLS[name] | {"return_lse": True}, units=units_of(dtype, device, backend))
+        check(call, inputs, CALLS[name] | {"return_lse": True})
 
 
 def test_small_heads(device: str, backend: str) -> None:
@@ -99,8 +95,7 @@ def test_small_heads(device: str, backend: str) -> None:
     parts = [slice(0, 30), slice(30, 49)]
     for dtype in DTYPES:
         inputs = make_inputs((4, 2, 49, 32), (4, 2, 49, 32), dtype=dtype, device=device)
-        units = units_of(dtype, device, backend)
-        check(lambda **x: ByParts.apply(parts, {}, *x.values(), None)[0], inputs, units=units)
+        check(lambda **x: ByParts.apply(parts, {}, *x.values(), None)[0], inputs)
 
 
 def saved_of(device: str, **extra: Tensor) -> tuple[list[Tensor], dict[str, Any]]:
@@ -127,3 +122,25 @@ def test_no_second_derivative(device: str) -> None:
     dq, *_ = OPS.attention_backward(*tensors, constant_lse=True, grad_mask=[True] * 3 + [False] * 2)
     with pytest.raises(RuntimeError, match="constant_lse is True, and a backward of a constant lse has no derivative"):
         dq.sum().backward()
+
+
+@pytest.mark.no_gpu
+@pytest.mark.parametrize("shift", [50.0, 1000.0, 4000.0])
+def test_what_rounds_in_a_large_lse_is_no_error(shift: float, device: str, backend: str) -> None:
+    """Of keys that have a mean, where an error of a whole row adds up: it was three times eager's. The weights of the
+    parts still have it, and so has the gradient of value. NOTE: `sm80` takes e^(score - lse)."""
+    parts = [slice(0, 96), slice(96, KEYS)]
+    inputs = make_inputs((2, 4, 70, 64), (2, 2, KEYS, 64), dtype=torch.float32, device=device, mean=2.0)
+    options = {"bias": torch.full((1, 1, 1, 1), shift, device=device)}
+
+    def call(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        return ByParts.apply(parts, options, query, key, value, None)
+
+    options_of_truth = options | {"return_lse": True}
+    wide = {name: t.double() for name, t in inputs.items()}
+    truth = evaluate(reference.attention, wide, options_of_truth, cotangent_dtype=torch.float32)
+    eager = evaluate(reference.attention, inputs, options_of_truth)
+    got = evaluate(call, inputs)
+    for name in ("grad of query", "grad of key"):
+        ours, theirs = ((results[name].double() - truth[name]).square().mean().sqrt() for results in (got, eager))
+        assert ours <= 1.5 * theirs, (name, float(ours / theirs))

@@ -57,7 +57,7 @@ inline Partition make_partition(const Problem& problem, int tile_m, int64_t thre
   cut.groups = std::gcd(problem.heads_k, problem.heads_v);
   if (cut.groups == 0) return cut;
   cut.heads = problem.heads_q / cut.groups;
-  cut.block_m = static_cast<int>(std::min<int64_t>(tile_m, std::max<int64_t>(round_up(problem.len_q, kPad), kPad)));
+  cut.block_m = static_cast<int>(std::max<int64_t>(std::min<int64_t>(tile_m, round_up(problem.len_q, kPad)), kPad));
   cut.m_blocks = (problem.len_q + cut.block_m - 1) / cut.block_m;
   cut.row_blocks = cut.heads * cut.m_blocks;
   cut.units = problem.batch * cut.groups;
