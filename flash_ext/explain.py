@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import tempfile
+import webbrowser
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from flash_ext.arguments import Window, check_band, flag, number
 from flash_ext.attention import check_native
 from flash_ext.errors import AttentionError
+from flash_ext.explain_tiles import Call
 from flash_ext.ops import require_c
 
 
@@ -87,18 +93,55 @@ class Copy:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Forward and backward plan, which kernels were considered and what is copied. ``print`` it for a table."""
+    """Forward and backward plan, which kernels were considered and what is copied. ``print`` it for a table, ``show``
+    it for a page that draws it. ``call`` has the sizes and the band that were asked for."""
 
     forward: Plan
     backward: Plan
     candidates: tuple[Candidate, ...] = field(default=())
     copies: tuple[Copy, ...] = field(default=())
     batch_invariant: bool = False
+    call: Call | None = None
 
     @property
     def refusals(self) -> tuple[Candidate, ...]:
         """Those that cannot run the pass."""
         return tuple(c for c in self.candidates if c.reason)
+
+    def html(self) -> str:
+        """The plan drawn: tiles over the scores, which block computes which in what order, memory and waves.
+
+        Returns:
+            One HTML page with all that it needs inside; a browser shows it without a network.
+        """
+        from flash_ext.explain_page import page
+
+        return page(self)
+
+    def show(self, path: str | Path | None = None) -> Path:
+        """Writes the page of ``html`` to a file.
+
+        Args:
+            path: of the file; None: a temporary one, which the web browser is asked to open.
+
+        Returns:
+            Where the page lies.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        text = self.html()
+        if path is not None:
+            file = Path(path)
+            file.write_text(text, encoding="utf-8")
+            return file
+        with tempfile.NamedTemporaryFile(
+            "w", prefix="flash_ext-plan-", suffix=".html", encoding="utf-8", delete=False
+        ) as temporary:
+            temporary.write(text)
+        file = Path(temporary.name)
+        webbrowser.open(file.as_uri())
+        return file
 
     def __str__(self) -> str:
         rows = [("", "forward", "backward")]
@@ -181,6 +224,33 @@ def _meta(tensor: Tensor | None) -> Tensor | None:
     return torch.empty_strided((2, *shape), (offset, *stride), dtype=tensor.dtype, device="meta")[1]
 
 
+def _call(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None, max_q: int, max_k: int | None
+) -> dict[str, Any]:
+    """Sizes of a call that was found to be right, as Call has them."""
+    tensors, packed = (query, key, value), cu_seqlens is not None
+    if packed:
+        heads_q, heads_k, heads_v = (int(t.size(1)) for t in tensors)
+        batch, len_q, len_k = int(cu_seqlens.size(0)) - 1, int(max_q), int(max_k)
+    else:
+        heads_q, heads_k, heads_v = (int(t.size(-3)) if t.dim() > 2 else 1 for t in tensors)
+        heads_q = max(heads_q, heads_k, heads_v)  # of the drop-in, which may broadcast them
+        batch = prod(torch.broadcast_shapes(*(t.shape[:-3] for t in tensors)))
+        len_q, len_k = int(query.size(-2)), int(key.size(-2))
+    return {
+        "batch": batch,
+        "heads_q": heads_q,
+        "heads_k": heads_k,
+        "heads_v": heads_v,
+        "len_q": len_q,
+        "len_k": len_k,
+        "head_dim": int(query.size(-1)),
+        "head_dim_v": int(value.size(-1)),
+        "dtype": str(query.dtype).removeprefix("torch."),
+        "packed": packed,
+    }
+
+
 def explain(
     query: Tensor,
     key: Tensor,
@@ -240,6 +310,14 @@ def explain(
         bottom_right = align == "bottom_right"
     if max_k is None:
         max_k = max_q
+    added = {
+        "mask": mask is not None,
+        "bias": bias is not None,
+        "ALiBi": alibi_slopes is not None,
+        "softcap": softcap != 0.0,
+        "dropout": dropout_p > 0.0,
+        "sinks": sinks is not None,
+    }
     inputs = (query, key, value, bias, alibi_slopes)
     wanted = [t is not None and t.requires_grad for t in inputs]
     if not any(wanted):
@@ -253,6 +331,7 @@ def explain(
         options = (causal, left, right, bottom_right, softcap, dropout_p, scale, gqa, deterministic, None)
         options += (max_q, max_k, batch_invariant)
         text = require_c().explain(q, k, v, mask, bias, alibi_slopes, *lengths, sinks, *options, str(device), wanted)
+        call = _call(q, k, v, cu_seqlens_q, max_q, max_k)
     parts = json.loads(text)
     plans = []
     for name in ("forward", "backward"):
@@ -261,6 +340,14 @@ def explain(
         plans.append(Plan(**plan))
     return Explanation(
         *plans,
+        call=Call(
+            **call,
+            causal=causal,
+            window=(left, right),
+            align="bottom_right" if bottom_right else "top_left",
+            added=tuple(name for name, is_there in added.items() if is_there),
+            batch_invariant=batch_invariant,
+        ),
         candidates=tuple(Candidate(*c) for c in parts["considered"]),
         batch_invariant=batch_invariant,
         copies=tuple(Copy("attn_mask" if sdpa and c[0] in ("mask", "bias") else c[0], *c[1:]) for c in parts["copies"]),

@@ -1,7 +1,7 @@
 """Profiling of PyTorch programs, with or without flash_ext's attention in them: ranges, memory, what autograd keeps.
 
-``python -m flash_ext.profiling --help`` lists the commands (nsys, memory, numerics); they need the extra ``profiling``,
-all else torch alone.
+``python -m flash_ext.profiling --help`` lists the commands (nsys, memory, numerics, plan); they need the extra
+``profiling``, all else torch alone.
 """
 
 from flash_ext.profiling.numerics import numerics

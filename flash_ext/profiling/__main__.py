@@ -1,4 +1,5 @@
-"""The commands of flash_ext.profiling: ``python -m flash_ext.profiling nsys | memory | numerics``, each with --help.
+"""The commands of flash_ext.profiling: ``python -m flash_ext.profiling nsys | memory | numerics | plan``, each with
+--help.
 
 They need the extra ``profiling``; importing flash_ext.profiling does not.
 """
@@ -11,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from flash_ext.profiling import memory, nsys
+from flash_ext.profiling import memory, nsys, plan
 from flash_ext.profiling.numerics import Row, numerics
 
 
@@ -44,7 +45,12 @@ def later(command: Callable[..., None]) -> Callable[..., Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    commands = {"nsys": later(nsys.main), "memory": later(memory.main), "numerics": later(run_numerics)}
+    commands = {
+        "nsys": later(nsys.main),
+        "memory": later(memory.main),
+        "numerics": later(run_numerics),
+        "plan": later(plan.main),
+    }
     about = "Profiling of PyTorch programs; each command has --help."
     try:
         import tyro
@@ -54,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     run = tyro.extras.subcommand_cli_from_dict(commands, args=argv, prog=prog, description=about, config=config)
     try:
         run()
-    except (nsys.NsysError, memory.SnapshotError) as error:
+    except (nsys.NsysError, memory.SnapshotError, plan.PlanError) as error:
         sys.exit(f"error: {error}")
 
 
