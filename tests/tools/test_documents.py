@@ -25,6 +25,7 @@ AS_IT_STANDS = {
 }
 WITH_OTHER_ARGUMENTS = {
     "python -m flash_ext.doctor": "tests/tools/test_doctor.py",
+    "python -m flash_ext.lab": "tests/lab/test_commands.py",
     "python -m flash_ext.profiling": "tests/tools/test_profiling.py",
     "python benchmarks/communication.py": "tests/tools/test_communication.py",
     "python benchmarks/context_parallel.py": "tests/tools/test_context_parallel_benchmark.py",
@@ -44,7 +45,7 @@ WITH_OTHER_ARGUMENTS = {
     "uv run python benchmarks/sweep.py": "tests/tools/test_sweep.py",
     "uv run python benchmarks/train_lm.py": "tests/tools/test_benchmarks.py",
 }
-NOT_RUN = ("pip install setuptools", 'python -c "import flash_ext;', "bash .ci/run")
+NOT_RUN = ("pip install setuptools", "pip install 'flash-ext[lab]'", 'python -c "import flash_ext;', "bash .ci/run")
 
 
 def name_of(page: Path) -> str:

@@ -1,0 +1,118 @@
+"""The lab's commands; flash_ext.lab.__main__ starts them where what they need is installed."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+from rich.console import Console
+from rich.table import Table
+from tyro.conf import Positional
+
+from flash_ext.lab import cuda, lessons, picture, report
+from flash_ext.lab.lessons import LabError
+from flash_ext.lab.measure import count, measure
+from flash_ext.lab.source import SourceError
+
+TABLE_WIDTH = 120
+
+
+def list_lessons() -> None:
+    """Lists the lessons and their variants."""
+    for lesson in lessons.lessons():
+        print(f"{lesson.name} (--size {' '.join(name.upper() for name in lesson.sizes)}): {lesson.about}")
+        for variant in lesson.variants:
+            print(f"    {variant.name:18}{variant.expect}")
+    print("\npython -m flash_ext.lab run NAME counts, and times on a GPU; show NAME [VARIANT] prints the kernels.")
+
+
+def show_source(name: str, variants: Positional[tuple[str, ...]] = ()) -> None:
+    """Prints kernels of a lesson, with their notes.
+
+    Args:
+        name: of the lesson
+        variants: of it; all, if none is named
+    """
+
+    lesson = lessons.lesson(name)
+    chosen = [lesson.variant(variant) for variant in variants] or lesson.variants
+    seen: set[Path] = set()
+    for one in chosen:
+        defines = "".join(f" -D{macro}={value}" for macro, value in one.defines.items())
+        print(f"// ---- {lesson.name} {one.name}{defines}: {one.expect}")
+        if (path := lesson.path(one)) not in seen:
+            print(path.read_text())
+        seen.add(path)
+
+
+def run_lesson(name: str, size: tuple[str, ...] = (), out: Path | None = None) -> None:
+    """Runs a lesson: compares each variant with torch, counts what its addresses cost and, on a GPU, times it.
+
+    Args:
+        name: of the lesson
+        size: a whole number for each that the lesson has, or one for all; without it what suits the machine
+        out: a folder for NAME.md, the table, and NAME.png, the picture; without it no files are written, or on a
+            machine without a GPU the picture alone, in the present folder
+    """
+
+    gpu, lesson = torch.cuda.is_available(), lessons.lesson(name)
+    numbers = lesson.checked(size, gpu)
+    if out:
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise LabError(f"--out {out}: it cannot be made: {error.strerror or error}.") from None
+    if gpu and cuda.missing():
+        raise LabError(cuda.missing())
+    inputs = lesson.inputs(numbers)
+    on_gpu = tuple(tensor.cuda() for tensor in inputs) if gpu else ()
+    rows = []
+    for variant in lesson.variants:
+        expected, launch = variant.reference(*inputs).contiguous(), variant.launch(numbers)
+        seconds = measure(lesson, variant, numbers, on_gpu, expected.cuda()) if gpu else None
+        counted = count(lesson, variant, numbers, inputs, expected)
+        rows.append(report.row(lesson, variant, launch.block[0] * launch.block[1], counted, seconds))
+    rate = cuda.copy_bytes_per_second(torch.cuda.current_device()) if gpu else None
+    table = report.cells(report.columns(lesson, numbers, rows, rate), rows)
+    title = f"{lesson.name}, {' x '.join(map(str, numbers))} floats"
+    print_table(title, table)
+    notes = report.notes(rows, rate)
+    print("\n".join(notes))
+    if out:
+        (out / f"{name}.md").write_text("\n".join([f"# {title}", "", report.markdown(table), *notes]) + "\n")
+    if out or not gpu:
+        file = (out or Path()) / f"{name}.png"
+        picture.save(lesson, rows, file)
+        print(f"Picture: {file}")
+
+
+def print_table(title: str, table: Sequence[Sequence[str]]) -> None:
+    """On a terminal as wide as that, elsewhere TABLE_WIDTH."""
+    shown = Table(title=title)
+    for index, header in enumerate(table[0]):
+        shown.add_column(header, justify="right" if index else "left", no_wrap=index == 0)
+    for line in table[1:]:
+        shown.add_row(*line)
+    (Console() if sys.stdout.isatty() else Console(width=TABLE_WIDTH)).print(shown)
+
+
+def later(command: Callable[..., None]) -> Callable[..., Any]:
+    """The same arguments, but the call is returned: within tyro a ValueError would pass for a wrong argument."""
+    return functools.wraps(command)(lambda *args, **options: functools.partial(command, *args, **options))
+
+
+def run(argv: Sequence[str]) -> None:
+    """One command line; a mistake ends the program with one sentence."""
+    config = (tyro.conf.DisallowNone, tyro.conf.PositionalRequiredArgs)
+    commands = {"list": later(list_lessons), "run": later(run_lesson), "show": later(show_source)}
+    about, prog = "Small kernels that differ in one access pattern.", "python -m flash_ext.lab"
+    command = tyro.extras.subcommand_cli_from_dict(commands, args=argv, prog=prog, description=about, config=config)
+    try:
+        command()
+    except (LabError, SourceError) as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,77 @@
+"""One variant, executed: on the CPU its addresses are counted, on a GPU it is timed. Both are compared with torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flash_ext.lab import cuda, simt
+from flash_ext.lab.counts import Counts
+from flash_ext.lab.lessons import LabError, Lesson, Variant
+
+COUNTED_THREADS = 1 << 18  # more are sampled
+
+
+@dataclass(frozen=True)
+class Counted:
+    """``blocks`` of ``all_blocks`` were executed."""
+
+    counts: Counts
+    out: Tensor  # NaN where nobody wrote
+    blocks: int
+    all_blocks: int
+
+
+def chosen(count: int, threads: int, at_most: int) -> np.ndarray:
+    """Blocks to execute: all, or a spread with the first and the last."""
+    most = max(2, at_most // threads)
+    return np.arange(count) if count <= most else np.unique(np.linspace(0, count - 1, most).astype(np.int64))
+
+
+def count(
+    lesson: Lesson,
+    variant: Variant,
+    size: Sequence[int],
+    inputs: Sequence[Tensor],
+    expected: Tensor,
+    at_most: int = COUNTED_THREADS,
+    record: Callable[[simt.Access], None] = lambda access: None,
+) -> Counted:
+    """Executes the source on the CPU; ``record`` is told every access, too. A wrong result is a LabError."""
+    launch, source, counts = variant.launch(size), lesson.source(variant), Counts()
+    out = torch.full(expected.shape, torch.nan)
+    names = [name for name, _ in source.kernel.parameters]
+    arrays = [tensor.contiguous().view(-1).numpy() for tensor in (*inputs, out)]
+    blocks = chosen(launch.grid[0] * launch.grid[1], launch.block[0] * launch.block[1], at_most)
+
+    def both(access: simt.Access) -> None:
+        counts.record(access)
+        record(access)
+
+    tensors = dict(zip(names, arrays, strict=False))
+    simt.run(source, launch.grid, launch.block, tensors, launch.numbers, both, blocks)
+    all_blocks = launch.grid[0] * launch.grid[1]
+    written = ~out.isnan() | (torch.tensor(len(blocks)) == all_blocks)
+    require_equal(lesson, variant, out[written], expected[written])
+    return Counted(counts, out, len(blocks), all_blocks)
+
+
+def require_equal(lesson: Lesson, variant: Variant, out: Tensor, expected: Tensor) -> None:
+    """A LabError where a kernel is not what torch says."""
+    try:
+        torch.testing.assert_close(out, expected)
+    except AssertionError as error:
+        raise LabError(f"{lesson.name} {variant.name} differs from torch: {error}") from None
+
+
+def measure(lesson: Lesson, variant: Variant, size: Sequence[int], inputs: Sequence[Tensor], expected: Tensor) -> float:
+    """Seconds of the kernel on the current GPU, after its result was compared; inputs and expected lie there."""
+    out = torch.full(expected.shape, torch.nan, device="cuda")
+    call = cuda.kernel_call(lesson, variant, variant.launch(size), (*inputs, out))
+    call()
+    require_equal(lesson, variant, out, expected)
+    return cuda.seconds(call)

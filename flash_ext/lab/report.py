@@ -1,0 +1,110 @@
+"""The table of a run: what was counted, and on a GPU what was timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from flash_ext.lab import cuda
+from flash_ext.lab.counts import LIMITS, occupancy
+from flash_ext.lab.lessons import Lesson, Variant
+from flash_ext.lab.measure import Counted
+
+CAPABILITIES = " / ".join(LIMITS)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One variant; ``registers`` by compute capability, without a compiler none; ``seconds`` None without a GPU."""
+
+    variant: Variant
+    threads: int  # of a block
+    counted: Counted
+    registers: dict[str, int]
+    seconds: float | None = None
+
+    def requests(self) -> str:
+        """Of the whole grid, where not all of it was executed in proportion."""
+        part, whole = self.counted.blocks, self.counted.all_blocks
+        number = self.counted.counts.requests() * whole / part
+        return f"{number:,.0f}" if part == whole else f"~{number:,.0f}"
+
+
+def row(lesson: Lesson, variant: Variant, threads: int, counted: Counted, seconds: float | None = None) -> Row:
+    """With registers, where a compiler is here."""
+    registers = {}
+    if not cuda.missing():
+        registers = {cc: cuda.compiled(lesson, variant, cc.replace(".", "")).registers for cc in LIMITS}
+    return Row(variant, threads, counted, registers, seconds)
+
+
+def short(number: float | None) -> str:
+    """A whole number as one, "-" for none."""
+    return "-" if number is None else f"{number:.1f}".removesuffix(".0")
+
+
+def percent(share: float) -> str:
+    return f"{short(100 * share)}%"
+
+
+def occupied(row: Row) -> list[tuple[float, str]]:
+    """Share and limit, for each compute capability."""
+    shared = sum(row.counted.counts.shared.values())
+    return [occupancy(limits, row.threads, shared, row.registers.get(cc)) for cc, limits in LIMITS.items()]
+
+
+def once(words: Iterable[str]) -> str:
+    """Joined by a slash; one word for all, if they are the same."""
+    return " / ".join(dict.fromkeys(words))
+
+
+def columns(
+    lesson: Lesson, size: Sequence[int], rows: Sequence[Row], copy_rate: float | None
+) -> dict[str, Callable[[Row], str]]:
+    """What to show, by title: only what some row has."""
+    shown: dict[str, Callable[[Row], str]] = {"variant": lambda row: row.variant.name}
+    if copy_rate is not None:
+        moved = lesson.moved(size)
+        shown["time, us"] = lambda row: f"{1e6 * row.seconds:.1f}"
+        shown["GB/s"] = lambda row: f"{moved / row.seconds / 1e9:.0f}"
+        shown["of a copy"] = lambda row: f"{moved / row.seconds / copy_rate:.0%}"
+    shown |= {
+        "sectors a load": lambda row: short(row.counted.counts.sectors(store=False)),
+        "sectors a store": lambda row: short(row.counted.counts.sectors(store=True)),
+        "their bytes used": lambda row: percent(row.counted.counts.used()),
+        "ways, shared load": lambda row: short(row.counted.counts.ways(store=False)),
+        "ways, shared store": lambda row: short(row.counted.counts.ways(store=True)),
+        "requests": Row.requests,
+    }
+    if all(row.registers for row in rows):
+        shown[f"registers {CAPABILITIES}"] = lambda row: once(map(str, row.registers.values()))
+    shown[f"occupancy {CAPABILITIES}"] = lambda row: once(percent(share) for share, _ in occupied(row))
+    shown["limited by"] = lambda row: once(limit for _, limit in occupied(row))
+    return {title: cell for title, cell in shown.items() if any(cell(row) != "-" for row in rows)}
+
+
+def cells(shown: dict[str, Callable[[Row], str]], rows: Sequence[Row]) -> list[list[str]]:
+    """With the titles first."""
+    return [list(shown), *([cell(row) for cell in shown.values()] for row in rows)]
+
+
+def markdown(table: Sequence[Sequence[str]]) -> str:
+    """The table for a page or a file."""
+    lines = [f"| {' | '.join(line)} |" for line in table]
+    return "\n".join([lines[0], "|---" + "|--:" * (len(table[0]) - 1) + "|", *lines[1:]]) + "\n"
+
+
+def notes(rows: Sequence[Row], copy_rate: float | None) -> list[str]:
+    """What the table does not say, a sentence each."""
+    said = []
+    if copy_rate is None:
+        said.append("There is no GPU here: times need a card, counts do not.")
+    else:
+        said.append(f"A copy by torch reads and writes {copy_rate / 1e9:.0f} GB/s together on this card.")
+    sampled = [row for row in rows if row.counted.blocks < row.counted.all_blocks]
+    if sampled:
+        part = max(row.counted.blocks / row.counted.all_blocks for row in sampled)
+        said.append(f"Of {len(sampled)} variants a part of the blocks was counted, at most {part:.2%}, evenly spread.")
+    if why := cuda.missing():
+        said.append(f"Registers are left out, of occupancy too: {why}")
+    return said

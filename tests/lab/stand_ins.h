@@ -1,0 +1,154 @@
+// Stand-ins for what a kernel of the lab takes from CUDA, so that g++ compiles it: each thread of a block is a fiber,
+// and every read and write of a tensor or of shared memory is noted with its address. test_host.py includes this before
+// a .cu file and after it defines call_kernel(). A float is told from its neighbours by the class Float, and float2 and
+// float4 are noted as one access of 8 and 16 bytes.
+#pragma once
+
+#include <ucontext.h>
+
+#include <cstdint>
+#include <cstring>
+
+struct Access {
+  int64_t block, thread, memory, address, width, store;
+};
+
+struct Region {
+  const char* begin;
+  int64_t size;
+};
+
+extern char __start_lab_shared[] __attribute__((weak, visibility("hidden")));
+extern char __stop_lab_shared[] __attribute__((weak, visibility("hidden")));
+
+inline Access* accesses;
+inline int64_t count, capacity, current_block, current_thread;
+inline Region regions[8];  // tensors in order, then shared memory
+inline int64_t region_count;
+
+inline void note(const void* at, int64_t width, bool store) {
+  for (int64_t i = 0; i < region_count; ++i) {
+    const int64_t address = static_cast<const char*>(at) - regions[i].begin;
+    if (address < 0 || address >= regions[i].size) continue;
+    if (count < capacity) accesses[count] = {current_block, current_thread, i, address, width, store};
+    ++count;
+  }
+}
+
+struct Float {
+  float value;
+  Float() = default;
+  explicit Float(float v) : value(v) {}
+  Float(const Float& other) : value(other) {}
+  operator float() const { return note(this, 4, false), value; }
+  Float& operator=(float v) { return note(this, 4, true), value = v, *this; }
+  Float& operator=(const Float& other) { return *this = static_cast<float>(other); }
+};
+
+template <int kParts>
+struct Parts;
+template <>
+struct Parts<2> {
+  Float x, y;
+};
+template <>
+struct Parts<4> {
+  Float x, y, z, w;
+};
+
+template <int kParts>
+struct Vector : Parts<kParts> {
+  static constexpr int kBytes = 4 * kParts;
+  Vector() = default;
+  Vector(const Vector& other) : Parts<kParts>() {
+    note(&other, kBytes, false);
+    copy(other);
+  }
+  Vector& operator=(const Vector& other) {
+    note(&other, kBytes, false);
+    note(this, kBytes, true);
+    copy(other);
+    return *this;
+  }
+  void copy(const Vector& other) { std::memcpy(static_cast<void*>(this), &other, kBytes); }
+};
+
+using float2 = Vector<2>;
+using float4 = Vector<4>;
+
+inline float2 make_float2(float x, float y) {
+  float2 v;
+  v.x.value = x, v.y.value = y;
+  return v;
+}
+
+inline float4 make_float4(float x, float y, float z, float w) {
+  float4 v;
+  v.x.value = x, v.y.value = y, v.z.value = z, v.w.value = w;
+  return v;
+}
+
+struct Place {
+  unsigned x, y;
+};
+
+inline Place threadIdx, blockIdx, blockDim, gridDim;
+inline ucontext_t scheduler, fibers[1024];
+inline bool done[1024];
+inline char stacks[1024][32 << 10];
+
+inline void __syncthreads() { swapcontext(&fibers[current_thread], &scheduler); }
+
+#define __global__
+#define __device__ inline
+#define __shared__ static __attribute__((section("lab_shared"), aligned(128)))
+
+void call_kernel();
+
+inline void fiber() {
+  call_kernel();
+  done[current_thread] = true;
+}
+
+inline void run_block() {
+  const int64_t threads = blockDim.x * blockDim.y;
+  if (__start_lab_shared) std::memset(__start_lab_shared, 0xff, __stop_lab_shared - __start_lab_shared);  // NaN
+  for (int64_t i = 0; i < threads; ++i) {
+    getcontext(&fibers[i]);
+    fibers[i].uc_stack.ss_sp = stacks[i], fibers[i].uc_stack.ss_size = sizeof stacks[i];
+    fibers[i].uc_link = &scheduler;
+    makecontext(&fibers[i], fiber, 0);
+    done[i] = false;
+  }
+  for (bool all = false; !all;) {
+    all = true;
+    for (int64_t i = 0; i < threads; ++i) {
+      if (done[i]) continue;
+      current_thread = i;
+      threadIdx = {unsigned(i % blockDim.x), unsigned(i / blockDim.x)};
+      swapcontext(&scheduler, &fibers[i]);
+      all = all && done[i];
+    }
+  }
+}
+
+inline char** tensors;
+inline const int32_t* numbers;
+
+// How many accesses there were; the first `room` of them are in `out`. shape: grid x, y, block x, y.
+extern "C" inline int64_t __attribute__((used))
+run(const uint32_t* shape, char** data, const int64_t* bytes, int64_t tensor_count, const int32_t* ints, Access* out,
+    int64_t room) {
+  tensors = data, numbers = ints, accesses = out, capacity = room, count = 0;
+  gridDim = {shape[0], shape[1]}, blockDim = {shape[2], shape[3]};
+  region_count = tensor_count + 1;
+  for (int64_t i = 0; i < tensor_count; ++i) regions[i] = {data[i], bytes[i]};
+  regions[tensor_count] = {__start_lab_shared, __stop_lab_shared - __start_lab_shared};
+  for (current_block = 0; current_block < int64_t(gridDim.x) * gridDim.y; ++current_block) {
+    blockIdx = {unsigned(current_block % gridDim.x), unsigned(current_block / gridDim.x)};
+    run_block();
+  }
+  return count;
+}
+
+#define float Float

@@ -1,0 +1,135 @@
+"""Promise: sectors, conflicts, requests and occupancy are counted as they are by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+np = pytest.importorskip("numpy")
+
+from flash_ext.lab.counts import LIMITS, Counts, Limits, occupancy, sectors, useful_bytes, ways  # noqa: E402
+from flash_ext.lab.lessons import lesson  # noqa: E402
+from flash_ext.lab.measure import chosen, count  # noqa: E402
+
+LANES = np.arange(32)
+ALL = np.ones((1, 32), bool)
+
+
+def counted(name: str, variant: str, *size: int) -> Counts:
+    """Of all blocks."""
+    one = lesson(name)
+    inputs = one.inputs(size)
+    found = count(one, one.variant(variant), size, inputs, one.variant(variant).reference(*inputs).contiguous())
+    assert found.blocks == found.all_blocks
+    return found.counts
+
+
+# A whole warp's load of add at 64 x 64: sectors, the bytes that are used, and the requests of three tensors of 4096
+# floats: 3 * 4096 / 32 of 4 bytes, half and a quarter of them of 8 and 16.
+ADD = {
+    "row_major": (4, 1.0, 384),
+    "column_major": (32, 4 / 32, 384),
+    "strided": (16, 8 / 32, 384),
+    "misaligned": (5, 128 / 160, 384),
+    "float2": (8, 1.0, 192),
+    "float4": (16, 1.0, 96),
+}
+
+
+@pytest.mark.parametrize("name", ADD)
+def test_add(name: str) -> None:
+    found = counted("add", name, 64, 64)
+    each, used, requests = ADD[name]
+    assert found.requests() == requests and not found.shared
+    for site in found.sites.values():
+        # Also of the last warp of "misaligned": 31 floats in 4 sectors, and element 0.
+        assert site.sectors == each * site.requests
+    assert found.used() == used
+
+
+def test_add_where_a_matrix_ends() -> None:
+    """3 rows of 5 floats: one warp a row that has anything to do; a row begins 0, 20 and 40 bytes in."""
+    found = counted("add", "row_major", 3, 5)
+    assert {(site.requests, site.sectors) for site in found.sites.values()} == {(3, 1 + 2 + 1)}
+    found = counted("add", "float4", 3, 5)  # 3 threads of 4 floats in one request, and 3 floats one by one
+    assert [(site.width, site.requests, site.sectors) for site in found.sites.values()] == [
+        *[(16, 1, 2)] * 3,
+        *[(4, 3, 3)] * 3,
+    ]
+
+
+# Sectors of a load and of a store, ways of a load and of a store of shared memory, bytes of it, requests at 64 x 64:
+# 4096 / 32 on each of the two global sides, as many on the two of the tile; of 16 bytes a quarter but for the turn.
+TRANSPOSE = {
+    "coalesced_writes": (32, 4, None, None, 0, 256),
+    "coalesced_reads": (4, 32, None, None, 0, 256),
+    "shared": (4, 4, 32, 1, 4096, 512),
+    "padded": (4, 4, 1, 1, 32 * 33 * 4, 512),
+    "swizzled": (4, 4, 1, 1, 4096, 512),
+    "float4": (16, 16, 1, 1, 4096, 32 + 32 + 128 + 32),
+}
+
+
+@pytest.mark.parametrize("name", TRANSPOSE)
+def test_transpose(name: str) -> None:
+    found = counted("transpose", name, 64, 64)
+    shared = sum(found.shared.values())
+    row = [found.sectors(False), found.sectors(True), found.ways(False), found.ways(True), shared, found.requests()]
+    assert tuple(row) == TRANSPOSE[name]
+
+
+WAYS = {"stride_1": 1, "stride_2": 2, "stride_4": 4, "stride_8": 8, "stride_32": 32, "float4": 1}
+WAYS |= {"padding": 1, "swizzle": 1}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_bank_conflicts(name: str) -> None:
+    found = counted("bank_conflicts", name, 2048)
+    (load,) = found.of("shared", store=False)
+    assert load.worst == WAYS[name] and load.passes == WAYS[name] * load.parts
+    assert found.ways(store=True) == 1
+    # 2048 / 32 requests, one part each; of 16 bytes 2048 / 128 requests in quarters
+    assert (load.requests, load.parts) == ((16, 64) if name == "float4" else (64, 64))
+
+
+def test_sectors_of_one_request() -> None:
+    for start, step, expected in ((0, 4, 4), (4, 4, 5), (0, 128, 32), (0, 0, 1), (0, 16, 16)):
+        assert sectors((start + step * LANES)[None], ALL) == expected
+    assert sectors((4 * LANES)[None], LANES[None] < 9) == 2  # 36 bytes
+    assert useful_bytes((4 * (LANES // 2))[None], ALL, 4) == 64  # two threads a word
+
+
+def test_ways_of_one_request() -> None:
+    def of(addresses: np.ndarray, width: int, active: np.ndarray = ALL) -> list[int]:
+        return ways(np.asarray(addresses)[None], active, width).tolist()
+
+    assert of(0 * LANES, 4) == [1]  # one word for all
+    assert of(4 * (LANES // 2), 4) == [1]
+    assert of(4 * LANES * 16, 4) == [16] and of(4 * LANES * 33, 4) == [1]
+    assert of(8 * LANES, 8) == [1, 1] and of(16 * LANES, 16) == [1] * 4
+    assert of(16 * LANES * 8, 16) == [8] * 4  # each quarter in one group of four banks
+    assert of(16 * (LANES // 8), 16) == [1] * 4  # a quarter wants the same 16 bytes
+    assert of(4 * LANES * 32, 4, LANES[None] < 3) == [3]
+    assert of(16 * LANES, 16, LANES[None] < 8) == [1, 0, 0, 0]
+
+
+def test_occupancy() -> None:
+    """2048 threads and 65536 registers: 32 a thread fill both; 8.0 has 164 KiB, of which a block takes 1 KiB itself."""
+    for limits in LIMITS.values():
+        assert occupancy(limits, 256, 0, 32) == (1.0, "threads")
+        assert occupancy(limits, 256, 0, 33) == (0.75, "registers")  # 1280 a warp: 51, in fours 48: 6 blocks of 8
+        assert occupancy(limits, 32, 0, 16) == (0.5, "blocks")
+        assert occupancy(limits, 1024, 0, 65) == (0.0, "registers")
+    assert occupancy(LIMITS["8.0"], 256, 40 << 10, None) == (0.5, "shared memory")  # 41 KiB: 4 blocks
+    assert occupancy(LIMITS["9.0"], 256, 40 << 10, None) == (0.625, "shared memory")  # 5 of 228
+    assert occupancy(Limits(48 << 10, threads=1024), 96, 0, None) == (10 * 96 / 1024, "threads")
+
+
+def test_a_sample_has_the_ends() -> None:
+    assert chosen(7, 256, 256 * 7).tolist() == list(range(7))
+    sample = chosen(1000, 256, 256 * 10)
+    assert len(sample) == 10 and sample[0] == 0 and sample[-1] == 999
+
+
+def test_a_site_knows_its_first_request() -> None:
+    addresses, active = next(iter(counted("add", "strided", 64, 64).sites.values())).first
+    assert addresses.tolist() == (16 * LANES).tolist() and active.all()

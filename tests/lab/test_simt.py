@@ -1,0 +1,86 @@
+"""Promise: the lab executes its part of CUDA C++ as C++ says, and names what a kernel does wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+np = pytest.importorskip("numpy")
+
+from flash_ext.lab import simt  # noqa: E402
+from flash_ext.lab.source import SourceError, parse  # noqa: E402
+
+BEFORE = 'extern "C" __global__ void kernel(float* out, int n) { const int i = threadIdx.x;'
+
+
+def executed(body: str, threads: int = 32, size: int = 32, before: str = "", n: int = 0) -> list[float]:
+    """What a block of one kernel writes."""
+    out = np.zeros(size, np.float32)
+    source = parse(f"{before}{BEFORE} {body} }}")
+    simt.run(source, (1, 1), (threads, 1), {"out": out}, (n,), lambda access: None, np.arange(1))
+    return out.tolist()
+
+
+@pytest.mark.parametrize(
+    "expression, expected",
+    [
+        ("7 / 2", 3),
+        ("-7 / 2", -3),
+        ("-7 % 3", -1),
+        ("7.f / 2", 3.5),
+        ("1 + 2 * 3 << 1 & 0xf", 14),
+        ("6 ^ 3 | 8", 13),
+        ("!(2 > 1) || 3 != 4", 1),
+        ("2 < 1 ? 5 : 1 ? 6 : 7", 6),
+        ("~0 + 2", 1),
+        ("static_cast<int>(2.75f) + min(4, max(1, 2))", 4),
+        ("make_float4(1.f, 2.f, 3.f, 4.f).z", 3),
+    ],
+)
+def test_expressions(expression: str, expected: float) -> None:
+    assert executed(f"if (i == 0) out[0] = {expression};")[0] == expected
+
+
+def test_branches_loops_and_returns() -> None:
+    function = (
+        "__device__ int sum(int i) { int s = 0; if (i > 5) return -1; for (int k = 0; k <= i; ++k) s += k; return s; }"
+    )
+    expected = [sum(range(i + 1)) if i <= 5 else -1 for i in range(8)]
+    assert executed("out[i] = sum(i);", 8, 8, function) == expected
+    assert executed("if (i % 2) return; else out[i] = 1.f; out[i] += 1.f;", 4, 4) == [2, 0, 2, 0]
+    # a thread that does not take part touches nothing
+    assert executed("if (i < 2 && out[i] == 0) out[i] = i < 1 ? 3.f : out[i] + 4.f;", 32, 2) == [3, 4]
+
+
+def test_memory() -> None:
+    shared = (
+        "__shared__ float tile[2][4]; tile[i / 4][i % 4] = i; __syncthreads(); out[i] = tile[1 - i / 4][3 - i % 4];"
+    )
+    assert executed(shared, 8, 8) == [7, 6, 5, 4, 3, 2, 1, 0]
+    local = "float own[2]; own[0] = i; own[1] = own[0] + 1; out[i] = own[1];"
+    assert executed(local, 4, 4) == [1, 2, 3, 4]
+    pairs = "float2 v = make_float2(1.f, 2.f); v.y = 5.f; *reinterpret_cast<float2*>(&out[2 * i]) = v; out[0] += n;"
+    assert executed(pairs, 1, 2, n=10) == [11, 5]
+
+
+@pytest.mark.parametrize(
+    "body, message",
+    [
+        ("out[i + 1] = 0.f;", "line 1: an access outside out"),
+        ("out[i - 1] = 0.f;", "line 1: an access outside out"),
+        ("\n*reinterpret_cast<float2*>(out + 1) = make_float2(0.f, 0.f);", "line 2: float2 at an address that is not"),
+        ("if (i < 3) __syncthreads();", "not every thread of a block comes to this"),
+        ("out[i] = exp(1.f);", "the lab has no function exp"),
+        ("out[j] = 1.f;", "j is not declared"),
+        ("while (1) out[i] = 1.f;", "'1' is read, .*expected|no function while|';' is expected"),
+        ("double x = 1;", "expected"),
+        ('out[i] = "a";', "a name is expected"),
+        ("out[i] = 1.f @ 2;", "does not read '@ 2;"),
+    ],
+)
+def test_what_is_wrong_is_named(body: str, message: str) -> None:
+    with pytest.raises(SourceError, match=message):
+        executed(body)
+
+
+def test_shared_memory_begins_as_nan() -> None:
+    assert np.isnan(executed("__shared__ float tile[32]; out[i] = tile[i];")).all()
