@@ -148,7 +148,7 @@ def test_the_commands_that_the_ci_takes_from_the_readme() -> None:
 
 
 USE = [ROOT / f"docs/use/{name}.md" for name in ("api", "decode", "flash-attn", "packed")]
-RUN = [ROOT / "README.md", *USE, *LESSONS]
+RUN = [ROOT / "README.md", ROOT / "docs/learn/index.md", *USE, *LESSONS]
 
 
 @pytest.fixture
