@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flash_ext.lab.source import Source, parse
 
-LESSON_NAMES = ("add", "transpose", "bank_conflicts")
+LESSON_NAMES = ("add", "transpose", "bank_conflicts", "reduction")
 FOLDER = Path(__file__).parent
 LARGEST = 2**28  # elements of a tensor: 1 GiB, and the kernels count with int
 GRID_Y = 65535  # blocks

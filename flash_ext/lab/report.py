@@ -39,12 +39,12 @@ def row(lesson: Lesson, variant: Variant, threads: int, counted: Counted, second
 
 
 def short(number: float | None) -> str:
-    """A whole number as one, "-" for none."""
-    return "-" if number is None else f"{number:.1f}".removesuffix(".0")
+    """At most two digits behind the point; "-" for none."""
+    return "-" if number is None else f"{round(number, 2):g}"
 
 
 def percent(share: float) -> str:
-    return f"{short(100 * share)}%"
+    return f"{round(100 * share, 1):g}%"
 
 
 def occupied(row: Row) -> list[tuple[float, str]]:

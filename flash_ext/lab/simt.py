@@ -316,7 +316,18 @@ class Threads:
             return np.stack(rows, axis=1)
         if name in ("min", "max"):
             return (np.minimum if name == "min" else np.maximum)(*values)
+        if name == "__shfl_down_sync":
+            return self.from_further(node, *values)
         raise SourceError(f"line {node.line}: the lab has no function {name}")
+
+    def from_further(self, node: Node, lanes: Value, value: Value, by: Value) -> Value:
+        """The value of the thread that is so much further in its warp; a thread's own, where there is none."""
+        running = self.mask.reshape(-1, WARP)
+        if int(lanes) != 0xFFFFFFFF or (running.any(1) != running.all(1)).any():
+            raise SourceError(f"line {node.line}: the lab shuffles whole warps only, with a mask of all 32 threads")
+        lane = np.arange(len(self.mask)) % WARP
+        source = np.arange(len(self.mask)) + np.where(lane + by < WARP, by, 0)
+        return np.broadcast_to(value, len(self.mask))[source]
 
     def of_assign(self, node: Node, operator: str, target: Node, operand: Node) -> Value:
         value = self.value(operand)

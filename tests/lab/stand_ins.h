@@ -38,11 +38,12 @@ inline void note(const void* at, int64_t width, bool store) {
 struct Float {
   float value;
   Float() = default;
-  explicit Float(float v) : value(v) {}
+  Float(float v) : value(v) {}
   Float(const Float& other) : value(other) {}
   operator float() const { return note(this, 4, false), value; }
   Float& operator=(float v) { return note(this, 4, true), value = v, *this; }
   Float& operator=(const Float& other) { return *this = static_cast<float>(other); }
+  Float& operator+=(float v) { return *this = *this + v; }
 };
 
 template <int kParts>
@@ -98,6 +99,17 @@ inline bool done[1024];
 inline char stacks[1024][32 << 10];
 
 inline void __syncthreads() { swapcontext(&fibers[current_thread], &scheduler); }
+
+// The same barrier stands for a warp's: before it all threads of the block, or all that still run, shuffle.
+inline Float __shfl_down_sync(unsigned, float v, int by) {
+  static float values[1024];
+  const int64_t source = current_thread % 32 + by < 32 ? current_thread + by : current_thread;
+  values[current_thread] = v;
+  __syncthreads();
+  const float other = values[source];
+  __syncthreads();
+  return other;
+}
 
 #define __global__
 #define __device__ inline

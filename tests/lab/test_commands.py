@@ -50,7 +50,9 @@ def test_every_variant_is_right_at_odd_sizes(name: str, size: str) -> None:
 
 
 @pytest.mark.no_gpu
-@pytest.mark.parametrize("name, size", [("add", "31"), ("transpose", "33 1000"), ("bank_conflicts", "4097")])
+@pytest.mark.parametrize(
+    "name, size", [("add", "31"), ("transpose", "33 1000"), ("bank_conflicts", "4097"), ("reduction", "1")]
+)
 def test_run(name: str, size: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lab.main(["run", name, "--size", *size.split(), "--out", str(tmp_path / "new")])
     told = capsys.readouterr().out
@@ -92,7 +94,7 @@ def test_show(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     "command, message",
     [
-        ("run nothing", "lesson nothing: there are add, transpose, bank_conflicts."),
+        ("run nothing", "lesson nothing: there are add, transpose, bank_conflicts, reduction."),
         ("show add nothing", "variant nothing of add: it has row_major, column_major, "),
         ("run add --size 0", "--size 0: 0 is not a whole number from 1 on."),
         ("run add --size 8 x", "--size 8 x: x is not a whole number from 1 on."),

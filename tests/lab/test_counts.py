@@ -91,6 +91,31 @@ def test_bank_conflicts(name: str) -> None:
     assert (load.requests, load.parts) == ((16, 64) if name == "float4" else (64, 64))
 
 
+# Loads and passes, stores and passes of shared memory for one block of 256 threads, and all requests. In 8 rounds 4, 2
+# and six times 1 warp have work; 2, 4, then 8 threads of a warp share a bank, until less than 8 are left.
+ROUNDS, PASSES = 4 + 2 + 6, 4 * 2 + 2 * 4 + 8 + 8 + 8 + 4 + 2 + 1
+REDUCTION = {
+    "interleaved": (2 * ROUNDS + 1, 2 * PASSES + 1, 8 + ROUNDS, 8 + PASSES, 8),
+    "sequential": (2 * ROUNDS + 1, 2 * ROUNDS + 1, 8 + ROUNDS, 8 + ROUNDS, 8),
+    "first_add": (2 * ROUNDS + 1, 2 * ROUNDS + 1, 8 + ROUNDS, 8 + ROUNDS, 16),
+    "shuffle": (1, 1, 8, 8, 16),
+    "float4": (1, 1, 8, 8, 8),
+}
+
+
+@pytest.mark.parametrize("name", REDUCTION)
+def test_reduction(name: str) -> None:
+    each = {"first_add": 2, "shuffle": 2, "float4": 4}.get(name, 1)
+    found = counted("reduction", name, 3 * 256 * each)
+    loads, load_passes, stores, store_passes, global_loads = (3 * number for number in REDUCTION[name])
+    for store, requests, passes in ((False, loads, load_passes), (True, stores, store_passes)):
+        sites = found.of("shared", store)
+        assert (sum(site.requests for site in sites), sum(site.passes for site in sites)) == (requests, passes)
+    assert sum(site.requests for site in found.of("global", store=False)) == global_loads
+    assert found.sectors(store=False) == (16 if name == "float4" else 4)
+    assert found.requests() == loads + stores + global_loads + 3
+
+
 def test_sectors_of_one_request() -> None:
     for start, step, expected in ((0, 4, 4), (4, 4, 5), (0, 128, 32), (0, 0, 1), (0, 16, 16)):
         assert sectors((start + step * LANES)[None], ALL) == expected

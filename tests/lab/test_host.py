@@ -1,12 +1,13 @@
 """Promise: what the lab counts are the addresses of the kernels themselves.
 
-g++ compiles each `.cu` file as it stands, with stand-ins for CUDA's words; every thread touches the same addresses in
+g++ compiles each `.cu` file, with stand-ins for CUDA's words and for float; every thread touches the same addresses in
 the same widths as when the lab executes the file, and the results have the same bits.
 """
 
 from __future__ import annotations
 
 import ctypes
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -24,6 +25,7 @@ COMPILER = shutil.which("g++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
 SIZES = {"add": ((33, 35), (9, 68)), "transpose": ((35, 69), (36, 68)), "bank_conflicts": ((1501,), (2048,))}
+SIZES["reduction"] = ((1501,), (2048,))
 CASES = [(lesson, variant) for lesson in lessons() for variant in lesson.variants]
 ROOM = 200_000
 
@@ -38,7 +40,8 @@ def compiled(lesson: Lesson, variant: Variant, folder: Path) -> ctypes.CDLL:
     source, library = folder / "kernel.cpp", folder / "kernel.so"
     header = Path(__file__).with_name("stand_ins.h")
     call = f"void call_kernel() {{ {kernel.name}({', '.join(arguments)}); }}"
-    source.write_text(f'#include "{header}"\n#include "{lesson.path(variant)}"\n{call}\n')
+    text = re.sub(r"\b\d+\.\d*f", r"Float(\g<0>)", lesson.text(variant))  # or `b ? x[i] : 0.f` is of two types
+    source.write_text(f'#include "{header}"\n{text}\n{call}\n')
     defines = [f"-D{name}={value}" for name, value in variant.defines.items()]
     command = [COMPILER, "-std=c++17", "-w", "-shared", "-fPIC", *defines, str(source), "-o", str(library)]
     done = subprocess.run(command, capture_output=True, text=True)

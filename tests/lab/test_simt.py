@@ -62,6 +62,11 @@ def test_memory() -> None:
     assert executed(pairs, 1, 2, n=10) == [11, 5]
 
 
+def test_a_shuffle() -> None:
+    expected = [float(i + 3 if i % 32 < 29 else i) for i in range(64)]
+    assert executed("out[i] = __shfl_down_sync(0xffffffff, i, 3);", 64, 64) == expected
+
+
 @pytest.mark.parametrize(
     "body, message",
     [
@@ -73,6 +78,7 @@ def test_memory() -> None:
         ("out[j] = 1.f;", "j is not declared"),
         ("while (1) out[i] = 1.f;", "'1' is read, .*expected|no function while|';' is expected"),
         ("double x = 1;", "expected"),
+        ("if (i < 9) out[i] = __shfl_down_sync(0xffffffff, 1.f, 1);", "the lab shuffles whole warps only"),
         ('out[i] = "a";', "a name is expected"),
         ("out[i] = 1.f @ 2;", "does not read '@ 2;"),
     ],
