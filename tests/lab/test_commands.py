@@ -76,6 +76,7 @@ def test_run_without_a_compiler(
     assert [path.name for path in tmp_path.iterdir()] == ["add.png"]
 
 
+@pytest.mark.no_gpu
 def test_a_sample_is_said_to_be_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lab.main(["run", "bank_conflicts", "--size", "3000000", "--out", str(tmp_path)])
     told = capsys.readouterr().out
