@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import tyro
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from tyro.conf import Positional
@@ -19,7 +20,7 @@ from flash_ext.lab.lessons import LabError
 from flash_ext.lab.measure import count, measure
 from flash_ext.lab.source import SourceError
 
-TABLE_WIDTH = 120
+TABLE_WIDTH = 132
 
 
 def list_lessons() -> None:
@@ -95,9 +96,9 @@ def run_lesson(name: str, size: tuple[str, ...] = (), out: Path | None = None) -
 
 def print_table(title: str, table: Sequence[Sequence[str]]) -> None:
     """On a terminal as wide as that, elsewhere TABLE_WIDTH."""
-    shown = Table(title=title)
+    shown = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for index, header in enumerate(table[0]):
-        shown.add_column(header, justify="right" if index else "left", no_wrap=index == 0)
+        shown.add_column(header, justify="right" if index else "left", overflow="fold", no_wrap=index == 0)
     for line in table[1:]:
         shown.add_row(*line)
     (Console() if sys.stdout.isatty() else Console(width=TABLE_WIDTH)).print(shown)
