@@ -59,7 +59,6 @@ class Lesson:
     elements: Callable[[Sequence[int]], int]  # of the largest tensor
     moved: Callable[[Sequence[int]], int]  # bytes that must be read and written
     pictured: tuple[tuple[str, bool], ...]  # accesses of the picture: "global" or "shared", a store or not
-    flops: Callable[[Sequence[int]], int] = lambda size: 0
 
     def path(self, variant: Variant) -> Path:
         return FOLDER / self.name / f"{variant.file or variant.name}.cu"

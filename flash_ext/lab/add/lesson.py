@@ -52,5 +52,4 @@ LESSON = Lesson(
     elements=lambda size: size[0] * size[1],
     moved=lambda size: 3 * 4 * size[0] * size[1],
     pictured=(("global", False),),
-    flops=lambda size: size[0] * size[1],
 )

@@ -54,5 +54,4 @@ LESSON = Lesson(
     elements=lambda size: size[0],
     moved=lambda size: 4 * size[0],
     pictured=(("shared", False),),
-    flops=lambda size: size[0],
 )
