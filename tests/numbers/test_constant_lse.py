@@ -10,6 +10,7 @@ import torch
 from helpers import DTYPES, check, evaluate, make_inputs, name_of
 from torch import Tensor
 
+import flash_ext
 from flash_ext import reference
 
 OPS = torch.ops.flash_ext
@@ -124,11 +125,13 @@ def test_no_second_derivative(device: str) -> None:
         dq.sum().backward()
 
 
-@pytest.mark.no_gpu
 @pytest.mark.parametrize("shift", [50.0, 1000.0, 4000.0])
-def test_what_rounds_in_a_large_lse_is_no_error(shift: float, device: str, backend: str) -> None:
-    """Of keys that have a mean, where an error of a whole row adds up: it was three times eager's. The weights of the
-    parts still have it, and so has the gradient of value. NOTE: `sm80` takes e^(score - lse)."""
+def test_what_rounds_in_a_large_lse_is_no_error(shift: float, device: str) -> None:
+    """Of keys that have a mean, where an error of a whole row adds up in dQ: it was three times eager's.
+
+    NOTE: of `chunked` alone. Kernels take e^(score - lse), in whose product with the weight of a part the rounding of
+    lse goes away: the gradient of value, which has that product, is the better for it, that of query is not.
+    """
     parts = [slice(0, 96), slice(96, KEYS)]
     inputs = make_inputs((2, 4, 70, 64), (2, 2, KEYS, 64), dtype=torch.float32, device=device, mean=2.0)
     options = {"bias": torch.full((1, 1, 1, 1), shift, device=device)}
@@ -140,7 +143,8 @@ def test_what_rounds_in_a_large_lse_is_no_error(shift: float, device: str, backe
     wide = {name: t.double() for name, t in inputs.items()}
     truth = evaluate(reference.attention, wide, options_of_truth, cotangent_dtype=torch.float32)
     eager = evaluate(reference.attention, inputs, options_of_truth)
-    got = evaluate(call, inputs)
+    with flash_ext.use_backend("chunked"):
+        got = evaluate(call, inputs)
     for name in ("grad of query", "grad of key"):
         ours, theirs = ((results[name].double() - truth[name]).square().mean().sqrt() for results in (got, eager))
         assert ours <= 1.5 * theirs, (name, float(ours / theirs))

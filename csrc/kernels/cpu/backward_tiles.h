@@ -78,7 +78,7 @@ class BackwardTileWorker {
     for (int r = 0; r < panel.width; ++r) {
       lse[r] = r < rows ? static_cast<const Acc*>(args_.fwd.lse)[first + r] : OnlineSoftmax<Acc>::kEmpty;
       any_empty |= r < rows && lse[r] == OnlineSoftmax<Acc>::kEmpty;
-      any_lossy |= lse_is_lossy(lse[r]) || (problem_.constant_lse && renormalises_constant(lse[r]));
+      any_lossy |= problem_.constant_lse ? renormalises_constant(lse[r]) : lse_is_lossy(lse[r]);
       if (lse[r] == OnlineSoftmax<Acc>::kEmpty) lse[r] = std::numeric_limits<Acc>::infinity();
     }
     const int64_t panel_row = int64_t{index} * kPanel;
@@ -377,13 +377,8 @@ class BackwardTileWorker {
     const Acc sink = sink_of<Acc>(args_.fwd, batch_, head_, 0);
     for (int r = 0; r < panel.width; ++r) {
       const Acc sum = sums[0][r] + sums[2][r] + std::exp(sink - lse[r]);
-      renorm[r] = is_empty(lse[r]) || sum == 0 ? Acc(1) : Acc(1) / sum;
-      // NOTE: by the lse that these keys have, rounded as one is. If it is the one given, what was lost when that was
-      // rounded is no error of the row.
-      if (problem_.constant_lse && !renormalises_constant(lse[r]) && !is_empty(lse[r]) && sum > 0) {
-        const Acc own = lse[r] + std::log(sum);
-        renorm[r] *= std::exp(own - lse[r]);
-      }
+      const bool keeps_sum = problem_.constant_lse && !renormalises_constant(lse[r]);
+      renorm[r] = is_empty(lse[r]) || keeps_sum ? Acc(1) : Acc(1) / sum;
       if (is_empty(lse[r]) || problem_.constant_lse) continue;
       // With the remainder of the division it is rounded once, and of one key it is its dP, bit for bit.
       delta[r] = sums[1][r] / sum;
