@@ -40,7 +40,7 @@ struct MeasureTraits {
 // (CPU simulation of this arithmetic).
 template <class Traits>
 __device__ __forceinline__ bool is_inexact(const Problem& problem, float lse, int64_t visible) {
-  if (lse == kMinusInf) return false;
+  if (lse == kMinusInf || visible == 0) return false;  // of a row that sees a sink alone delta is right as it is
   if (problem.constant_lse) return is_far(lse);
   if (problem.wants_dalibi || visible < few_keys(Traits::kFloat)) return true;
   return Traits::kFloat ? fabsf(lse) > 16.f || has_exact_scores(problem) : is_far(lse);
