@@ -17,6 +17,9 @@ foreach(name FLASH_EXT_CUDA FLASH_EXT_CUDA_ARCHS FLASH_EXT_CUDA_VERSION)
     set(${name} "$ENV{${name}}")
   endif()
 endforeach()
+if(FLASH_EXT_CUDA MATCHES "^(auto|on|off)$")
+  string(TOUPPER ${FLASH_EXT_CUDA} FLASH_EXT_CUDA)
+endif()
 
 # The architectures of the GPUs here that kernels exist for (8.0 and above), e.g. "80;90"; empty where there are none.
 function(find_gpus result)

@@ -52,7 +52,8 @@ def libraries() -> Iterator[Finding]:
     yield Finding("torch", OK, f"{torch.__version__}, {cuda}")
     info = flash_ext.build_info()
     dirty = " and changes" if info["git_dirty"] else ""
-    built = f"{info['version']}, commit {info['git_commit'][:12]}{dirty}, {info['compiler']}"
+    commit = info["git_commit"][:12] or "unknown"
+    built = f"{info['version']}, commit {commit}{dirty}, {info['compiler']}"
     folders = sorted(folder.name for folder in ops.LIBRARIES[0].parent.glob("torch_*"))
     taken = f"{ops.LIBRARIES[1].parent.name} of {', '.join(folders)}"
     yield Finding("flash_ext", OK, f"{built}; library {taken}, as torch is")

@@ -31,6 +31,7 @@ WITH_OTHER_ARGUMENTS = {
     "python benchmarks/context_parallel.py": "tests/tools/test_context_parallel_benchmark.py",
     "python benchmarks/train_lm.py": "tests/tools/test_benchmarks.py",
     "torchrun --nproc-per-node 2 benchmarks/train_lm.py": "tests/tools/test_parallel.py",
+    "python3 tools/try_dockerfile.py": ".ci/run",
     "python tests/foreign/flash_attention.py": "tests/tools/test_foreign.py",
     "uv run --no-sync python tools/reference.py": "tests/tools/test_release.py",
     "uv run --no-sync python tools/torch_versions.py": ".ci/run",
@@ -45,7 +46,8 @@ WITH_OTHER_ARGUMENTS = {
     "uv run python benchmarks/sweep.py": "tests/tools/test_sweep.py",
     "uv run python benchmarks/train_lm.py": "tests/tools/test_benchmarks.py",
 }
-NOT_RUN = ("pip install setuptools", "pip install 'flash-ext[lab]'", 'python -c "import flash_ext;', "bash .ci/run")
+NOT_RUN = ("docker ", "pip install setuptools", "pip install 'flash-ext[lab]'", 'python -c "import flash_ext;')
+NOT_RUN += ("bash .ci/run",)
 
 
 def name_of(page: Path) -> str:
