@@ -26,15 +26,15 @@ ARG UID=1000
 RUN python3 -m venv /opt/uv \
     && /opt/uv/bin/pip install --no-cache-dir uv \
     && if id ubuntu >/dev/null 2>&1; then userdel --remove ubuntu; fi \
-    && useradd --no-log-init --create-home --uid "${UID}" --shell /bin/bash flash \
-    && mkdir -p /flash_ext /opt/venv /home/flash/.cache/uv /home/flash/.cache/ccache \
-    && chown -R flash: /flash_ext /opt/venv /home/flash
+    && useradd --no-log-init --create-home --home-dir /srv/flash --uid "${UID}" --shell /bin/bash flash \
+    && mkdir -p /flash_ext /opt/venv /srv/flash/.cache/uv /srv/flash/.cache/ccache \
+    && chown -R flash: /flash_ext /opt/venv /srv/flash
 
 ENV PATH=/opt/venv/bin:/opt/uv/bin:$PATH \
     VIRTUAL_ENV=/opt/venv \
     UV_PROJECT_ENVIRONMENT=/opt/venv \
     UV_LINK_MODE=copy \
-    CCACHE_DIR=/home/flash/.cache/ccache \
+    CCACHE_DIR=/srv/flash/.cache/ccache \
     CCACHE_BASEDIR=/flash_ext \
     CCACHE_NOHASHDIR=1
 WORKDIR /flash_ext
@@ -44,7 +44,7 @@ ARG CUDA
 ARG UV_INDEX
 ENV FLASH_EXT_CUDA=${CUDA}
 COPY --chown=flash pyproject.toml ./
-RUN --mount=type=cache,target=/home/flash/.cache/uv,uid=${UID} \
+RUN --mount=type=cache,target=/srv/flash/.cache/uv,uid=${UID} \
     if [ "${CUDA}" = on ]; then \
         uv sync --no-install-project --group nvcc; \
     else \
@@ -54,12 +54,12 @@ RUN --mount=type=cache,target=/home/flash/.cache/uv,uid=${UID} \
 COPY --chown=flash setup.py CMakeLists.txt ./
 COPY --chown=flash cmake cmake
 COPY --chown=flash csrc csrc
-RUN --mount=type=cache,target=/home/flash/.cache/ccache,uid=${UID} \
+RUN --mount=type=cache,target=/srv/flash/.cache/ccache,uid=${UID} \
     python setup.py build_ext --inplace
 
 COPY --chown=flash . .
-RUN --mount=type=cache,target=/home/flash/.cache/uv,uid=${UID} \
-    --mount=type=cache,target=/home/flash/.cache/ccache,uid=${UID} \
+RUN --mount=type=cache,target=/srv/flash/.cache/uv,uid=${UID} \
+    --mount=type=cache,target=/srv/flash/.cache/ccache,uid=${UID} \
     uv sync --inexact
 
 HEALTHCHECK --interval=5m --timeout=2m --start-period=1m CMD ["python", "-m", "flash_ext.doctor"]

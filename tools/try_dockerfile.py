@@ -138,7 +138,7 @@ class Image:
 
     def in_root(self, command: Sequence[str], user: str | None = None) -> None:
         user = self.user if user is None else user
-        home = "/root" if user == "0" else "/home/flash"
+        home = "/root" if user == "0" else "/srv/flash"
         outside = {name: os.environ[name] for name in HOST_VARIABLES if name in os.environ}
         if (self.root / COPY_OF_CERTIFICATES).exists():
             outside |= dict.fromkeys(("PIP_CERT", "SSL_CERT_FILE"), f"/{COPY_OF_CERTIFICATES}")

@@ -38,6 +38,7 @@ WITH_OTHER_ARGUMENTS = {
     "uv run --no-sync cmake": ".ci/run",
     "uv run --no-sync ctest": ".ci/run",
     "uv run tools/build_wheel.py": ".ci/run",
+    "uv run tools/hub_layout.py": "tests/integrations/test_kernel_hub.py",
     "uv run tools/try_wheel.py": ".ci/run",
     "uv run pytest": ".ci/run",
     "uv run python benchmarks/again.py": "tests/tools/test_again.py",
