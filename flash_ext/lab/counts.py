@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from flash_ext.lab.simt import WARP, WORD, Access
+from flash_ext.lab.memory import WARP, WORD, Access
 from flash_ext.lab.source import Node
 
 SECTOR, BANKS = 32, 32
@@ -24,11 +24,14 @@ def distinct(rows: np.ndarray, active: np.ndarray) -> np.ndarray:
     return new & (ordered != np.iinfo(np.int64).max)
 
 
-def words_of(addresses: np.ndarray, active: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Each row's words of 4 bytes, and which of them somebody wants."""
-    parts = width // WORD
-    words = addresses[:, :, None] // WORD + np.arange(parts)
-    return words.reshape(len(words), -1), np.repeat(active, parts, axis=1)
+def words_of(
+    addresses: np.ndarray, active: np.ndarray, width: int, wanted: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Each row's words of 4 bytes, and which of them somebody wants; ``wanted``: bytes, if not the whole width."""
+    place = np.arange(width // WORD)
+    words = addresses[:, :, None] // WORD + place
+    taken = active[:, :, None] & (WORD * place < (width if wanted is None else wanted[:, :, None]))
+    return words.reshape(len(words), -1), taken.reshape(len(words), -1)
 
 
 def sectors(addresses: np.ndarray, active: np.ndarray) -> np.ndarray:
@@ -36,9 +39,9 @@ def sectors(addresses: np.ndarray, active: np.ndarray) -> np.ndarray:
     return distinct(addresses // SECTOR, active).sum(1)
 
 
-def useful_bytes(addresses: np.ndarray, active: np.ndarray, width: int) -> np.ndarray:
+def useful_bytes(addresses: np.ndarray, active: np.ndarray, width: int, wanted: np.ndarray | None = None) -> np.ndarray:
     """Of each request: bytes that some thread asked for, each once."""
-    return WORD * distinct(*words_of(addresses, active, width)).sum(1)
+    return WORD * distinct(*words_of(addresses, active, width, wanted)).sum(1)
 
 
 def ways(addresses: np.ndarray, active: np.ndarray, width: int) -> np.ndarray:
@@ -68,17 +71,20 @@ class Site:
     passes: int = 0
     worst: int = 0  # ways
     first: tuple[np.ndarray, np.ndarray] | None = None  # the first request: addresses, active
+    wanted: np.ndarray | None = None  # of the first request: bytes, where they need not be the whole width
 
     def add(self, access: Access) -> None:
         addresses, active = access.addresses.reshape(-1, WARP), access.active.reshape(-1, WARP)
         asked = active.any(1)
         addresses, active = addresses[asked], active[asked]
+        wanted = None if access.wanted is None else access.wanted.reshape(-1, WARP)[asked]
         self.requests += len(active)
         if self.first is None:
             self.first = addresses[0], active[0]
+            self.wanted = None if wanted is None else wanted[0]
         if self.space == "global":
             self.sectors += int(sectors(addresses, active).sum())
-            self.useful += int(useful_bytes(addresses, active, self.width).sum())
+            self.useful += int(useful_bytes(addresses, active, self.width, wanted).sum())
         else:
             passes = ways(addresses, active, self.width)
             self.parts += int((passes > 0).sum())

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flash_ext.lab.lessons import LabError, Launch, Lesson, Variant
+from flash_ext.lab.lessons import FOLDER, LabError, Launch, Lesson, Variant
 
 FLUSH_BYTES = 256 << 20  # more than the L2 cache of any card so far
 COPY_BYTES = 512 << 20
@@ -54,7 +54,9 @@ def build(text: str, defines: tuple[tuple[str, int], ...], arch: str) -> Compile
     macros = [(name, str(value)) for name, value in defines] or None
     log = io.StringIO()
     try:
-        options = core.ProgramOptions(arch=f"sm_{arch}", std="c++17", ptxas_options=["-v"], define_macro=macros)
+        options = core.ProgramOptions(
+            arch=f"sm_{arch}", std="c++17", ptxas_options=["-v"], define_macro=macros, include_path=str(FOLDER)
+        )
         code = core.Program(text, "c++", options).compile("cubin", logs=log)
     except Exception as error:  # the errors of cuda.core have no base that is public
         raise LabError(f"NVRTC cannot compile the kernel: {error}") from None

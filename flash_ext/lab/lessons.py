@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flash_ext.lab.source import Source, parse
 
-LESSON_NAMES = ("add", "transpose", "bank_conflicts", "reduction")
+LESSON_NAMES = ("add", "transpose", "bank_conflicts", "reduction", "load_tile")
 FOLDER = Path(__file__).parent
 LARGEST = 2**28  # elements of a tensor: 1 GiB, and the kernels count with int
 GRID_Y = 65535  # blocks
@@ -59,6 +59,7 @@ class Lesson:
     elements: Callable[[Sequence[int]], int]  # of the largest tensor
     moved: Callable[[Sequence[int]], int]  # bytes that must be read and written
     pictured: tuple[tuple[str, bool], ...]  # accesses of the picture: "global" or "shared", a store or not
+    refusal: Callable[[Sequence[int]], str] = lambda size: ""  # why a size cannot be; empty, if it can
 
     def path(self, variant: Variant) -> Path:
         return FOLDER / self.name / f"{variant.file or variant.name}.cu"
@@ -89,6 +90,8 @@ class Lesson:
             names = " ".join(name.upper() for name in self.sizes)
             raise LabError(f"{given}: {len(size)} numbers are given, {self.name} takes {names}.")
         full = tuple(size) if len(size) == len(self.sizes) else tuple(size) * len(self.sizes)
+        if why := self.refusal(full):
+            raise LabError(f"{given}: {why}")
         if (count := self.elements(full)) > LARGEST:
             raise LabError(f"{given}: a tensor has {count:,} elements, at most {LARGEST:,} are accepted.")
         if (blocks := max(variant.launch(full).grid[1] for variant in self.variants)) > GRID_Y:

@@ -12,6 +12,7 @@ from torch import Tensor
 from flash_ext.lab import cuda, simt
 from flash_ext.lab.counts import Counts
 from flash_ext.lab.lessons import LabError, Lesson, Variant
+from flash_ext.lab.memory import Access
 
 COUNTED_THREADS = 1 << 18  # more are sampled
 
@@ -39,7 +40,7 @@ def count(
     inputs: Sequence[Tensor],
     expected: Tensor,
     at_most: int = COUNTED_THREADS,
-    record: Callable[[simt.Access], None] = lambda access: None,
+    record: Callable[[Access], None] = lambda access: None,
 ) -> Counted:
     """Executes the source on the CPU; ``record`` is told every access, too. A wrong result is a LabError."""
     launch, source, counts = variant.launch(size), lesson.source(variant), Counts()
@@ -49,7 +50,7 @@ def count(
     all_blocks = launch.grid[0] * launch.grid[1]
     blocks = chosen(all_blocks, launch.block[0] * launch.block[1], at_most)
 
-    def both(access: simt.Access) -> None:
+    def both(access: Access) -> None:
         counts.record(access)
         record(access)
 

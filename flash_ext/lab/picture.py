@@ -15,8 +15,8 @@ import numpy as np
 
 from flash_ext.lab.counts import BANKS, SECTOR, Site
 from flash_ext.lab.lessons import Lesson
+from flash_ext.lab.memory import WARP, WORD
 from flash_ext.lab.report import Row
-from flash_ext.lab.simt import WARP, WORD
 
 NOBODY = -1
 WORDS = SECTOR // WORD
@@ -31,7 +31,8 @@ def sector_grid(site: Site) -> np.ndarray:
     sectors = {number: row for row, number in enumerate(sorted(set((addresses[lanes] // SECTOR).tolist())))}
     grid = np.full((len(sectors), WORDS), NOBODY)
     for lane in lanes:
-        for word in range(addresses[lane] // WORD, (addresses[lane] + site.width) // WORD):
+        taken = site.width if site.wanted is None else site.wanted[lane]
+        for word in range(addresses[lane] // WORD, (addresses[lane] + taken) // WORD):
             grid[sectors[word // WORDS], word % WORDS] = lane
     return grid
 

@@ -10,59 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 
+from flash_ext.lab import ptx
+from flash_ext.lab.memory import WARP, WIDTHS, WORD, Access, Memory, Pointer, Value
 from flash_ext.lab.source import Function, Node, Source, SourceError, Type
 
-WARP = 32
-WORD = 4
-WIDTHS = {"int": 4, "unsigned": 4, "float": 4, "float2": 8, "float4": 16}
 THREADS_AT_ONCE = 1 << 17
-Value = Any  # a number, an array of one row a thread, or a Pointer
 COMPARE = {"<": np.less, ">": np.greater, "<=": np.less_equal, ">=": np.greater_equal, "==": np.equal}
 COMPARE["!="] = np.not_equal
 COMPUTE = {"+": np.add, "-": np.subtract, "*": np.multiply, "&": np.bitwise_and, "|": np.bitwise_or}
 COMPUTE |= {"^": np.bitwise_xor, "<<": np.left_shift, ">>": np.right_shift}
-
-
-@dataclass(frozen=True)
-class Memory:
-    """``data``: floats or ints; ``size`` of them belong to each tensor, block or thread, from ``base`` on."""
-
-    name: str
-    space: str  # "global", "shared" or "local"
-    data: np.ndarray
-    size: int
-    base: np.ndarray | int = 0
-
-
-@dataclass(frozen=True)
-class Pointer:
-    """``offset`` in bytes from where the memory begins; ``strides``: bytes of each index that is still to come."""
-
-    memory: Memory
-    offset: np.ndarray | int
-    type: str
-    strides: tuple[int, ...]
-
-    def plus(self, index: Value) -> Pointer:
-        return replace(self, offset=self.offset + np.asarray(index) * self.strides[0])
-
-
-@dataclass(frozen=True)
-class Access:
-    """One instruction of all threads; ``addresses`` in bytes, of the threads that are ``active``, 32 to a warp."""
-
-    site: Node
-    memory: Memory
-    store: bool
-    width: int
-    addresses: np.ndarray
-    active: np.ndarray
-    threads: np.ndarray  # place of each thread in its block, and of the block in the grid
-    blocks: np.ndarray
 
 
 @dataclass
@@ -126,6 +85,7 @@ class Threads:
             "gridDim": {"x": grid[0], "y": grid[1]},
         }
         self.frames: list[Frame] = []
+        self.copies = ptx.Copies(np.zeros(len(self.started), np.int64))
         self.constants: dict[str, Value] = {}
 
     def start(self, tensors: dict[str, np.ndarray], numbers: Sequence[int]) -> None:
@@ -178,6 +138,8 @@ class Threads:
         for name, sizes, value in items:
             if sizes:
                 new = self.array(name, kind, [int(self.value(size)) for size in sizes], shared)
+                if value:  # {}
+                    new.memory.data[:] = 0
             else:
                 new = self.value(value) if value else np.zeros(self.shape(kind), np.float32)
                 new = new if isinstance(new, Pointer) else self.convert(new, kind)
@@ -318,16 +280,23 @@ class Threads:
             return (np.minimum if name == "min" else np.maximum)(*values)
         if name == "__shfl_down_sync":
             return self.from_further(node, *values)
+        if name in ptx.FUNCTIONS:
+            return ptx.FUNCTIONS[name](self, node, *values)
         raise SourceError(f"line {node.line}: the lab has no function {name}")
 
     def from_further(self, node: Node, lanes: Value, value: Value, by: Value) -> Value:
         """The value of the thread that is so much further in its warp; a thread's own, where there is none."""
-        running = self.mask.reshape(-1, WARP)
-        if int(lanes) != 0xFFFFFFFF or (running.any(1) != running.all(1)).any():
-            raise SourceError(f"line {node.line}: the lab shuffles whole warps only, with a mask of all 32 threads")
+        self.require_whole_warps(node, "shuffles")
+        if int(lanes) != 0xFFFFFFFF:
+            raise SourceError(f"line {node.line}: the lab shuffles with a mask of all 32 threads only")
         lane = np.arange(len(self.mask)) % WARP
         source = np.arange(len(self.mask)) + np.where(lane + by < WARP, by, 0)
         return np.broadcast_to(value, len(self.mask))[source]
+
+    def require_whole_warps(self, node: Node, does: str) -> None:
+        running = self.mask.reshape(-1, WARP)
+        if (running.any(1) != running.all(1)).any():
+            raise SourceError(f"line {node.line}: the lab {does} whole warps only")
 
     def of_assign(self, node: Node, operator: str, target: Node, operand: Node) -> Value:
         value = self.value(operand)
@@ -378,17 +347,21 @@ class Threads:
         value = self.value(of)
         return value[name] if isinstance(value, dict) else value[:, "xyzw".index(name)]
 
-    def words(self, node: Node, memory: Memory, offset: Value, kind: str, store: bool) -> np.ndarray:
-        """Which elements of the memory's data an access takes, after it was told."""
+    def words(
+        self, node: Node, memory: Memory, offset: Value, kind: str, store: bool, wanted: np.ndarray | None = None
+    ) -> np.ndarray:
+        """Which elements of the memory's data an access takes, after it was told; ``wanted``: bytes, if not all."""
         width = WIDTHS[kind]
         addresses = np.broadcast_to(np.asarray(offset, np.int64), len(self.mask))
         active = addresses[self.mask]
         if (active % width).any():
             raise SourceError(f"line {node.line}: {kind} at an address that is not a multiple of {width} bytes")
-        if (active < 0).any() or (active + width > memory.size * WORD).any():
+        end = active + (width if wanted is None else wanted[self.mask])
+        if (active < 0).any() or (end > memory.size * WORD).any():
             raise SourceError(f"line {node.line}: an access outside {memory.name}")
         if memory.space != "local":
-            self.record(Access(node, memory, store, width, addresses, self.mask, self.thread_ids, self.block_ids))
+            place = self.thread_ids, self.block_ids
+            self.record(Access(node, memory, store, width, addresses, self.mask, *place, wanted))
         first = np.where(self.mask, memory.base + addresses // WORD, 0)
         return first if width == WORD else first[:, None] + np.arange(width // WORD)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 TOKEN = re.compile(
-    r"(?P<space>\s+|//[^\n]*|/\*.*?\*/|\#pragma unroll[^\n]*)|(?P<string>\"[^\"]*\")"
+    r"(?P<space>\s+|//[^\n]*|/\*.*?\*/|\#pragma unroll[^\n]*|\#include \"ptx\.cuh\")|(?P<string>\"[^\"]*\")"
     r"|(?P<number>\d+\.\d*f?|0x[0-9a-fA-F]+|\d+u?)|(?P<name>[A-Za-z_]\w*)"
     r"|(?P<operator><<=|>>=|<<|>>|<=|>=|==|!=|&&|\|\||\+\+|--|[-+*/%&|^]=|[-+*/%&|^<>=!~?:;,.(){}\[\]])",
     re.DOTALL,
@@ -212,11 +212,20 @@ class Parser:
             while self.take("["):
                 sizes.append(self.expression())
                 self.expect("]")
-            items.append((name, tuple(sizes), self.expression() if self.take("=") else None))
+            items.append((name, tuple(sizes), self.first_value(bool(sizes)) if self.take("=") else None))
             if not self.take(","):
                 break
         self.expect(";")
         return Node("declare", (shared, kind, tuple(items)), line)
+
+    def first_value(self, array: bool) -> Node:
+        """An expression; of an array {}, which is all zeros."""
+        if not array:
+            return self.expression()
+        line = self.line
+        self.expect("{")
+        self.expect("}")
+        return Node("number", (0,), line)
 
     # ---- expressions ----
 

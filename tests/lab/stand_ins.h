@@ -1,13 +1,17 @@
 // Stand-ins for what a kernel of the lab takes from CUDA, so that g++ compiles it: each thread of a block is a fiber,
 // and every read and write of a tensor or of shared memory is noted with its address. test_host.py includes this before
 // a .cu file and after it defines call_kernel(). A float is told from its neighbours by the class Float, and float2 and
-// float4 are noted as one access of 8 and 16 bytes.
+// float4 are noted as one access of 8 and 16 bytes. What flash_ext/lab/ptx.cuh has is here as well.
 #pragma once
 
 #include <ucontext.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
+
+using std::max;
+using std::min;
 
 struct Access {
   int64_t block, thread, memory, address, width, store;
@@ -109,6 +113,45 @@ inline Float __shfl_down_sync(unsigned, float v, int by) {
   const float other = values[source];
   __syncthreads();
   return other;
+}
+
+// A copy is done at once; that it is not used before it is waited for, the lab sees.
+inline void cp_async(Float* to, const Float* from, int width, int bytes) {
+  if (bytes > 0) note(from, width, false);
+  note(to, width, true);
+  std::memset(static_cast<void*>(to), 0, width);
+  if (bytes > 0) std::memcpy(static_cast<void*>(to), from, bytes);
+}
+
+inline void cp_async_4(Float* to, const Float* from, int bytes) { cp_async(to, from, 4, bytes); }
+inline void cp_async_16(Float* to, const Float* from, int bytes) { cp_async(to, from, 16, bytes); }
+inline void cp_async_commit() {}
+inline void cp_async_wait(int) {}
+
+inline float to_tf32(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  bits = (bits + 0x1000) & 0xffffe000;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+
+// As the shuffle: every thread of the block shows what it holds, then takes what it needs from its warp.
+inline void mma_tf32(Float* c, const Float* a, const Float* b) {
+  static float as[1024][4], bs[1024][2];
+  for (int i = 0; i < 4; ++i) as[current_thread][i] = a[i].value;
+  for (int i = 0; i < 2; ++i) bs[current_thread][i] = b[i].value;
+  __syncthreads();
+  const int64_t warp = current_thread / 32 * 32, lane = current_thread % 32;
+  for (int i = 0; i < 4; ++i) {
+    const int64_t row = lane / 4, column = lane % 4 * 2 + i % 2;
+    double sum = c[i].value;
+    for (int k = 0; k < 8; ++k) {
+      sum += double(as[warp + 4 * row + k % 4][i / 2 + k / 4 * 2]) * bs[warp + 4 * column + k % 4][k / 4];
+    }
+    c[i].value = sum;
+  }
+  __syncthreads();
 }
 
 #define __global__

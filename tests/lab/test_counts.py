@@ -116,6 +116,40 @@ def test_reduction(name: str) -> None:
     assert found.requests() == loads + stores + global_loads + 3
 
 
+# One tile of 32 rows, 62 floats each, in rows of 64: global loads, their sectors, stores to shared memory, their passes
+# over what they need. A row of floats is 2 requests of 4 sectors, two rows of chunks are one of 16. The last chunk of
+# a row has 2 floats. In "tail" the two threads of a warp that have one load twice, 2 sectors, and store 4 times; in
+# "unaligned" 8 warps load and store those of 4 rows; in "cp_async" it is a chunk as all.
+LOAD_TILE = {
+    "row_each": (62, 62 * 32, 64, 4),
+    "scalar": (64, 64 * 4, 64, 1),
+    "float4": (64, 64 * 4, 64, 1),
+    "tail": (16 + 16 * 2, 16 * 16 + 16 * 2 * 2, 16 + 16 * 4, 1),
+    "unaligned": (16 + 8, 16 * 16 + 8 * 4, 16 + 8, 1),
+    "cp_async": (16, 16 * 16, 16, 1),
+}
+
+
+@pytest.mark.parametrize("name", LOAD_TILE)
+def test_load_tile(name: str) -> None:
+    found = counted("load_tile", name, 32, 62, 64)
+    loads, stores = found.of("global", store=False), found.of("shared", store=True)
+    row = [sum(site.requests for site in loads), sum(site.sectors for site in loads)]
+    assert (*row, sum(site.requests for site in stores), found.ways(store=True)) == LOAD_TILE[name]
+    assert sum(site.useful for site in loads) == 32 * 62 * 4  # each float once, and none of those between rows
+    assert found.shared == {"tile": 32 * 260 * 4} and found.ways(store=False) == 1
+    assert found.requests() == row[0] + LOAD_TILE[name][2] + 64 + 64  # out of the tile, to out
+
+
+# Rows of 63 begin 0, 3, 2, 1 floats behind a multiple of 16 bytes: 32 rows have 16 requests of chunks, and 8 of heads
+# and tails, of 4 rows each; 4 where there are heads alone, of 8 rows each.
+@pytest.mark.parametrize("name, each", [("scalar", 64), ("unaligned", 16 + 8), ("cp_async", 16 + 4)])
+def test_load_tile_of_rows_that_are_not_aligned(name: str, each: int) -> None:
+    found = counted("load_tile", name, 32, 62, 63)
+    assert found.requests() == each + each + 64 + 64
+    assert sum(site.useful for site in found.of("global", store=False)) == 32 * 62 * 4
+
+
 def test_sectors_of_one_request() -> None:
     for start, step, expected in ((0, 4, 4), (4, 4, 5), (0, 128, 32), (0, 0, 1), (0, 16, 16)):
         assert sectors((start + step * LANES)[None], ALL) == expected

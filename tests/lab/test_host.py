@@ -19,13 +19,14 @@ np = pytest.importorskip("numpy")
 
 from flash_ext.lab.lessons import Launch, Lesson, Variant, lessons  # noqa: E402
 from flash_ext.lab.measure import count  # noqa: E402
-from flash_ext.lab.simt import Access  # noqa: E402
+from flash_ext.lab.memory import Access  # noqa: E402
 
 COMPILER = shutil.which("g++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
 SIZES = {"add": ((33, 35), (9, 68)), "transpose": ((35, 69), (36, 68)), "bank_conflicts": ((1501,), (2048,))}
 SIZES["reduction"] = ((1501,), (2048,))
+SIZES["load_tile"] = ((33, 6, 8), (34, 31, 33), (33, 8, 12))
 CASES = [(lesson, variant) for lesson in lessons() for variant in lesson.variants]
 ROOM = 200_000
 
@@ -40,7 +41,8 @@ def compiled(lesson: Lesson, variant: Variant, folder: Path) -> ctypes.CDLL:
     source, library = folder / "kernel.cpp", folder / "kernel.so"
     header = Path(__file__).with_name("stand_ins.h")
     call = f"void call_kernel() {{ {kernel.name}({', '.join(arguments)}); }}"
-    text = re.sub(r"\b\d+\.\d*f", r"Float(\g<0>)", lesson.text(variant))  # or `b ? x[i] : 0.f` is of two types
+    text = lesson.text(variant).replace('#include "ptx.cuh"', "")
+    text = re.sub(r"\b\d+\.\d*f", r"Float(\g<0>)", text)  # or `b ? x[i] : 0.f` is of two types
     source.write_text(f'#include "{header}"\n{text}\n{call}\n')
     defines = [f"-D{name}={value}" for name, value in variant.defines.items()]
     command = [COMPILER, "-std=c++17", "-w", "-shared", "-fPIC", *defines, str(source), "-o", str(library)]

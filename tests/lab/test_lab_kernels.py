@@ -8,6 +8,8 @@ import torch
 pytest.importorskip("numpy")
 pytest.importorskip("cuda.core", exc_type=ImportError, reason="needs cuda-core and what it binds")
 
+from lab_sizes import SIZES
+
 from flash_ext.lab import __main__ as lab
 from flash_ext.lab import cuda
 from flash_ext.lab.counts import LIMITS, occupancy
@@ -46,10 +48,13 @@ def test_a_torch_without_cuda_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("size", ["1", "31", "33", "1000", "4097"])
-@every_variant
+@pytest.mark.parametrize(
+    "one, variant, size",
+    [(one, variant, size) for one, variant in CASES for size in SIZES[one.name]],
+    ids=lambda case: case if isinstance(case, str) else case.name,
+)
 def test_every_kernel_is_right(one: Lesson, variant: Variant, size: str) -> None:
-    numbers = one.checked([size], gpu=True)
+    numbers = one.checked(size.split(), gpu=True)
     inputs = one.inputs(numbers)
     expected = variant.reference(*inputs).contiguous().cuda()
     assert measure(one, variant, numbers, tuple(x.cuda() for x in inputs), expected) > 0
@@ -92,6 +97,6 @@ def test_occupancy_is_what_the_driver_says(one: Lesson, variant: Variant) -> Non
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", LESSON_NAMES)
 def test_run_tells_times(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    lab.main(["run", name, "--size", "1000"])
+    lab.main(["run", name, "--size", *SIZES[name][3].split()])
     told = capsys.readouterr().out
     assert "A copy by torch reads and writes" in told and "GB/s" in told

@@ -13,11 +13,11 @@ from flash_ext.lab.picture import NOBODY, bank_grid, sector_grid  # noqa: E402
 LANES = np.arange(32)
 
 
-def grid(name: str, variant: str) -> np.ndarray:
+def grid(name: str, variant: str, *size: int) -> np.ndarray:
     """Of the first load that the lesson's picture shows."""
     one = lesson(name)
     space, store = one.pictured[0]
-    size = (64,) * len(one.sizes)
+    size = size or (64,) * len(one.sizes)
     inputs = one.inputs(size)
     counts = count(one, one.variant(variant), size, inputs, one.variant(variant).reference(*inputs)).counts
     return (sector_grid if space == "global" else bank_grid)(counts.of(space, store)[0])
@@ -32,6 +32,12 @@ def test_sectors() -> None:
     rows[:, 0] = LANES
     assert np.array_equal(grid("add", "column_major"), rows)
     assert np.array_equal(grid("add", "float4"), np.repeat(LANES, 4).reshape(16, 8))
+
+
+def test_a_chunk_of_which_a_part_is_copied() -> None:
+    expected = np.repeat(LANES, 4).reshape(16, 8)
+    expected[[7, 15], 6:] = NOBODY  # floats 62 and 63 of two rows
+    assert np.array_equal(grid("load_tile", "cp_async", 32, 62, 64), expected)
 
 
 def test_passes() -> None:

@@ -1,0 +1,9 @@
+"""Sizes at which every kernel of a lesson of the lab has to be right, as words of --size."""
+
+from __future__ import annotations
+
+from flash_ext.lab.lessons import LESSON_NAMES
+
+SIZES = dict.fromkeys(LESSON_NAMES, ("1", "31", "33", "1000", "4097"))
+SIZES["load_tile"] = ("1", "31", "33", "1000 256 258", "4097 129 132")
+CASES = [(name, size) for name, sizes in SIZES.items() for size in sizes]
