@@ -75,12 +75,18 @@ def run_lesson(name: str, size: tuple[str, ...] = (), out: Path | None = None) -
     references = {variant.reference for variant in lesson.variants}
     right = {reference: reference(*inputs).contiguous() for reference in references}
     rows = []
+    peers = {variant.peer for variant in lesson.variants if variant.peer} if gpu else ()
+    peer_rates = {peer: lesson.flops(numbers) / cuda.seconds(functools.partial(peer.call, *on_gpu)) for peer in peers}
     for variant in lesson.variants:
         expected, launch = right[variant.reference], variant.launch(numbers)
         seconds = measure(lesson, variant, numbers, on_gpu, expected.cuda()) if gpu else None
         counted = count(lesson, variant, numbers, inputs, expected)
-        rows.append(report.row(lesson, variant, launch.block[0] * launch.block[1], counted, seconds))
-    rate = cuda.copy_bytes_per_second(torch.cuda.current_device()) if gpu else None
+        rows.append(
+            report.row(
+                lesson, variant, launch.block[0] * launch.block[1], counted, seconds, peer_rates.get(variant.peer)
+            )
+        )
+    rate = cuda.copy_bytes_per_second(torch.cuda.current_device()) if gpu and not lesson.flops else None
     table = report.cells(report.columns(lesson, numbers, rows, rate), rows)
     title = f"{lesson.name}, {' x '.join(map(str, numbers))} floats"
     print_table(title, table)

@@ -126,6 +126,10 @@ class Counts:
         sites = self.of("shared", store)
         return sum(site.passes for site in sites) / sum(site.parts for site in sites) if sites else None
 
+    def bytes_moved(self) -> int:
+        """Of all sectors of global memory, each as often as a request takes it."""
+        return SECTOR * sum(site.sectors for site in self.sites.values())
+
     def requests(self) -> int:
         return sum(site.requests for site in self.sites.values())
 

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from flash_ext.lab.source import Source, parse
 
-LESSON_NAMES = ("add", "transpose", "bank_conflicts", "reduction", "load_tile")
+LESSON_NAMES = ("add", "transpose", "bank_conflicts", "reduction", "load_tile", "matmul")
 FOLDER = Path(__file__).parent
 LARGEST = 2**28  # elements of a tensor: 1 GiB, and the kernels count with int
 GRID_Y = 65535  # blocks
+COUNTED = 1 << 18  # threads
 
 
 class LabError(Exception):
@@ -36,6 +37,14 @@ class Launch:
 
 
 @dataclass(frozen=True)
+class Peer:
+    """What a library has for the same work, called with the inputs on a GPU."""
+
+    name: str
+    call: Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
 class Variant:
     """One kernel: ``expect`` says in one sentence what is seen, and why."""
 
@@ -45,6 +54,7 @@ class Variant:
     reference: Callable[..., Tensor]  # of the inputs
     file: str = ""  # without ".cu"; the name, if it is empty
     defines: Mapping[str, int] = field(default_factory=dict)
+    peer: Peer | None = None  # whose speed it is compared with, instead of a copy's
 
 
 @dataclass(frozen=True)
@@ -60,6 +70,8 @@ class Lesson:
     moved: Callable[[Sequence[int]], int]  # bytes that must be read and written
     pictured: tuple[tuple[str, bool], ...]  # accesses of the picture: "global" or "shared", a store or not
     refusal: Callable[[Sequence[int]], str] = lambda size: ""  # why a size cannot be; empty, if it can
+    flops: Callable[[Sequence[int]], int] | None = None  # where arithmetic is what a lesson is about
+    counted: Callable[[Sequence[int]], int] = lambda size: COUNTED  # threads that the CPU executes; of more, a sample
 
     def path(self, variant: Variant) -> Path:
         return FOLDER / self.name / f"{variant.file or variant.name}.cu"

@@ -14,8 +14,6 @@ from flash_ext.lab.counts import Counts
 from flash_ext.lab.lessons import LabError, Lesson, Variant
 from flash_ext.lab.memory import Access
 
-COUNTED_THREADS = 1 << 18  # more are sampled
-
 
 @dataclass(frozen=True)
 class Counted:
@@ -39,16 +37,19 @@ def count(
     size: Sequence[int],
     inputs: Sequence[Tensor],
     expected: Tensor,
-    at_most: int = COUNTED_THREADS,
+    at_most: int | None = None,
     record: Callable[[Access], None] = lambda access: None,
 ) -> Counted:
-    """Executes the source on the CPU; ``record`` is told every access, too. A wrong result is a LabError."""
+    """Executes the source on the CPU, about ``at_most`` of its threads, or as many as the lesson says.
+
+    ``record`` is told every access, too. A wrong result is a LabError.
+    """
     launch, source, counts = variant.launch(size), lesson.source(variant), Counts()
     out = torch.full(expected.shape, torch.nan)
     names = [name for name, _ in source.kernel.parameters]
     arrays = [tensor.contiguous().view(-1).numpy() for tensor in (*inputs, out)]
     all_blocks = launch.grid[0] * launch.grid[1]
-    blocks = chosen(all_blocks, launch.block[0] * launch.block[1], at_most)
+    blocks = chosen(all_blocks, launch.block[0] * launch.block[1], at_most or lesson.counted(size))
 
     def both(access: Access) -> None:
         counts.record(access)

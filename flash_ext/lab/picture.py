@@ -25,12 +25,12 @@ COLOURS = 64  # of the file: those of the threads and the edges of letters
 
 
 def sector_grid(site: Site) -> np.ndarray:
-    """A row for each sector of the first request, in order: which thread has each word, or NOBODY."""
+    """A row for each sector of the first request, in order: which thread has each word, the first of several."""
     addresses, active = site.first
     lanes = np.flatnonzero(active)
     sectors = {number: row for row, number in enumerate(sorted(set((addresses[lanes] // SECTOR).tolist())))}
     grid = np.full((len(sectors), WORDS), NOBODY)
-    for lane in lanes:
+    for lane in reversed(lanes):
         taken = site.width if site.wanted is None else site.wanted[lane]
         for word in range(addresses[lane] // WORD, (addresses[lane] + taken) // WORD):
             grid[sectors[word // WORDS], word % WORDS] = lane

@@ -15,27 +15,41 @@ CAPABILITIES = " / ".join(LIMITS)
 
 @dataclass(frozen=True)
 class Row:
-    """One variant; ``registers`` by compute capability, without a compiler none; ``seconds`` None without a GPU."""
+    """One variant; ``registers`` by compute capability, without a compiler none; ``seconds`` None without a GPU.
+
+    ``peer_rate``: FLOP/s of the variant's peer, where it has one and a GPU is here.
+    """
 
     variant: Variant
     threads: int  # of a block
     counted: Counted
     registers: dict[str, int]
     seconds: float | None = None
+    peer_rate: float | None = None
+
+    def part(self) -> float:
+        """Of the grid that was executed."""
+        return self.counted.blocks / self.counted.all_blocks
 
     def requests(self) -> str:
         """Of the whole grid, where not all of it was executed in proportion."""
-        part, whole = self.counted.blocks, self.counted.all_blocks
-        number = self.counted.counts.requests() * whole / part
-        return f"{number:,.0f}" if part == whole else f"~{number:,.0f}"
+        number = f"{self.counted.counts.requests() / self.part():,.0f}"
+        return number if self.part() == 1 else f"~{number}"
 
 
-def row(lesson: Lesson, variant: Variant, threads: int, counted: Counted, seconds: float | None = None) -> Row:
+def row(
+    lesson: Lesson,
+    variant: Variant,
+    threads: int,
+    counted: Counted,
+    seconds: float | None = None,
+    peer_rate: float | None = None,
+) -> Row:
     """With registers, where a compiler is here."""
     registers = {}
     if not cuda.missing():
         registers = {cc: cuda.compiled(lesson, variant, cc.replace(".", "")).registers for cc in LIMITS}
-    return Row(variant, threads, counted, registers, seconds)
+    return Row(variant, threads, counted, registers, seconds, peer_rate)
 
 
 def short(number: float | None) -> str:
@@ -58,20 +72,41 @@ def once(words: Iterable[str]) -> str:
     return " / ".join(dict.fromkeys(words))
 
 
+def traffic(lesson: Lesson, size: Sequence[int], copy_rate: float) -> dict[str, Callable[[Row], str]]:
+    """Bytes that must be moved in a second, beside those of a copy."""
+    moved = lesson.moved(size)
+    return {
+        "GB/s": lambda row: f"{moved / row.seconds / 1e9:.0f}",
+        "of a copy": lambda row: f"{moved / row.seconds / copy_rate:.0%}",
+    }
+
+
+def arithmetic(lesson: Lesson, size: Sequence[int], rows: Sequence[Row]) -> dict[str, Callable[[Row], str]]:
+    """Additions and multiplications in a second, beside those of each variant's peer; the first one is the title."""
+    flops = lesson.flops(size)
+    return {
+        "TFLOP/s": lambda row: f"{flops / row.seconds / 1e12:.2f}",
+        f"of {rows[0].variant.peer.name}": lambda row: f"{flops / row.seconds / row.peer_rate:.1%}",
+    }
+
+
 def columns(
     lesson: Lesson, size: Sequence[int], rows: Sequence[Row], copy_rate: float | None
 ) -> dict[str, Callable[[Row], str]]:
     """What to show, by title: only what some row has."""
     shown: dict[str, Callable[[Row], str]] = {"variant": lambda row: row.variant.name}
-    if copy_rate is not None:
-        moved = lesson.moved(size)
+    if all(row.seconds is not None for row in rows):
         shown["time, us"] = lambda row: f"{1e6 * row.seconds:.1f}"
-        shown["GB/s"] = lambda row: f"{moved / row.seconds / 1e9:.0f}"
-        shown["of a copy"] = lambda row: f"{moved / row.seconds / copy_rate:.0%}"
+        shown |= arithmetic(lesson, size, rows) if lesson.flops else traffic(lesson, size, copy_rate)
     shown |= {
         "sectors a load": lambda row: short(row.counted.counts.sectors(store=False)),
         "sectors a store": lambda row: short(row.counted.counts.sectors(store=True)),
         "their bytes used": lambda row: percent(row.counted.counts.used()),
+    }
+    if lesson.flops:
+        flops = lesson.flops(size)
+        shown["FLOP a byte"] = lambda row: short(flops * row.part() / row.counted.counts.bytes_moved())
+    shown |= {
         "ways, shared load": lambda row: short(row.counted.counts.ways(store=False)),
         "ways, shared store": lambda row: short(row.counted.counts.ways(store=True)),
         "requests": Row.requests,
@@ -97,13 +132,16 @@ def markdown(table: Sequence[Sequence[str]]) -> str:
 def notes(rows: Sequence[Row], copy_rate: float | None) -> list[str]:
     """What the table does not say, a sentence each."""
     said = []
-    if copy_rate is None:
+    if any(row.seconds is None for row in rows):
         said.append("There is no GPU here: times need a card, counts do not.")
-    else:
+    for peer, rate in {row.variant.peer: row.peer_rate for row in rows if row.peer_rate is not None}.items():
+        compared = ", ".join(row.variant.name for row in rows if row.variant.peer == peer)
+        said.append(f"{peer.name} does {rate / 1e12:.1f} TFLOP/s on this card; compared with it: {compared}.")
+    if copy_rate is not None:
         said.append(f"A copy by torch reads and writes {copy_rate / 1e9:.0f} GB/s together on this card.")
-    sampled = [row for row in rows if row.counted.blocks < row.counted.all_blocks]
+    sampled = [row for row in rows if row.part() < 1]
     if sampled:
-        part = max(row.counted.blocks / row.counted.all_blocks for row in sampled)
+        part = max(row.part() for row in sampled)
         said.append(f"Of {len(sampled)} variants a part of the blocks was counted, at most {part:.2%}, evenly spread.")
     if why := cuda.missing():
         said.append(f"Registers are left out, of occupancy too: {why}")

@@ -59,6 +59,7 @@ def test_every_variant_is_right_at_odd_sizes(name: str, size: str) -> None:
         ("bank_conflicts", "4097"),
         ("reduction", "1"),
         ("load_tile", "100 63 64"),
+        ("matmul", "33 40 20"),
     ],
 )
 def test_run(name: str, size: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,7 +104,7 @@ def test_show(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     "command, message",
     [
-        ("run nothing", "lesson nothing: there are add, transpose, bank_conflicts, reduction, load_tile."),
+        ("run nothing", "lesson nothing: there are add, transpose, bank_conflicts, reduction, load_tile, matmul."),
         ("show add nothing", "variant nothing of add: it has row_major, column_major, "),
         ("run add --size 0", "--size 0: 0 is not a whole number from 1 on."),
         ("run add --size 8 x", "--size 8 x: x is not a whole number from 1 on."),
@@ -113,6 +114,7 @@ def test_show(capsys: pytest.CaptureFixture[str]) -> None:
         ("run transpose --size 1 1000000", "a kernel takes 125,000 blocks in y, at most 65,535 are accepted."),
         ("run load_tile --size 8 64 60", "--size 8 64 60: STRIDE is 60, rows of 64 floats need at least 64."),
         ("run load_tile --size 257", "--size 257: D is 257, the tile in shared memory has room for 1 to 256."),
+        ("run matmul --size 1 20000 20000", "a matrix has 401,281,024 elements in tiles of 64 x 64, at most 268,"),
         ("run add --out /dev/null/x", "--out /dev/null/x: it cannot be made: Not a directory."),
     ],
 )

@@ -150,6 +150,38 @@ def test_load_tile_of_rows_that_are_not_aligned(name: str, each: int) -> None:
     assert sum(site.useful for site in found.of("global", store=False)) == 32 * 62 * 4
 
 
+# 64 x 64 x 64. Global loads and their sectors, stores and theirs, stores to and loads from shared memory, its bytes.
+# c has 128 warps of one element a thread, and 64 steps for each. "shared" has 4 blocks of 32 warps, 2 tiles deep, the
+# rest one block and 4 tiles of 16 deep, which are 2 * 1024 floats: 64 requests, or 16 of 16 bytes. A warp of
+# "registers" loads 8 numbers a step, one of "float4" 2 times 4, one of "cp_async" 8 times 4 for 4 steps, one of "mma",
+# of 4, 16 for 8 steps. Of c a warp stores 32 neighbours, or 16 in each of two rows, 4 at once from "float4" on; or, in
+# "mma", half a sector in each of 8 rows.
+MATMUL = {
+    "row_is_x": (128 * 128, 128 * 64 * (32 + 1), 128, 128 * 32, 0, 0, 0),
+    "column_is_x": (128 * 128, 128 * 64 * (1 + 4), 128, 128 * 4, 0, 0, 0),
+    "shared": (4 * 32 * 2 * 2, 4 * 512, 128, 128 * 4, 512, 4 * 32 * 64 * 2, 2 * 4096),
+    "registers": (4 * 64, 4 * 256, 8 * 16, 128 * 4, 256, 8 * 64 * 8, 2 * 4096),
+    "float4": (4 * 16, 16 * 64, 8 * 4, 32 * 16, 4 * 8 * (4 + 1), 8 * 64 * 2, 16 * 4 * (68 + 64)),
+    "cp_async": (4 * 16, 16 * 64, 8 * 4, 32 * 16, 64, 8 * 16 * 8, 4 * 4096),
+    "mma": (4 * 16, 16 * 64, 4 * 32, 128 * 8, 64, 4 * 8 * 16, 4 * 4096),
+}
+
+
+@pytest.mark.parametrize("name", MATMUL)
+def test_matmul(name: str) -> None:
+    found = counted("matmul", name, 64, 64, 64)
+    row = []
+    for store in (False, True):
+        sites = found.of("global", store)
+        row += [sum(site.requests for site in sites), sum(site.sectors for site in sites)]
+    row += [sum(site.requests for site in found.of("shared", store)) for store in (True, False)]
+    assert (*row, sum(found.shared.values())) == MATMUL[name]
+    assert found.bytes_moved() == 32 * (row[1] + row[3])
+    # "float4" turns its tile: 4 stores of 2 passes, beside one of four quarters
+    expected = (None, None) if not found.shared else (1, (4 * 2 + 4) / (4 + 4) if name == "float4" else 1)
+    assert (found.ways(store=False), found.ways(store=True)) == expected
+
+
 def test_sectors_of_one_request() -> None:
     for start, step, expected in ((0, 4, 4), (4, 4, 5), (0, 128, 32), (0, 0, 1), (0, 16, 16)):
         assert sectors((start + step * LANES)[None], ALL) == expected

@@ -47,6 +47,24 @@ def test_times_and_counts() -> None:
     }
 
 
+def test_arithmetic_beside_its_peer() -> None:
+    """64 x 64 x 64 in a microsecond: 0.52 TFLOP/s; 1,024 sectors are loaded, and c stored in 512 or 1,024 of them."""
+    one, size, rows = lesson("matmul"), (64, 64, 64), []
+    for name, rate in (("cp_async", 2 * 2 * 64**3 / 1e-6), ("mma", 4 * 2 * 64**3 / 1e-6)):
+        variant, inputs = one.variant(name), one.inputs(size)
+        counted = count(one, variant, size, inputs, variant.reference(*inputs))
+        rows.append(report.Row(variant, 256, counted, {}, 1e-6, rate))
+    titles, *lines = report.cells(report.columns(one, size, rows, None), rows)
+    assert titles[:4] == ["variant", "time, us", "TFLOP/s", "of cuBLAS"]
+    assert [line[:4] for line in lines] == [["cp_async", "1.0", "0.52", "50.0%"], ["mma", "1.0", "0.52", "25.0%"]]
+    intensity = [line[titles.index("FLOP a byte")] for line in lines]
+    assert intensity == [report.short(2 * 64**3 / 32 / (1024 + stores)) for stores in (512, 1024)]
+    assert report.notes(rows, None)[:2] == [
+        "cuBLAS does 1.0 TFLOP/s on this card; compared with it: cp_async.",
+        "cuBLAS in tf32 does 2.1 TFLOP/s on this card; compared with it: mma.",
+    ]
+
+
 def test_what_is_not_there_has_no_column() -> None:
     shown = table([row(None, registers={})], None)
     assert not {"time, us", "GB/s", "of a copy", "registers 8.0 / 9.0"} & set(shown)

@@ -34,6 +34,12 @@ def test_sectors() -> None:
     assert np.array_equal(grid("add", "float4"), np.repeat(LANES, 4).reshape(16, 8))
 
 
+def test_a_word_that_all_want() -> None:
+    expected = np.full((1, 8), NOBODY)
+    expected[0, 0] = 0
+    assert np.array_equal(grid("matmul", "column_is_x"), expected)
+
+
 def test_a_chunk_of_which_a_part_is_copied() -> None:
     expected = np.repeat(LANES, 4).reshape(16, 8)
     expected[[7, 15], 6:] = NOBODY  # floats 62 and 63 of two rows

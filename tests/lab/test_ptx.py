@@ -54,7 +54,7 @@ def test_what_is_not_read_is_zero(size: int) -> None:
     assert executed(body, x).tolist() == [*x, *[0] * (4 - len(x))]
 
 
-@pytest.mark.parametrize("name, wait", [("load_tile", "cp_async_wait(0);")])
+@pytest.mark.parametrize("name, wait", [("load_tile", "cp_async_wait(0);"), ("matmul", "cp_async_wait(1);")])
 def test_a_wait_that_is_missing_in_a_lesson_is_found(name: str, wait: str, monkeypatch: pytest.MonkeyPatch) -> None:
     one = lesson(name)
     text = one.text(one.variant("cp_async"))
