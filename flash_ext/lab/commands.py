@@ -33,7 +33,7 @@ def list_lessons() -> None:
 
 
 def show_source(name: str, variants: Positional[tuple[str, ...]] = ()) -> None:
-    """Prints kernels of a lesson, with their notes.
+    """Prints kernels of a lesson, with their notes, and the instructions that they include.
 
     Args:
         name: of the lesson
@@ -49,6 +49,8 @@ def show_source(name: str, variants: Positional[tuple[str, ...]] = ()) -> None:
         if (path := lesson.path(one)) not in seen:
             print(path.read_text())
         seen.add(path)
+    if any('#include "ptx.cuh"' in path.read_text() for path in seen):
+        print(f"// ---- ptx.cuh\n{(lessons.FOLDER / 'ptx.cuh').read_text()}")
 
 
 def run_lesson(name: str, size: tuple[str, ...] = (), out: Path | None = None) -> None:
@@ -88,12 +90,16 @@ def run_lesson(name: str, size: tuple[str, ...] = (), out: Path | None = None) -
         )
     rate = cuda.copy_bytes_per_second(torch.cuda.current_device()) if gpu and not lesson.flops else None
     table = report.cells(report.columns(lesson, numbers, rows, rate), rows)
-    title = f"{lesson.name}, {' x '.join(map(str, numbers))} floats"
+    title = f"{lesson.name}, {' x '.join(map(str, numbers))} {lesson.of}"
     print_table(title, table)
+    text = [f"# {title}", "", report.markdown(table)]
+    for about, beside in lesson.tables().items():
+        print_table(about, beside)
+        text += [f"## {about}", "", report.markdown(beside)]
     notes = report.notes(rows, rate)
     print("\n".join(notes))
     if out:
-        (out / f"{name}.md").write_text("\n".join([f"# {title}", "", report.markdown(table), *notes]) + "\n")
+        (out / f"{name}.md").write_text("\n".join([*text, *notes]) + "\n")
     if out or not gpu:
         file = (out or Path()) / f"{name}.png"
         picture.save(lesson, rows, file)

@@ -90,16 +90,26 @@ class TorchStream:
 
 
 def kernel_call(lesson: Lesson, variant: Variant, launch: Launch, tensors: Sequence[Tensor]) -> Callable[[], None]:
-    """What starts the kernel on the current stream, with contiguous tensors of the current device."""
+    """What starts the kernel on the current stream, with contiguous tensors of the current device.
+
+    What must be 0 before is set so in the same call, and timed.
+    """
     core = cuda_core()
     device = core.Device(torch.cuda.current_device())
     device.set_current()  # torch's context: both use the device's primary one
     major, minor = torch.cuda.get_device_capability()
     kernel = compiled(lesson, variant, f"{major}{minor}").code.get_kernel(lesson.source(variant).kernel.name)
     config = core.LaunchConfig(grid=launch.grid, block=launch.block)
+    memory = launch.memory("cuda")
     # a bare int would be passed as one of 8 bytes
-    arguments = [*(tensor.data_ptr() for tensor in tensors), *(np.int32(number) for number in launch.numbers)]
-    return lambda: core.launch(TorchStream(), config, kernel, *arguments)
+    arguments = [*(x.data_ptr() for x in (*tensors, *memory)), *(np.int32(number) for number in launch.numbers)]
+
+    def call() -> None:
+        for tensor in memory:
+            tensor.zero_()
+        core.launch(TorchStream(), config, kernel, *arguments)
+
+    return call
 
 
 def seconds(call: Callable[[], object]) -> float:

@@ -11,12 +11,15 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from flash_ext.lab.source import Source, parse
 
-LESSON_NAMES = ("add", "transpose", "bank_conflicts", "reduction", "load_tile", "matmul")
+LESSON_NAMES = ("add", "transpose", "bank_conflicts", "reduction", "scan", "block_size", "load_tile", "matmul")
+LESSON_NAMES += ("tiny_flash",)
 FOLDER = Path(__file__).parent
 LARGEST = 2**28  # elements of a tensor: 1 GiB, and the kernels count with int
 GRID_Y = 65535  # blocks
@@ -29,11 +32,18 @@ class LabError(Exception):
 
 @dataclass(frozen=True)
 class Launch:
-    """How a kernel starts; ``numbers`` follow the pointers among its arguments."""
+    """How a kernel starts; ``numbers`` follow the pointers among its arguments.
+
+    ``zeros``: type and elements of what it takes behind the output, memory that is 0 before each launch.
+    """
 
     grid: tuple[int, int]
     block: tuple[int, int]
     numbers: tuple[int, ...]
+    zeros: tuple[tuple[torch.dtype, int], ...] = ()
+
+    def memory(self, device: str = "cpu") -> tuple[Tensor, ...]:
+        return tuple(torch.zeros(count, dtype=dtype, device=device) for dtype, count in self.zeros)
 
 
 @dataclass(frozen=True)
@@ -55,6 +65,7 @@ class Variant:
     file: str = ""  # without ".cu"; the name, if it is empty
     defines: Mapping[str, int] = field(default_factory=dict)
     peer: Peer | None = None  # whose speed it is compared with, instead of a copy's
+    close: float | None = None  # how far from the reference, of its largest number; None: as torch allows
 
 
 @dataclass(frozen=True)
@@ -70,8 +81,12 @@ class Lesson:
     moved: Callable[[Sequence[int]], int]  # bytes that must be read and written
     pictured: tuple[tuple[str, bool], ...]  # accesses of the picture: "global" or "shared", a store or not
     refusal: Callable[[Sequence[int]], str] = lambda size: ""  # why a size cannot be; empty, if it can
-    flops: Callable[[Sequence[int]], int] | None = None  # where arithmetic is what a lesson is about
+    flops: Callable[[Sequence[int]], int] | None = None  # where it is about arithmetic; then each variant has a peer
     counted: Callable[[Sequence[int]], int] = lambda size: COUNTED  # threads that the CPU executes; of more, a sample
+    columns: Mapping[str, Callable[[Any, Sequence[int]], str]] = field(default_factory=dict)  # of a report.Row, a size
+    of: str = "floats"  # what the sizes count
+    tables: Callable[[], Mapping[str, list[list[str]]]] = dict  # beside that of the variants, by title
+    draw: Callable[[Sequence[Any], Path], None] | None = None  # another picture of report.Rows
 
     def path(self, variant: Variant) -> Path:
         return FOLDER / self.name / f"{variant.file or variant.name}.cu"

@@ -88,17 +88,35 @@ def grid_of(site: Site) -> tuple[np.ndarray, str, str]:
     return grid, f"{len(grid)} pass{'es' if len(grid) > 1 else ''}", "bank"
 
 
-def save(lesson: Lesson, rows: Sequence[Row], path: Path) -> None:
-    """A column for each variant, a row for each kind of access that the lesson wants to be seen."""
+def subplots(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, np.ndarray]:
+    """A figure, and its axes in rows."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+
+    return pyplot.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
+
+
+def write(figure: Any, path: Path) -> None:
+    """A PNG of few colours."""
+    from matplotlib import pyplot
     from PIL import Image  # of matplotlib
 
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=110)
+    pyplot.close(figure)
+    Image.open(drawn).convert("RGB").quantize(COLOURS).save(path, optimize=True)
+
+
+def save(lesson: Lesson, rows: Sequence[Row], path: Path) -> None:
+    """A column for each variant, a row for each kind of access that the lesson wants to be seen; or what it draws."""
+    if lesson.draw:
+        lesson.draw(rows, path)
+        return
     shape = len(lesson.pictured), len(rows)
     size = 1.6 * len(rows), 0.5 + 2.3 * len(lesson.pictured)
-    figure, axes = pyplot.subplots(*shape, figsize=size, squeeze=False, layout="constrained")
+    figure, axes = subplots(*shape, size)
     for column, row in enumerate(rows):
         for down, (space, store) in enumerate(lesson.pictured):
             sites, place = row.counted.counts.of(space, store), axes[down, column]
@@ -113,7 +131,4 @@ def save(lesson: Lesson, rows: Sequence[Row], path: Path) -> None:
         first.set_title(f"{row.variant.name}\n{first.get_title()}", fontsize=7)
     title = f"{lesson.name}: the first warp. A colour is a thread, from 0 (dark blue) to 31 (dark red)."
     figure.suptitle(title, fontsize=8)
-    drawn = io.BytesIO()
-    figure.savefig(drawn, dpi=110)
-    pyplot.close(figure)
-    Image.open(drawn).convert("RGB").quantize(COLOURS).save(path, optimize=True)
+    write(figure, path)

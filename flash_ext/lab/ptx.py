@@ -13,6 +13,7 @@ import numpy as np
 
 from flash_ext.lab.memory import WARP, WORD, Memory, Pointer, Value
 from flash_ext.lab.source import Node, SourceError
+from flash_ext.lab.warp import require_whole_warps
 
 if TYPE_CHECKING:
     from flash_ext.lab.simt import Threads
@@ -78,6 +79,8 @@ def cp_async_commit(threads: Threads, node: Node) -> None:
 
 
 def cp_async_wait(threads: Threads, node: Node, most: Value) -> None:
+    if int(most) not in (0, 1):
+        raise SourceError(f"line {node.line}: cp_async_wait({int(most)}): 0 or 1 group may be under way")
     threads.copies.wait(threads.mask, most)
 
 
@@ -89,7 +92,7 @@ def to_tf32(threads: Threads, node: Node, value: Value) -> Value:
 
 def mma_tf32(threads: Threads, node: Node, c: Pointer, a: Pointer, b: Pointer) -> None:
     """Of each warp; axes: warp, g and t of the lane, then what its numbers stand for."""
-    threads.require_whole_warps(node, "multiplies")
+    require_whole_warps(threads, node, "multiplies")
 
     def numbers(of: Pointer, *shape: int) -> np.ndarray:
         loaded = [threads.load(node, of.memory, of.offset + WORD * i, "float") for i in range(int(np.prod(shape)))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from flash_ext.lab import cuda
 from flash_ext.lab.counts import LIMITS, occupancy
@@ -31,9 +32,13 @@ class Row:
         """Of the grid that was executed."""
         return self.counted.blocks / self.counted.all_blocks
 
+    def of_all(self, counted: int) -> float:
+        """Of the whole grid; in proportion, where not all of it was executed."""
+        return counted * self.counted.all_blocks / self.counted.blocks
+
     def requests(self) -> str:
         """Of the whole grid, where not all of it was executed in proportion."""
-        number = f"{self.counted.counts.requests() / self.part():,.0f}"
+        number = f"{self.of_all(self.counted.counts.requests()):,.0f}"
         return number if self.part() == 1 else f"~{number}"
 
 
@@ -111,6 +116,8 @@ def columns(
         "ways, shared store": lambda row: short(row.counted.counts.ways(store=True)),
         "requests": Row.requests,
     }
+    for title, cell in lesson.columns.items():
+        shown[title] = partial(cell, size=size)
     if all(row.registers for row in rows):
         shown[f"registers {CAPABILITIES}"] = lambda row: once(map(str, row.registers.values()))
     shown[f"occupancy {CAPABILITIES}"] = lambda row: once(percent(share) for share, _ in occupied(row))

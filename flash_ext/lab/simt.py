@@ -13,15 +13,24 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from flash_ext.lab import ptx
+from flash_ext.lab import ptx, warp
 from flash_ext.lab.memory import WARP, WIDTHS, WORD, Access, Memory, Pointer, Value
 from flash_ext.lab.source import Function, Node, Source, SourceError, Type
 
 THREADS_AT_ONCE = 1 << 17
+ROUNDS = 1 << 16  # of a loop
 COMPARE = {"<": np.less, ">": np.greater, "<=": np.less_equal, ">=": np.greater_equal, "==": np.equal}
 COMPARE["!="] = np.not_equal
 COMPUTE = {"+": np.add, "-": np.subtract, "*": np.multiply, "&": np.bitwise_and, "|": np.bitwise_or}
 COMPUTE |= {"^": np.bitwise_xor, "<<": np.left_shift, ">>": np.right_shift}
+
+
+@dataclass
+class Work:
+    """Additions of floats, by all threads; barriers, by all blocks."""
+
+    additions: int = 0
+    barriers: int = 0
 
 
 @dataclass
@@ -41,12 +50,13 @@ def run(
     numbers: Sequence[int],
     record: Callable[[Access], None],
     blocks: np.ndarray,
-) -> None:
+) -> Work:
     """The kernel with flat arrays and whole numbers as arguments; ``blocks``: which of the grid's, in one row."""
     padded = -(-block[0] * block[1] // WARP) * WARP
-    step = max(1, THREADS_AT_ONCE // padded)
+    step, work = max(1, THREADS_AT_ONCE // padded), Work()
     for first in range(0, len(blocks), step):
-        Threads(source, grid, block, record, blocks[first : first + step]).start(tensors, numbers)
+        Threads(source, grid, block, record, blocks[first : first + step], work).start(tensors, numbers)
+    return work
 
 
 def is_float(value: Value) -> bool:
@@ -69,8 +79,9 @@ class Threads:
         block: Sequence[int],
         record: Callable[[Access], None],
         blocks: np.ndarray,
+        work: Work,
     ) -> None:
-        self.source, self.record = source, record
+        self.source, self.record, self.work = source, record, work
         count = block[0] * block[1]
         padded = -(-count // WARP) * WARP
         self.blocks = np.repeat(np.arange(len(blocks)), padded)  # which of these each thread is in
@@ -100,7 +111,8 @@ class Threads:
         for name, kind, array in zip(names, kinds, tensors.values(), strict=False):
             width = WIDTHS[kind.name]
             arguments.append(Pointer(Memory(name, "global", array, array.size), 0, kind.name, (width,)))
-        self.call(self.source.kernel, [*arguments, *numbers])
+        with np.errstate(all="ignore"):  # threads that a branch left out have numbers, too
+            self.call(self.source.kernel, [*arguments, *numbers])
 
     def frame(self) -> Frame:
         return Frame(np.zeros(len(self.started), bool))
@@ -136,6 +148,8 @@ class Threads:
         self, node: Node, shared: bool, kind: Type, items: tuple[tuple[str, tuple, Node | None], ...]
     ) -> None:
         for name, sizes, value in items:
+            if shared and not sizes:
+                raise SourceError(f"line {node.line}: what is shared is an array in the lab, {name} is none")
             if sizes:
                 new = self.array(name, kind, [int(self.value(size)) for size in sizes], shared)
                 if value:  # {}
@@ -166,18 +180,23 @@ class Threads:
                 self.statement(branch)
         self.mask = mask & ~self.frames[-1].returned
 
-    def do_for(self, node: Node, first: Node, condition: Node, step: Node, body: Node) -> None:
+    def do_for(self, node: Node, first: Node | None, condition: Node, step: Node | None, body: Node) -> None:
+        """``while`` has neither first nor step."""
         scopes, mask = self.frames[-1].scopes, self.mask
         scopes.append({})
-        self.statement(first)
-        while True:
+        if first:
+            self.statement(first)
+        for _ in range(ROUNDS):
             self.mask = self.mask & (np.asarray(self.value(condition)) != 0)
             if not self.mask.any():
                 break
             self.statement(body)
             if not self.mask.any():
                 break
-            self.value(step)
+            if step:
+                self.value(step)
+        else:
+            raise SourceError(f"line {node.line}: this loop has not ended after {ROUNDS:,} rounds")
         scopes.pop()
         self.mask = mask & ~self.frames[-1].returned
 
@@ -248,6 +267,7 @@ class Threads:
             return COMPARE[operator](a, b)
         if is_float(a) or is_float(b):
             a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+            self.work.additions += int(self.mask.sum()) * (operator in "+-")
             return a / b if operator == "/" else COMPUTE[operator](a, b)
         if operator == "/":
             return quotient(a, b)
@@ -272,31 +292,14 @@ class Threads:
         if name == "__syncthreads":
             if not np.array_equal(self.mask, self.started):
                 raise SourceError(f"line {node.line}: not every thread of a block comes to this __syncthreads()")
+            self.work.barriers += int(self.blocks[-1]) + 1
             return 0
         if name in ("make_float2", "make_float4"):
             rows = [np.broadcast_to(np.asarray(value, np.float32), len(self.mask)) for value in values]
             return np.stack(rows, axis=1)
-        if name in ("min", "max"):
-            return (np.minimum if name == "min" else np.maximum)(*values)
-        if name == "__shfl_down_sync":
-            return self.from_further(node, *values)
-        if name in ptx.FUNCTIONS:
-            return ptx.FUNCTIONS[name](self, node, *values)
+        if function := warp.FUNCTIONS.get(name) or ptx.FUNCTIONS.get(name):
+            return function(self, node, *values)
         raise SourceError(f"line {node.line}: the lab has no function {name}")
-
-    def from_further(self, node: Node, lanes: Value, value: Value, by: Value) -> Value:
-        """The value of the thread that is so much further in its warp; a thread's own, where there is none."""
-        self.require_whole_warps(node, "shuffles")
-        if int(lanes) != 0xFFFFFFFF:
-            raise SourceError(f"line {node.line}: the lab shuffles with a mask of all 32 threads only")
-        lane = np.arange(len(self.mask)) % WARP
-        source = np.arange(len(self.mask)) + np.where(lane + by < WARP, by, 0)
-        return np.broadcast_to(value, len(self.mask))[source]
-
-    def require_whole_warps(self, node: Node, does: str) -> None:
-        running = self.mask.reshape(-1, WARP)
-        if (running.any(1) != running.all(1)).any():
-            raise SourceError(f"line {node.line}: the lab {does} whole warps only")
 
     def of_assign(self, node: Node, operator: str, target: Node, operand: Node) -> Value:
         value = self.value(operand)

@@ -1,7 +1,8 @@
 """A small part of CUDA C++, parsed: what a lesson's `.cu` file may be written in.
 
-Functions, int, float, float2 and float4, pointers, `__shared__` and local arrays, if, for, return, and expressions.
-`simt` runs the tree. What is not known here is a SourceError that names the line, so that a lesson keeps to it.
+Functions, int, float, float2 and float4, pointers, `__shared__` and local arrays, if, for, while, return, and
+expressions. `simt` runs the tree. What is not known here is a SourceError that names the line, so that a lesson keeps
+to it.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from typing import Any
 
 TOKEN = re.compile(
     r"(?P<space>\s+|//[^\n]*|/\*.*?\*/|\#pragma unroll[^\n]*|\#include \"ptx\.cuh\")|(?P<string>\"[^\"]*\")"
-    r"|(?P<number>\d+\.\d*f?|0x[0-9a-fA-F]+|\d+u?)|(?P<name>[A-Za-z_]\w*)"
+    r"|(?P<number>\d+\.\d*(?:e\d+)?f?|0x[0-9a-fA-F]+|\d+u?)|(?P<name>[A-Za-z_]\w*)"
     r"|(?P<operator><<=|>>=|<<|>>|<=|>=|==|!=|&&|\|\||\+\+|--|[-+*/%&|^]=|[-+*/%&|^<>=!~?:;,.(){}\[\]])",
     re.DOTALL,
 )
 SCALARS = ("void", "int", "unsigned", "bool", "float", "float2", "float4")
-QUALIFIERS = ("const", "constexpr", "static", "inline", "__restrict__", "__forceinline__")
+QUALIFIERS = ("const", "constexpr", "volatile", "static", "inline", "__restrict__", "__forceinline__")
 LEVELS = ("||", "&&", "|", "^", "&", "== !=", "< > <= >=", "<< >>", "+ -", "* / %")
 PRECEDENCE = {operator: level for level, operators in enumerate(LEVELS) for operator in operators.split()}
 ASSIGNMENTS = ("=", "+=", "-=", "*=", "/=", "%=", "&=", "|=", "^=", "<<=", ">>=")
@@ -193,6 +194,11 @@ class Parser:
             step = self.expression()
             self.expect(")")
             return Node("for", (first, condition, step, self.statement()), line)
+        if self.take("while"):
+            self.expect("(")
+            condition = self.expression()
+            self.expect(")")
+            return Node("for", (None, condition, None, self.statement()), line)
         if self.take("return"):
             value = None if self.word == ";" else self.expression()
             self.expect(";")

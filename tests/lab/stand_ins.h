@@ -7,6 +7,7 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -48,6 +49,7 @@ struct Float {
   Float& operator=(float v) { return note(this, 4, true), value = v, *this; }
   Float& operator=(const Float& other) { return *this = static_cast<float>(other); }
   Float& operator+=(float v) { return *this = *this + v; }
+  Float& operator*=(float v) { return *this = *this * v; }
 };
 
 template <int kParts>
@@ -102,17 +104,71 @@ inline ucontext_t scheduler, fibers[1024];
 inline bool done[1024];
 inline char stacks[1024][32 << 10];
 
-inline void __syncthreads() { swapcontext(&fibers[current_thread], &scheduler); }
+// Of the threads of a block, or of a warp of it. Those that have ended are not waited for.
+struct Barrier {
+  int64_t first, size, arrived, round;
 
-// The same barrier stands for a warp's: before it all threads of the block, or all that still run, shuffle.
-inline Float __shfl_down_sync(unsigned, float v, int by) {
-  static float values[1024];
-  const int64_t source = current_thread % 32 + by < 32 ? current_thread + by : current_thread;
-  values[current_thread] = v;
-  __syncthreads();
-  const float other = values[source];
-  __syncthreads();
+  bool all_are_here() const {
+    int64_t running = 0;
+    for (int64_t i = first; i < first + size; ++i) running += !done[i];
+    return arrived >= running;
+  }
+  void wait() {
+    const int64_t mine = round;
+    ++arrived;
+    while (round == mine) {
+      if (all_are_here()) {
+        arrived = 0, ++round;
+      } else {
+        swapcontext(&fibers[current_thread], &scheduler);
+      }
+    }
+  }
+};
+
+inline Barrier of_block[32], of_warp[32];
+inline int64_t block_threads;
+inline bool others_run;  // several blocks at a time, see blocks_at_once.h
+
+inline void __syncthreads() { of_block[current_thread / block_threads].wait(); }
+
+// Where what other blocks do matters.
+inline void let_others_run() {
+  if (others_run) swapcontext(&fibers[current_thread], &scheduler);
+}
+
+// What every lane of the warp says, and the value of the one that `lane` is told.
+template <class T>
+T exchange(T value, int64_t lane) {
+  static T values[1024];
+  Barrier& barrier = of_warp[current_thread / 32];
+  values[current_thread] = value;
+  barrier.wait();
+  const T other = values[lane < 0 || lane > 31 ? current_thread : current_thread / 32 * 32 + lane];
+  barrier.wait();
   return other;
+}
+
+inline int64_t lane_id() { return current_thread % 32; }
+inline Float __shfl_sync(unsigned, float v, int lane) { return exchange(v, lane); }
+inline Float __shfl_up_sync(unsigned, float v, int by) { return exchange(v, lane_id() - by); }
+inline Float __shfl_down_sync(unsigned, float v, int by) { return exchange(v, lane_id() + by); }
+inline Float __shfl_xor_sync(unsigned, float v, int bits) { return exchange(v, lane_id() ^ bits); }
+
+inline unsigned __ballot_sync(unsigned, bool vote) {
+  unsigned votes = 0;
+  for (int64_t lane = 0; lane < 32; ++lane) votes |= unsigned(exchange(vote, lane)) << lane;
+  return votes;
+}
+inline bool __any_sync(unsigned lanes, bool vote) { return __ballot_sync(lanes, vote) != 0; }
+
+inline int __ffs(unsigned bits) { return __builtin_ffs(bits); }
+inline void __threadfence() { let_others_run(); }
+inline int atomicAdd(int* at, int value) {
+  let_others_run();
+  const int before = *at;
+  *at += value;
+  return before;
 }
 
 // A copy is done at once; that it is not used before it is waited for, the lab sees.
@@ -128,7 +184,7 @@ inline void cp_async_16(Float* to, const Float* from, int bytes) { cp_async(to, 
 inline void cp_async_commit() {}
 inline void cp_async_wait(int) {}
 
-inline float to_tf32(float x) {
+inline Float to_tf32(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, 4);
   bits = (bits + 0x1000) & 0xffffe000;
@@ -136,12 +192,12 @@ inline float to_tf32(float x) {
   return x;
 }
 
-// As the shuffle: every thread of the block shows what it holds, then takes what it needs from its warp.
+// Every thread of the warp shows what it holds, then takes what it needs.
 inline void mma_tf32(Float* c, const Float* a, const Float* b) {
   static float as[1024][4], bs[1024][2];
   for (int i = 0; i < 4; ++i) as[current_thread][i] = a[i].value;
   for (int i = 0; i < 2; ++i) bs[current_thread][i] = b[i].value;
-  __syncthreads();
+  of_warp[current_thread / 32].wait();
   const int64_t warp = current_thread / 32 * 32, lane = current_thread % 32;
   for (int i = 0; i < 4; ++i) {
     const int64_t row = lane / 4, column = lane % 4 * 2 + i % 2;
@@ -151,9 +207,10 @@ inline void mma_tf32(Float* c, const Float* a, const Float* b) {
     }
     c[i].value = sum;
   }
-  __syncthreads();
+  of_warp[current_thread / 32].wait();
 }
 
+#define volatile
 #define __global__
 #define __device__ inline
 #define __shared__ static __attribute__((section("lab_shared"), aligned(128)))
@@ -165,26 +222,33 @@ inline void fiber() {
   done[current_thread] = true;
 }
 
-inline void run_block() {
-  const int64_t threads = blockDim.x * blockDim.y;
-  if (__start_lab_shared) std::memset(__start_lab_shared, 0xff, __stop_lab_shared - __start_lab_shared);  // NaN
-  for (int64_t i = 0; i < threads; ++i) {
+// A block in the fibers from `first` on. Shared memory begins as NaN.
+inline void start_block(int64_t first) {
+  if (__start_lab_shared) std::memset(__start_lab_shared, 0xff, __stop_lab_shared - __start_lab_shared);
+  for (int64_t i = first; i < first + block_threads; ++i) {
     getcontext(&fibers[i]);
     fibers[i].uc_stack.ss_sp = stacks[i], fibers[i].uc_stack.ss_size = sizeof stacks[i];
     fibers[i].uc_link = &scheduler;
     makecontext(&fibers[i], fiber, 0);
     done[i] = false;
   }
-  for (bool all = false; !all;) {
-    all = true;
-    for (int64_t i = 0; i < threads; ++i) {
-      if (done[i]) continue;
-      current_thread = i;
-      threadIdx = {unsigned(i % blockDim.x), unsigned(i / blockDim.x)};
-      swapcontext(&scheduler, &fibers[i]);
-      all = all && done[i];
-    }
+  of_block[first / block_threads] = {first, block_threads, 0, 0};
+  for (int64_t i = first; i < first + block_threads; i += 32) of_warp[i / 32] = {i, min(block_threads, 32L), 0, 0};
+}
+
+// Each of these threads goes on until it waits; whether any has not ended.
+inline bool run_threads(int64_t first, int64_t count) {
+  bool any = false;
+  blockIdx = {unsigned(current_block % gridDim.x), unsigned(current_block / gridDim.x)};
+  for (int64_t i = first; i < first + count; ++i) {
+    if (done[i]) continue;
+    const int64_t thread = i % block_threads;
+    current_thread = i;
+    threadIdx = {unsigned(thread % blockDim.x), unsigned(thread / blockDim.x)};
+    swapcontext(&scheduler, &fibers[i]);
+    any = any || !done[i];
   }
+  return any;
 }
 
 inline char** tensors;
@@ -199,9 +263,11 @@ run(const uint32_t* shape, char** data, const int64_t* bytes, int64_t tensor_cou
   region_count = tensor_count + 1;
   for (int64_t i = 0; i < tensor_count; ++i) regions[i] = {data[i], bytes[i]};
   regions[tensor_count] = {__start_lab_shared, __stop_lab_shared - __start_lab_shared};
+  block_threads = blockDim.x * blockDim.y, others_run = false;
   for (current_block = 0; current_block < int64_t(gridDim.x) * gridDim.y; ++current_block) {
-    blockIdx = {unsigned(current_block % gridDim.x), unsigned(current_block / gridDim.x)};
-    run_block();
+    start_block(0);
+    while (run_threads(0, block_threads)) {
+    }
   }
   return count;
 }

@@ -58,6 +58,8 @@ def test_every_variant_is_right_at_odd_sizes(name: str, size: str) -> None:
         ("transpose", "33 1000"),
         ("bank_conflicts", "4097"),
         ("reduction", "1"),
+        ("scan", "33"),
+        ("block_size", "31"),
         ("load_tile", "100 63 64"),
         ("matmul", "33 40 20"),
     ],
@@ -70,6 +72,15 @@ def test_run(name: str, size: str, tmp_path: Path, capsys: pytest.CaptureFixture
     assert all(f"| {variant.name} |" in table and variant.name in told for variant in lesson(name).variants)
     picture = (tmp_path / "new" / f"{name}.png").read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) < 60_000
+
+
+@pytest.mark.no_gpu
+def test_a_lesson_may_have_tables_beside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lab.main(["run", "block_size", "--size", "1", "--out", str(tmp_path)])
+    told, written = capsys.readouterr().out, (tmp_path / "block_size.md").read_text()
+    title = "Computed: a tile of queries and 64 keys"
+    assert "block_size, 1 rows of 256 floats" in told and title in told
+    assert f"## {title}\n\n| head dim | queries |" in written and "| 256 | 192 | 176 | 160 | 0 / 0 |" in written
 
 
 @pytest.mark.no_gpu
@@ -98,16 +109,25 @@ def test_show(capsys: pytest.CaptureFixture[str]) -> None:
     assert (FOLDER / "transpose" / "padded.cu").read_text() in told and "swizzled" not in told
     lab.main(["show", "bank_conflicts"])
     told = capsys.readouterr().out
-    assert told.count("extern") == 4 and "stride_8 -DSTRIDE=8" in told
+    assert told.count("extern") == 4 and "stride_8 -DSTRIDE=8" in told and "cp.async" not in told
+    lab.main(["show", "load_tile"])
+    told = capsys.readouterr().out
+    assert told.count("extern") == 6 and told.count("cp.async.commit_group;") == 1
 
 
 @pytest.mark.parametrize(
     "command, message",
     [
-        ("run nothing", "lesson nothing: there are add, transpose, bank_conflicts, reduction, load_tile, matmul."),
+        (
+            "run nothing",
+            "lesson nothing: there are add, transpose, bank_conflicts, reduction, scan, block_size, load_tile, matmul, "
+            "tiny_flash.",
+        ),
         ("show add nothing", "variant nothing of add: it has row_major, column_major, "),
         ("run add --size 0", "--size 0: 0 is not a whole number from 1 on."),
         ("run add --size 8 x", "--size 8 x: x is not a whole number from 1 on."),
+        ("run scan --size 300000000", "a tensor has 300,000,000 elements, at most 268,435,456 are accepted."),
+        ("run block_size --size 1048577", "a tensor has 268,435,712 elements, at most 268,435,456 are accepted."),
         ("run bank_conflicts --size 4 4", "--size 4 4: 2 numbers are given, bank_conflicts takes N."),
         ("run add --size 1 2 3", "--size 1 2 3: 3 numbers are given, add takes ROWS COLUMNS."),
         ("run add --size 20000", "a tensor has 400,000,000 elements, at most 268,435,456 are accepted."),

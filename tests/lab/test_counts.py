@@ -6,21 +6,26 @@ import pytest
 
 np = pytest.importorskip("numpy")
 
+from flash_ext.lab.block_size.lesson import all_blocks  # noqa: E402
 from flash_ext.lab.counts import LIMITS, Counts, Limits, occupancy, sectors, useful_bytes, ways  # noqa: E402
-from flash_ext.lab.lessons import lesson  # noqa: E402
-from flash_ext.lab.measure import chosen, count  # noqa: E402
+from flash_ext.lab.lessons import Variant, lesson  # noqa: E402
+from flash_ext.lab.measure import Counted, chosen, count  # noqa: E402
 
 LANES = np.arange(32)
 ALL = np.ones((1, 32), bool)
 
 
-def counted(name: str, variant: str, *size: int) -> Counts:
-    """Of all blocks."""
+def executed(name: str, variant: str, *size: int) -> Counted:
+    """All blocks."""
     one = lesson(name)
     inputs = one.inputs(size)
     found = count(one, one.variant(variant), size, inputs, one.variant(variant).reference(*inputs).contiguous())
     assert found.blocks == found.all_blocks
-    return found.counts
+    return found
+
+
+def counted(name: str, variant: str, *size: int) -> Counts:
+    return executed(name, variant, *size).counts
 
 
 # A whole warp's load of add at 64 x 64: sectors, the bytes that are used, and the requests of three tensors of 4096
@@ -116,6 +121,76 @@ def test_reduction(name: str) -> None:
     assert found.requests() == loads + stores + global_loads + 3
 
 
+# Loads and passes, stores and passes of shared memory for one block, then additions and barriers.
+#
+# hillis_steele: 8 warps store their floats; in a round all load their own, and but for the first `step` threads those
+# before: 8 warps in 5 rounds, then 7, 6 and 4; all store, and at the end all load: 8 * 8 + 57 + 8 loads. In a round
+# 256 - step threads add: 8 * 256 - 255.
+# blelloch: a round has 128, 64, ..., 1 pairs, that is 4 + 2 + 6 * 1 warps (ROUNDS) and 2, 4, 8, 8, 8, 4, 2, 1 words of
+# a bank (PASSES), as in interleaved; upwards two loads and one store, downwards two of each. Beside these 8 warps
+# store, 1 thread stores the 0, and 8 warps load. 2 * 255 additions, and 256 at the end. padded: a request is a pass.
+# shuffle: 8 sums are stored, loaded and stored by one warp, and loaded by 7 warps. A warp's scan has 5 * 32 - 31
+# additions: 9 of them, and 7 * 32.
+SCAN = {
+    "hillis_steele": (129, 129, 72, 72, 1793, 9),
+    "blelloch": (4 * ROUNDS + 8, 4 * PASSES + 8, 9 + 3 * ROUNDS, 9 + 3 * PASSES, 766, 18),
+    "padded": (4 * ROUNDS + 8, 4 * ROUNDS + 8, 9 + 3 * ROUNDS, 9 + 3 * ROUNDS, 766, 18),
+    "shuffle": (8, 8, 9, 9, 9 * 129 + 224, 2),
+}
+
+
+@pytest.mark.parametrize("name", SCAN)
+def test_scan(name: str) -> None:
+    found = executed("scan", name, 3 * 256)
+    loads, load_passes, stores, store_passes, additions, barriers = (3 * number for number in SCAN[name])
+    for store, requests, passes in ((False, loads, load_passes), (True, stores, store_passes)):
+        sites = found.counts.of("shared", store)
+        assert (sum(site.requests for site in sites), sum(site.passes for site in sites)) == (requests, passes)
+        assert found.counts.sectors(store) == 4
+    assert (found.work.additions, found.work.barriers) == (additions, barriers)
+    assert found.counts.requests() == loads + stores + 2 * 3 * 8
+
+
+def test_look_back() -> None:
+    """40 tiles of 1024 floats, in step: when they look back, all have published a sum and none a prefix."""
+    tiles = 40
+    found = executed("scan", "look_back", 1024 * tiles)
+    names = ("x", "out", "drawn", "flags", "sums")
+    requests = {name: [0, 0] for name in names}
+    for site in found.counts.sites.values():
+        if site.space == "global":
+            requests[site.memory][site.store] += site.requests
+    # A look asks for the flags and sums of 32 tiles, as far as there are any: a first look of all tiles but 0, and a
+    # second of tiles 33 to 39. Tile 32 has seen all at the first, but must look again to see that nothing is left.
+    asked = (tiles - 1) + 7
+    assert requests == {
+        "x": [tiles * 32, 0],
+        "out": [0, tiles * 32],
+        "drawn": [0, tiles],
+        "flags": [asked, 2 * tiles],
+        "sums": [asked, 2 * tiles],
+    }
+    # Scans of 4 rows of 8 warps, of their sums and of what the lanes have seen; for each float the sum of the rows and
+    # that of the warps before; the prefix, what 9 lanes store, and once each tile before.
+    assert found.work.additions == tiles * (129 * (32 + 1 + 1) + 2 * 1024 + 1 + 9) + sum(range(tiles))
+    assert found.work.barriers == 3 * tiles
+
+
+# KiB of a tile of floats, and of how many there is room for beside 1 KiB each: in 164 and in 228 KiB, but 8 blocks of
+# 256 threads at most.
+BLOCKS = {8: (8, 8), 16: (8, 8), 32: (4, 6), 48: (3, 4)}
+
+
+@pytest.mark.parametrize("variant", lesson("block_size").variants, ids=lambda variant: variant.name)
+def test_block_size(variant: Variant) -> None:
+    """48 rows of 256 floats are 12,288 floats, 96 requests of 16 bytes a thread on each of four sides."""
+    found = counted("block_size", variant.name, 48)
+    kib = variant.defines["ROWS"] * variant.defines["HEAD_DIM"] * 4 // 1024
+    assert found.shared == {"tile": 1024 * kib} and tuple(all_blocks(1024 * kib)) == BLOCKS[kib]
+    assert [site.requests for site in found.sites.values()] == [96] * 4
+    assert (found.sectors(False), found.sectors(True), found.ways(False), found.ways(True)) == (16, 16, 1, 1)
+
+
 # One tile of 32 rows, 62 floats each, in rows of 64: global loads, their sectors, stores to shared memory, their passes
 # over what they need. A row of floats is 2 requests of 4 sectors, two rows of chunks are one of 16. The last chunk of
 # a row has 2 floats. In "tail" the two threads of a warp that have one load twice, 2 sectors, and store 4 times; in
@@ -180,6 +255,34 @@ def test_matmul(name: str) -> None:
     # "float4" turns its tile: 4 stores of 2 passes, beside one of four quarters
     expected = (None, None) if not found.shared else (1, (4 * 2 + 4) / (4 + 4) if name == "float4" else 1)
     assert (found.ways(store=False), found.ways(store=True)) == expected
+
+
+# One head, 64 tokens, head dim 64. Global requests of loads and their sectors, of stores and theirs; requests to shared
+# memory, stores then loads; its bytes. Two warps of 32 rows: q is 64 loads of 32 sectors for each, a key and a value 64
+# loads of 1. "naive" reads keys three times. In "warp" a row is 64 warps' own: q, 64 keys and 64 values, 8 sectors.
+# "tile" brings 2 tiles of 2 x 32 rows, 1024 chunks of 16 bytes each: 32 loads of 16 sectors, and as many stores; from
+# it a warp loads a key's 16 chunks, and a value's 64 floats. "mma" has 4 warps: a load of q is 8 rows of half a sector,
+# 32 of them; tiles as before; a fragment of 8 keys x 8 columns is 2 loads, of k and of v, 2 tiles x 4 x 8 of them for
+# each warp; a store is half a sector of 8 rows.
+TINY_FLASH = {
+    "naive": (2 * (64 + 4 * 64 * 64), 2 * (64 * 32 + 4 * 64 * 64), 128, 128 * 32, 0, 0, 0),
+    "online": (2 * (64 + 2 * 64 * 64), 2 * (64 * 32 + 2 * 64 * 64), 128, 128 * 32, 0, 0, 0),
+    "warp": (64 * (1 + 128), 64 * (1 + 128) * 8, 64, 64 * 8, 0, 0, 0),
+    "tile": (2 * 64 + 64, 2 * 64 * 32 + 64 * 16, 128, 128 * 32, 64, 2 * 64 * (16 + 64), 2 * 32 * 64 * 4),
+    "mma": (4 * 32 + 64, 4 * 32 * 8 + 64 * 16, 4 * 32, 4 * 32 * 8, 64, 4 * 2 * 2 * 64, 2 * 32 * 68 * 4),
+}
+
+
+@pytest.mark.parametrize("name", TINY_FLASH)
+def test_tiny_flash(name: str) -> None:
+    found = counted("tiny_flash", name, 1, 64)
+    row = []
+    for store in (False, True):
+        sites = found.of("global", store)
+        row += [sum(site.requests for site in sites), sum(site.sectors for site in sites)]
+    row += [sum(site.requests for site in found.of("shared", store)) for store in (True, False)]
+    assert (*row, sum(found.shared.values())) == TINY_FLASH[name]
+    assert (found.ways(store=False), found.ways(store=True)) == ((1, 1) if found.shared else (None, None))
 
 
 def test_sectors_of_one_request() -> None:

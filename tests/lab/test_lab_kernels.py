@@ -30,8 +30,10 @@ def test_every_kernel_compiles(one: Lesson, variant: Variant) -> None:
     counted = count(one, variant, size, inputs, variant.reference(*inputs).contiguous())
     for cc in LIMITS:
         compiled = cuda.compiled(one, variant, cc.replace(".", ""))
-        assert 0 < compiled.registers < 96
-        assert compiled.shared == sum(counted.counts.shared.values())
+        registers, bytes_shared = compiled.registers, compiled.shared
+        bytes_counted = sum(counted.counts.shared.values())
+        assert 0 < registers < 240  # beyond are stores to memory
+        assert bytes_shared == bytes_counted
 
 
 @for_cuda

@@ -42,7 +42,7 @@ def test_a_peer_multiplies_in_its_precision(name: str, precision: str, monkeypat
     "right, wrong",
     [
         ("kFloats * next, ys", "kFloats * now, ys"),  # over the tile that is read
-        ("cp_async_wait(1)", "cp_async_wait(2)"),  # a group too late
+        ("cp_async_commit();  // of nothing", "//"),  # so the wait is for a group too few
         ("y[now][deep + 3]", "y[now][deep + 2]"),
     ],
 )

@@ -15,6 +15,7 @@ for name in ("numpy", "matplotlib"):
     pytest.importorskip(name)
 
 from flash_ext.lab import report  # noqa: E402
+from flash_ext.lab.block_size import tiles  # noqa: E402
 from flash_ext.lab.lessons import LESSON_NAMES, lesson  # noqa: E402
 from flash_ext.lab.measure import count  # noqa: E402
 
@@ -40,21 +41,42 @@ def table(mark: str) -> str:
     return report.markdown(report.cells(shown, rows))
 
 
-SHOWN = {mark: shown for _, mark, shown, _ in PLACE.findall(PAGE.read_text())}
+MARKS = {mark: shown for _, mark, shown, _ in PLACE.findall(PAGE.read_text())}
+COUNTED = [mark for mark in MARKS if not mark.startswith("block_size ")]
 
 
-@pytest.mark.parametrize("mark", SHOWN)
+def other_tables() -> dict[str, str]:
+    """By their marks. Those of flash_ext's own tiles are there where its kernels are."""
+    own = tiles.chosen()
+    found = {"block_size computed": report.markdown(tiles.computed())}
+    return found | ({"block_size used": report.markdown(own)} if len(own) > 1 else {})
+
+
+@pytest.mark.parametrize("mark", COUNTED)
 def test_the_page_has_what_is_counted(mark: str) -> None:
-    assert SHOWN[mark] == table(mark) + "\n"
+    assert MARKS[mark] == table(mark) + "\n"
+
+
+def test_the_page_has_what_is_computed() -> None:
+    assert MARKS["block_size computed"] == report.markdown(tiles.computed()) + "\n"
+
+
+@pytest.mark.kernels("sm80", "sm90")
+@pytest.mark.no_gpu
+def test_the_page_has_the_tiles_of_flash_ext() -> None:
+    assert MARKS["block_size used"] == report.markdown(tiles.chosen()) + "\n"
 
 
 @pytest.mark.parametrize("name", LESSON_NAMES)
 def test_the_page_has_every_lesson(name: str) -> None:
     text = PAGE.read_text()
-    assert name in SHOWN and f"\n## {name}: " in text
+    assert name in MARKS and f"\n## {name}: " in text
     picture = PAGE.parent / f"lab/{name}.png"
     assert f"](lab/{name}.png)" in text and 1000 < picture.stat().st_size < 60_000
 
 
 if __name__ == "__main__":
-    PAGE.write_text(PLACE.sub(lambda found: f"{found[1]}{table(found[2])}\n{found[4]}", PAGE.read_text()))
+    new = other_tables() | {mark: table(mark) for mark in COUNTED}
+    PAGE.write_text(
+        PLACE.sub(lambda found: f"{found[1]}{new.get(found[2], found[3][:-1])}\n{found[4]}", PAGE.read_text())
+    )

@@ -106,6 +106,7 @@ def test_a_product_of_a_warp() -> None:
         ("cp_async_16(tile, x + 2, 16);", "float4 at an address that is not a multiple of 16 bytes"),
         ("cp_async_16(tile, x + 4, 16);", "an access outside x"),
         ("cp_async_4(tile, tile, 4);", "cp_async copies from global to shared memory only"),
+        ("cp_async_wait(2);", r"cp_async_wait\(2\): 0 or 1 group may be under way"),
         ("cp_async_4(tile, x, 8);", "cp_async reads 0 to 4 bytes"),
         ("float c[4] = {}; mma_tf32(c, c, c);", "the lab multiplies whole warps only"),
         ("float c[4] = {1.f};", "'}' is expected"),
