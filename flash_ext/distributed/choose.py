@@ -40,6 +40,7 @@ class Facts:
     slopes_by_diagonal: bool = True  # no query sees a key beyond its diagonal, and all diagonals lie within the keys
     scores: bool = False  # a mask, a bias or dropout
     band_is_packable: bool = True  # none, or causal
+    band_is_cut: bool = False  # a side of it is neither open nor causal
     dropout_has_map: bool = True  # no dropout, or every part begins where a part of its map may
 
     @property
@@ -55,8 +56,12 @@ def refusal(method: str, facts: Facts) -> str | None:
             if method == "usp"
             else f"method={method!r} takes a group or a mesh of one dimension; 'usp' takes two"
         )
-    if method in ("ring", "usp") and facts.packed:
-        return f"method={method!r} takes no packed sequences; use 'allgather' or 'ulysses'"
+    if method == "usp" and facts.packed:
+        return "method='usp' takes no packed sequences; use 'ring', 'allgather' or 'ulysses'"
+    if method == "ring" and facts.packed and (facts.scores or facts.slopes):
+        return "method='ring' takes no mask, bias, dropout_p or alibi_slopes for packed sequences; use 'ulysses'"
+    if method == "ring" and facts.packed and facts.band_is_cut:
+        return "method='ring' takes packed sequences with causal=True or without a band, and no window; use 'ulysses'"
     if method == "allgather" and facts.slopes and not facts.slopes_by_diagonal:
         return (
             "method='allgather' takes alibi_slopes with causal=True alone, and where no diagonal ends behind the last "

@@ -12,12 +12,15 @@ delta = rowsum(dO out) - dlse of the whole row the operator's backward takes lse
 Forward keeps lse_s of each part. A part that has all keys of its rows is a call like any other, and so is one whose
 bias or slopes want a gradient, from its own out_s, which is computed again: dlse_s = rowsum(dO_s out_s) - w delta.
 
-Called by ``context_parallel_attention``; inside Ulysses it is ``usp``.
+Packed tokens go around as a batch of one; each call has the lengths that are left of the sequences.
+
+Called by ``context_parallel_attention`` and its packed form; inside Ulysses it is ``usp``.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,6 +58,11 @@ class Plan:
     keys: Layout
     pairs: list[list[Pair]]  # of each rank's keys
     options: Options
+    owned: Tensor | None = None  # of packed tokens: which of this rank's belong to a sequence
+
+    @property
+    def packed(self) -> bool:
+        return self.owned is not None
 
     def source(self, step: int) -> int:
         return (self.group.rank - step) % self.group.size
@@ -69,6 +77,13 @@ def plan(
         [pair for rows in held for pair in _pairs(band, rows, of_rank, by_position, by_distance)]
         for of_rank in keys.ranks
     ]
+    return plan_of(group, keys, pairs, options)
+
+
+def plan_of(
+    group: Group, keys: Layout, pairs: list[list[Pair]], options: Options, owned: Tensor | None = None
+) -> Plan:  # fmt: skip
+    """Of calls, of which it is found out here whose rows see no other keys."""
     every = [pair for of_rank in pairs for pair in of_rank]
 
     def overlap(one: Call, other: Call) -> bool:
@@ -78,7 +93,7 @@ def plan(
         of_rank[:] = [
             replace(pair, alone=sum(overlap(pair.call, other.call) for other in every) == 1) for pair in of_rank
         ]
-    return Plan(group, keys, pairs, options)
+    return Plan(group, keys, pairs, options, owned)
 
 
 def _pairs(
@@ -180,16 +195,14 @@ class Ring(torch.autograd.Function):
             for pair in plan.pairs[plan.source(step)]:
                 call = pair.call
                 of_part = _of_pair(pair, extras, alibi_slopes, out.dtype)
-                out_part, lse_part = local.forward(
-                    _rows(q, call.rows), _rows(k_all, pair.read), _rows(v_all, pair.read),
-                    of_part.extras, call, plan.options,
-                )  # fmt: skip
+                tensors = _rows(q, call.rows), _rows(k_all, pair.read), _rows(v_all, pair.read)
+                out_part, lse_part = _forward(plan, tensors, of_part.extras, call)
                 _join(_rows(out, call.rows), _rows(exact, call.rows), out_part, of_part.moved(lse_part, 1))
                 if not pair.is_whole(sinks):
                     of_parts.append(lse_part)
             keys.step()
         if sinks is not None:
-            _join_sinks(out, exact, sinks)
+            _join_sinks(out, exact, sinks, plan.owned)
         out, lse = out.to(q.dtype), exact.to(lse.dtype)
         ctx.save_for_backward(q, k, v, bias, alibi_slopes, sinks, out, lse, exact, *of_parts)
         ctx.set_materialize_grads(False)
@@ -231,10 +244,10 @@ class Ring(torch.autograd.Function):
                     own_lse = of_part.moved(results[1], 1)
                     of_grads = _of_part(of_grads[0], _rows(delta, call.rows), own_lse, _rows(exact, call.rows))
                     if added:
-                        results = local.forward(*tensors, of_part.extras, call, plan.options)
+                        results = _forward(plan, tensors, of_part.extras, call)
                         of_grads = of_grads[0], of_grads[1] + _delta(of_grads[0], None, results[0], wide)
-                grads = local.backward(
-                    of_grads, *tensors, *results, of_part.extras, call, plan.options, of_part.wanted(wanted),
+                grads = _backward(
+                    plan, of_grads, tensors, results, of_part.extras, call, of_part.wanted(wanted),
                     constant_lse=not (is_whole or added),
                 )  # fmt: skip
                 if added:
@@ -273,6 +286,38 @@ class Ring(torch.autograd.Function):
         )  # fmt: skip
 
 
+def _packed(tensor: Tensor) -> Tensor:
+    """(1, heads, tokens, columns) -> (tokens, heads, columns), as the operator has packed sequences."""
+    return tensor.squeeze(0).transpose(0, 1)
+
+
+def _batched(tensor: Tensor) -> Tensor:
+    return tensor.transpose(0, 1).unsqueeze(0)
+
+
+def _forward(plan: Plan, tensors: tuple[Tensor, ...], extras: Extras, call: Call) -> tuple[Tensor, Tensor]:
+    if not plan.packed:
+        return local.forward(*tensors, extras, call, plan.options)
+    out, lse = local.forward(*map(_packed, tensors), extras, call, plan.options)
+    return _batched(out), lse.unsqueeze(0)
+
+
+def _backward(
+    plan: Plan, grads: tuple[Tensor | None, Tensor | None], tensors: tuple[Tensor, ...],
+    results: tuple[Tensor, Tensor], extras: Extras, call: Call, wanted: Sequence[bool], constant_lse: bool,
+) -> Sequence[Tensor]:  # fmt: skip
+    if not plan.packed:
+        return local.backward(grads, *tensors, *results, extras, call, plan.options, wanted, constant_lse)
+    of_out, of_lse = grads
+    of_results = None if of_out is None else _packed(of_out), None if of_lse is None else of_lse.squeeze(0)
+    found = local.backward(
+        of_results, *map(_packed, tensors), _packed(results[0]), results[1].squeeze(0), extras, call, plan.options,
+        wanted, constant_lse,
+    )  # fmt: skip
+    of_inputs = (_batched(grad) if want else grad for grad, want in zip(found, wanted[:3], strict=False))
+    return [*of_inputs, *found[3:]]
+
+
 def _of_pair(pair: Pair, extras: Extras, alibi_slopes: Tensor | None, wide: torch.dtype) -> slopes.OfPart:
     call = pair.call
     own = extras.of_pairs(call.rows, call.keys)
@@ -286,9 +331,13 @@ def _join(total: Tensor, total_lse: Tensor, out: Tensor, lse: Tensor) -> None:
     total_lse.copy_(joined)
 
 
-def _join_sinks(total: Tensor, total_lse: Tensor, sinks: Tensor) -> None:
-    """One more logit in each row of a head, without a value; in place, once behind all parts."""
-    joined = torch.logaddexp(total_lse, sinks.double().unsqueeze(-1).expand_as(total_lse))
+def _join_sinks(total: Tensor, total_lse: Tensor, sinks: Tensor, owned: Tensor | None) -> None:
+    """One more logit in each row of a head, without a value; in place, once behind all parts. Tokens that belong to no
+    sequence have none."""
+    of_rows = sinks.double().unsqueeze(-1).expand_as(total_lse)
+    if owned is not None:
+        of_rows = of_rows.masked_fill(~owned, local.MINUS_INFINITY)
+    joined = torch.logaddexp(total_lse, of_rows)
     total.mul_(_weight(total_lse, joined))
     total_lse.copy_(joined)
 
@@ -312,4 +361,7 @@ def _of_part(grad_out: Tensor | None, delta: Tensor, lse: Tensor, total: Tensor)
 def attend(plan: Plan, extras: Extras, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """out and lse of this rank's rows, differentiable once."""
     bare = replace(extras, bias=None, slopes=None, sinks=None)
-    return Ring.apply(plan, bare, q, k, v, extras.bias, extras.slopes, extras.sinks)
+    if not plan.packed:
+        return Ring.apply(plan, bare, q, k, v, extras.bias, extras.slopes, extras.sinks)
+    out, lse = Ring.apply(plan, bare, *map(_batched, (q, k, v)), extras.bias, extras.slopes, extras.sinks)
+    return _packed(out), lse.squeeze(0)

@@ -163,8 +163,9 @@ def packed_sequences(world: World) -> None:
     whole = {name: rand(total, h, 8).requires_grad_() for name, h in (("query", 4), ("key", 2), ("value", 4))}
     slopes, sinks, bias = torch.rand(4), rand(4), rand(5, 4, 28, 28)
     options: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
-        "full": (("ulysses", "allgather", "auto"), {}),
-        "causal": (("ulysses", "allgather"), {"causal": True}),
+        "full": (("ulysses", "allgather", "ring", "auto"), {}),
+        "causal": (("ulysses", "allgather", "ring"), {"causal": True, "softcap": 3.0}),
+        "sinks": (("allgather", "ring"), {"causal": True, "sinks": sinks}),
         "window": (("ulysses", "allgather"), {"causal": True, "window": (4, None), "softcap": 2.0}),
         "slopes": (("ulysses", "allgather"), {"causal": True, "alibi_slopes": slopes, "sinks": sinks}),
         "every option": (("ulysses",), {"window": (4, 3), "alibi_slopes": slopes, "bias": bias}),
@@ -199,6 +200,22 @@ def packed_sequences(world: World) -> None:
         return flash_ext.attention_varlen(**t, cu_seqlens_q=cu, max_q=28, causal=True)
 
     compare(world, packed, in_context, whole, dim=0)
+
+
+@case
+def sinks_of_packed_sequences(world: World) -> None:
+    """Their gradient is the sum of the ranks' parts; rows of no sequence have none."""
+    cu, sinks = torch.tensor([0, 7, 31, 50], dtype=torch.int32), rand(4).requires_grad_()
+    whole = [rand(53, 4, 8) for _ in range(4)]  # the last one is the gradient of out
+    parts = [fd.shard_sequence(t, world.group, 0) for t in whole]
+    out = flash_ext.attention_varlen(*whole[:3], cu_seqlens_q=cu, max_q=24, causal=True, sinks=sinks)
+    (expected,) = torch.autograd.grad(out, sinks, whole[3])
+    for method in ("ulysses", "allgather", "ring"):
+        given = {"max_seqlen": 24, "method": method, "causal": True, "sinks": sinks}
+        out = fd.context_parallel_attention_varlen(*parts[:3], cu, world.group, **given)
+        (own,) = torch.autograd.grad(out, sinks, parts[3])
+        torch.distributed.all_reduce(own, group=world.group)
+        torch.testing.assert_close(own, expected)
 
 
 @case
@@ -352,7 +369,11 @@ def what_a_method_does_not_take(world: World) -> None:
     def packed(**options: Any) -> Any:
         return fd.context_parallel_attention_varlen(p, p, p, cu, group, max_seqlen=6 * world.size, **options)
 
-    refused("method='ring' takes no packed sequences", lambda: packed(method="ring"))
+    for option in ({"dropout_p": 0.5}, {"alibi_slopes": slopes}):
+        refused("method='ring' takes no mask, bias, dropout_p or alibi_slopes for packed",
+                lambda option=option: packed(method="ring", causal=True, **option))  # fmt: skip
+    refused("method='ring' takes packed sequences with causal=True or without a band",
+            lambda: packed(method="ring", causal=True, window=(3, None)))  # fmt: skip
     refused("method='allgather' takes packed sequences with causal=True, or with no window",
             lambda: packed(method="allgather", window=(3, 3)))  # fmt: skip
     refused(
