@@ -17,8 +17,34 @@ OPS = torch.ops.flash_ext
 KEYS = 203
 
 
+def packed(x: Tensor) -> Tensor:
+    """(1, heads, tokens, columns) -> (tokens, heads, columns)."""
+    return x[0].transpose(0, 1)
+
+
+def batched(x: Tensor) -> Tensor:
+    return x.transpose(0, 1)[None]
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, **call: Any) -> tuple[Tensor, Tensor]:
+    if "cu_seqlens_q" not in call:
+        out, lse, _ = OPS.attention(q, k, v, return_lse=True, **call)
+        return out, lse
+    out, lse, _ = OPS.attention(packed(q), packed(k), packed(v), return_lse=True, **call)
+    return batched(out), lse[None]
+
+
+def backward(grad_out: Tensor, grad_lse: Tensor, *tensors: Tensor, lse: Tensor, **call: Any) -> list[Tensor]:
+    given = {"constant_lse": True, "grad_mask": [True] * 3 + [False] * 2, **call}
+    state = lse.new_empty(0, dtype=torch.int64)
+    if "cu_seqlens_q" not in call:
+        return OPS.attention_backward(grad_out, grad_lse, *tensors, lse, state, **given)[:3]
+    grads = OPS.attention_backward(packed(grad_out), grad_lse[0], *map(packed, tensors), lse[0], state, **given)
+    return [batched(grad) for grad in grads[:3]]
+
+
 class ByParts(torch.autograd.Function):
-    """out and lse of all keys, from calls on some of them each."""
+    """out and lse of all keys, from calls on some of them each; of packed sequences with ``cu_seqlens_k`` of all."""
 
     @staticmethod
     def forward(
@@ -27,16 +53,18 @@ class ByParts(torch.autograd.Function):
         ctx.calls = [
             {"mask": None if mask is None else mask[..., part], "gqa": True, **options} for part in parts
         ]  # fmt: skip
+        if "cu_seqlens_k" in options:
+            for part, call in zip(parts, ctx.calls, strict=True):
+                call["cu_seqlens_k"] = (options["cu_seqlens_k"] - part.start).clamp(0, part.stop - part.start)
         results = [
-            OPS.attention(q, k[:, :, part], v[:, :, part], return_lse=True, **call)
-            for part, call in zip(parts, ctx.calls, strict=True)
+            forward(q, k[:, :, part], v[:, :, part], **call) for part, call in zip(parts, ctx.calls, strict=True)
         ]
-        lses = torch.stack([lse.double() for _, lse, _ in results])
+        lses = torch.stack([lse.double() for _, lse in results])
         total = lses.logsumexp(0)
         ctx.weights = torch.exp(lses - total).masked_fill(lses == -torch.inf, 0.0).unsqueeze(-1)
         out = sum(w * r[0].double() for w, r in zip(ctx.weights, results, strict=True)).to(q.dtype)
         ctx.parts = parts
-        ctx.save_for_backward(q, k, v, out, *(lse for _, lse, _ in results))
+        ctx.save_for_backward(q, k, v, out, *(lse for _, lse in results))
         return out, total.to(results[0][1].dtype)
 
     @staticmethod
@@ -47,10 +75,7 @@ class ByParts(torch.autograd.Function):
         nowhere = torch.full_like(out, torch.nan)
         for part, call, weight, lse in zip(ctx.parts, ctx.calls, ctx.weights, lses, strict=True):
             own = (weight * grad_out).to(q.dtype), (-weight.squeeze(-1) * delta).to(lse.dtype)
-            grads = OPS.attention_backward(
-                *own, q, k[:, :, part], v[:, :, part], nowhere, lse, q.new_empty(0, dtype=torch.int64), **call,
-                constant_lse=True, grad_mask=[True] * 3 + [False] * 2,
-            )  # fmt: skip
+            grads = backward(*own, q, k[:, :, part], v[:, :, part], nowhere, lse=lse, **call)
             dq += grads[0]
             dk[:, :, part] += grads[1]
             dv[:, :, part] += grads[2]
@@ -89,6 +114,28 @@ def test_error_rule(name: str, split: int, dtype: torch.dtype, device: str, back
             return ByParts.apply(parts, options, query, key, value, mask)
 
         check(call, inputs, CALLS[name] | {"return_lse": True})
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_packed_sequences(dtype: torch.dtype, device: str, backend: str) -> None:
+    """One has all its keys in the first part, one in both, one in the second, and one has none."""
+    of_q, of_k = [0, 33, 100, 130, 150], [0, 60, 160, KEYS, KEYS]
+    lengths = {"max_q": 67, "max_k": 100} | {
+        name: torch.tensor(of, dtype=torch.int32, device=device)
+        for name, of in (("cu_seqlens_q", of_q), ("cu_seqlens_k", of_k))
+    }
+    mask = torch.zeros(150, KEYS, dtype=torch.bool, device=device)
+    for i in range(4):
+        mask[of_q[i] : of_q[i + 1], of_k[i] : of_k[i + 1]] = True
+    parts = [slice(0, 96), slice(96, KEYS)]
+    for columns, options in ((64, {}), (80, {"softcap": 5.0}), (128, {"scale": 0.3})):
+        inputs = make_inputs((1, 4, 150, columns), (1, 2, KEYS, columns), dtype=dtype, device=device)
+
+        def call(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+            options.pop("return_lse")
+            return ByParts.apply(parts, options | lengths, query, key, value, None)
+
+        check(call, inputs, options | {"return_lse": True}, extra={"mask": mask})
 
 
 def test_small_heads(device: str, backend: str) -> None:
