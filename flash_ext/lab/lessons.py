@@ -19,7 +19,7 @@ from torch import Tensor
 from flash_ext.lab.source import Source, parse
 
 LESSON_NAMES = ("add", "transpose", "bank_conflicts", "reduction", "scan", "block_size", "load_tile", "matmul")
-LESSON_NAMES += ("tiny_flash",)
+LESSON_NAMES += ("tiny_flash", "swin")
 FOLDER = Path(__file__).parent
 LARGEST = 2**28  # elements of a tensor: 1 GiB, and the kernels count with int
 GRID_Y = 65535  # blocks

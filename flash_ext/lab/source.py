@@ -42,7 +42,7 @@ class Node:
     """``kind`` says what ``parts`` are. Compared by identity: a node is a place in a file."""
 
     kind: str
-    parts: tuple[Any, ...]
+    parts: tuple[Any, ...] = field(repr=False)
     line: int
 
 

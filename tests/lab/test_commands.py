@@ -59,6 +59,7 @@ def test_every_variant_is_right_at_odd_sizes(name: str, size: str) -> None:
         ("bank_conflicts", "4097"),
         ("reduction", "1"),
         ("scan", "33"),
+        ("swin", "1"),
         ("block_size", "31"),
         ("load_tile", "100 63 64"),
         ("matmul", "33 40 20"),
@@ -121,7 +122,7 @@ def test_show(capsys: pytest.CaptureFixture[str]) -> None:
         (
             "run nothing",
             "lesson nothing: there are add, transpose, bank_conflicts, reduction, scan, block_size, load_tile, matmul, "
-            "tiny_flash.",
+            "tiny_flash, swin.",
         ),
         ("show add nothing", "variant nothing of add: it has row_major, column_major, "),
         ("run add --size 0", "--size 0: 0 is not a whole number from 1 on."),

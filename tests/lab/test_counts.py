@@ -285,6 +285,30 @@ def test_tiny_flash(name: str) -> None:
     assert (found.ways(store=False), found.ways(store=True)) == ((1, 1) if found.shared else (None, None))
 
 
+# One image of one window, one head: global requests of loads and of stores, requests to shared memory, stores then
+# loads, its bytes. Two warps have 32 and 17 of the 49 queries: q and out are 32 requests of each; a key is 32 + 32
+# loads and one of the bias, in "shared" the bias alone, and 2 x 49 rows once. "warp" has 4 warps: 3 x 49 rows,
+# 49 rows of out; a query asks for 2 keys a thread 32 times, and for 49 values. Of the bias it reads what it sees: the
+# window has 4 and 3 rows and columns from the two ends of the image, so 28 queries see none of keys 32 to 48 and
+# 9 others none of keys 0 to 31.
+SWIN = {
+    "row_each": (2 * (32 + 49 * 65), 2 * 32, 0, 0, 0),
+    "shared": (2 * (32 + 49) + 2 * 49, 2 * 32, 2 * 49, 2 * 49 * 64, 2 * 49 * 32 * 4),
+    "warp": (3 * 49 + 2 * 49 - 28 - 9, 49, 2 * 49, 49 * (2 * 32 + 49), 49 * (33 + 32) * 4),
+}
+
+
+@pytest.mark.parametrize("name", SWIN)
+def test_swin(name: str) -> None:
+    found = counted("swin", name, 1, 1, 1)
+    row = [sum(site.requests for site in found.of("global", store)) for store in (False, True)]
+    row += [sum(site.requests for site in found.of("shared", store)) for store in (True, False)]
+    assert (*row, sum(found.shared.values())) == SWIN[name]
+    assert (found.ways(store=False), found.ways(store=True)) == ((1, 1) if found.shared else (None, None))
+    # A row of 32 floats is 4 sectors of a warp, and one of each thread's 32 rows is one each.
+    assert found.sectors(store=True) == (4 if name == "warp" else 49 / 2)
+
+
 def test_sectors_of_one_request() -> None:
     for start, step, expected in ((0, 4, 4), (4, 4, 5), (0, 128, 32), (0, 0, 1), (0, 16, 16)):
         assert sectors((start + step * LANES)[None], ALL) == expected

@@ -25,7 +25,7 @@ for_cuda = pytest.mark.skipif(not torch.version.cuda, reason="needs the NVRTC of
 @every_variant
 def test_every_kernel_compiles(one: Lesson, variant: Variant) -> None:
     """And has the shared memory that was counted."""
-    size = (32,) * len(one.sizes)
+    size = one.checked(SIZES[one.name][0].split(), gpu=False)
     inputs = one.inputs(size)
     counted = count(one, variant, size, inputs, variant.reference(*inputs).contiguous())
     for cc in LIMITS:
@@ -82,7 +82,7 @@ def test_a_kernel_runs_on_the_stream_of_torch() -> None:
 @every_variant
 def test_occupancy_is_what_the_driver_says(one: Lesson, variant: Variant) -> None:
     major, minor = torch.cuda.get_device_capability()
-    size = (64,) * len(one.sizes)
+    size = one.checked(SIZES[one.name][1].split(), gpu=True)
     launch, inputs = variant.launch(size), one.inputs(size)
     output = variant.reference(*inputs).contiguous().cuda()
     cuda.kernel_call(one, variant, launch, (*(x.cuda() for x in inputs), output))
