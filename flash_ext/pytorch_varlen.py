@@ -17,8 +17,10 @@ from flash_ext import ops
 from flash_ext.varlen import attention_varlen
 
 # NOTE: who computed a forward must be seen in backward without a look at the device, also where enable() has ended or a
-# compiled function has called it: torch's rng_state of two zeros begins its memory, ours lies behind 16 unused bytes.
+# compiled function has called it: torch's rng_state of two zeros begins its memory, ours lies behind a
+# multiple of 16 unused bytes, which tells the backend that was asked for: autograd's thread has no choice of its own.
 _MARK = 2
+_asked: list[str | None] = [None]
 _OURS = {"is_causal", "scale", "window_size", "enable_gqa", "seqused_k", "backend"}  # options that we know
 
 
@@ -64,27 +66,40 @@ def _laid_out(tensor: Tensor, like: Tensor) -> Tensor:
     return torch.empty_like(like).copy_(tensor)
 
 
-def _attend(given: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def _attend(given: dict[str, Any], backend: str | None = None) -> tuple[Tensor, Tensor]:
     tensors = (given[name] for name in ("query", "key", "value"))
-    out, lse, _ = torch.ops.flash_ext.attention.default(*tensors, **_options(given), return_lse=True)
+    out, lse, _ = torch.ops.flash_ext.attention.default(
+        *tensors, **_options(given), return_lse=True, backend=backend
+    )  # fmt: skip
     return out, lse
 
 
 def _forward(given: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     query = given["query"]
     out, lse = _attend(given)
-    rng_state = torch.zeros(_MARK + 2, dtype=torch.uint64, device=query.device)[_MARK:]
+    backend = ops.require_c().requested_backend()
+    if backend not in _asked:
+        _asked.append(backend)
+    unused = _MARK * (1 + _asked.index(backend))
+    rng_state = torch.zeros(unused + 2, dtype=torch.uint64, device=query.device)[unused:]
     return _laid_out(out, query), lse.float(), rng_state
+
+
+def _backend(given: dict[str, Any]) -> str | None:
+    """That of forward; any where the mark is gone, see _was_ours."""
+    unused = given["rng_state"].storage_offset()
+    return _asked[unused // _MARK - 1] if unused else None
 
 
 def _backward(given: dict[str, Any]) -> tuple[Tensor, ...]:
     tensors = [given[name] for name in ("query", "key", "value")]
     out, lse = given["out"], given["lse"]
     if tensors[0].dtype == torch.float64:  # whose lse is float64, and was rounded to torch's float32
-        out, lse = _attend(given)
+        out, lse = _attend(given, _backend(given))
     grads = torch.ops.flash_ext.attention_backward.default(
         given["grad_out"], None, *tensors, out, lse, torch.empty(0, dtype=torch.int64, device=out.device),
         **_options(given), grad_mask=[True, True, True, False, False],
+        backend=_backend(given),
     )  # fmt: skip
     return tuple(_laid_out(grad, tensor) for grad, tensor in zip(grads[:3], tensors, strict=True))
 
@@ -92,7 +107,7 @@ def _backward(given: dict[str, Any]) -> tuple[Tensor, ...]:
 def _was_ours(given: dict[str, Any]) -> bool:
     """Also where a hook on saved tensors has copied the mark away, of a forward that PyTorch does not have."""
     query = given["query"]
-    return given["rng_state"].storage_offset() == _MARK or not query.is_cuda or query.dtype.itemsize != 2
+    return given["rng_state"].storage_offset() > 0 or not query.is_cuda or query.dtype.itemsize != 2
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

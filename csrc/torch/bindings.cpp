@@ -287,6 +287,11 @@ std::optional<std::string> set_backend(const std::optional<std::string>& name) {
   }
 }
 
+std::optional<std::string> backend_here() {
+  const auto name = requested_backend();
+  return name.has_value() ? std::optional<std::string>(*name) : std::nullopt;
+}
+
 // Who would see a range that starts now: 1 an NVTX tool, 2 torch's profiler or its memory history.
 int listeners() { return (nvtx::listening() ? 1 : 0) | (at::hasCallbacks() && at::isRecordFunctionEnabled() ? 2 : 0); }
 
@@ -301,6 +306,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("gather_pages", &gather_pages, "NotImplemented where __torch_function__ must decide.");
   m.def("explain", &Call<>::explained, "JSON, see flash_ext/explain.py.");
   m.def("set_backend", &set_backend, "Sets this thread's backend (None: any) and returns the one before.");
+  m.def("requested_backend", &backend_here, "That of this thread or else of the process; None: any.");
   m.def("set_enabled", &set_enabled);
   py::class_<Choice>(m, "Choice", py::module_local());
   m.def("current_choice", &current_choice);

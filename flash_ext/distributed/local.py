@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flash_ext.distributed.layout import Band, Segment, visible
 from flash_ext.errors import AttentionError
+from flash_ext.ops import require_c
 
 _ops = torch.ops.flash_ext
 MINUS_INFINITY = float("-inf")
@@ -64,7 +65,10 @@ class Call:
 
 @dataclass(frozen=True)
 class Options:
-    """What all calls share. ``heads`` are those of the whole call, for the map of dropout."""
+    """What all calls share. ``heads`` are those of the whole call, for the map of dropout.
+
+    ``backend``: where none is given, that of the thread of forward; autograd's has no choice of its own.
+    """
 
     softcap: float = 0.0
     dropout_p: float = 0.0
@@ -72,10 +76,12 @@ class Options:
     deterministic: bool | None = None
     batch_invariant: bool = False
     heads: int = 0
+    backend: str | None = None
     operator: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
-        names = ("softcap", "dropout_p", "scale", "deterministic", "batch_invariant")
+        names = ("softcap", "dropout_p", "scale", "deterministic", "batch_invariant", "backend")
+        object.__setattr__(self, "backend", self.backend or require_c().requested_backend())
         object.__setattr__(self, "operator", {name: getattr(self, name) for name in names} | {"gqa": True})
 
 

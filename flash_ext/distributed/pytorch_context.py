@@ -58,7 +58,7 @@ def _plan(query: Tensor, key: Tensor, values: dict[str, Any], group: Any, balanc
     band = Band.of(values.get("causal", False), sides, bottom_right, queries.length, keys.length)
     options = Options(
         values.get("softcap", 0.0), values.get("dropout_p", 0.0), values.get("scale"), values.get("deterministic"),
-        values.get("batch_invariant", False), query.shape[1],
+        values.get("batch_invariant", False), query.shape[1], values.get("backend"),
     )  # fmt: skip
     if options.dropout_p > 0 and not ring.has_dropout_map(band, queries, keys, by_distance=False):
         raise RuntimeError(

@@ -55,8 +55,9 @@ def build(text: str, defines: tuple[tuple[str, int], ...], arch: str) -> Compile
     log = io.StringIO()
     try:
         options = core.ProgramOptions(
-            arch=f"sm_{arch}", std="c++17", ptxas_options=["-v"], define_macro=macros, include_path=str(FOLDER)
-        )
+            arch=f"sm_{arch}", std="c++17", ptxas_options=["-v"], define_macro=macros, include_path=str(FOLDER),
+            no_cache=True,  # what comes from NVRTC's cache on the disk comes without the words of ptxas
+        )  # fmt: skip
         code = core.Program(text, "c++", options).compile("cubin", logs=log)
     except Exception as error:  # the errors of cuda.core have no base that is public
         raise LabError(f"NVRTC cannot compile the kernel: {error}") from None

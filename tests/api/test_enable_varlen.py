@@ -8,6 +8,7 @@ import itertools
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -134,6 +135,19 @@ def test_autocast_changes_nothing() -> None:
         out = attend(*tensors)
     assert out.dtype == torch.float32
     torch.testing.assert_close(out, expected(tensors)[0].float())
+
+
+def test_backward_is_of_forwards_backend() -> None:
+    """Also in a thread that has no choice of its own, as that of autograd for a GPU."""
+    tensors = qkv()
+    with flash_ext.enable():
+        with flash_ext.use_backend("chunked"):
+            expected, loss = torch.autograd.grad(attend(*tensors).sum(), tensors), attend(*tensors).sum()
+        with ThreadPoolExecutor(1) as pool:
+            got = pool.submit(torch.autograd.grad, loss, tensors).result()
+        other = torch.autograd.grad(attend(*tensors).sum(), tensors)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(got, other, strict=True))
 
 
 def test_off_after_disable() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import ranks
 from helpers import HALF, RESAMPLES, Results, cotangents_of, evaluate, jittered, leaf, rand, violations
 from ranks import World
 
+import flash_ext
 from flash_ext import reference
 from flash_ext.distributed import allgather, context_parallel_attention
 from flash_ext.distributed.layout import Layout, even_layout, layout_of
@@ -232,6 +234,23 @@ def mesh_of(world: World, shape: tuple[int, ...] = ()) -> Any:
     return _meshes[shape]
 
 
+def backward_is_of_forwards_backend(world: World) -> None:
+    """Also in a thread that has no choice of its own, as that of autograd for a GPU."""
+    tensors = [rand(2, heads, 40, 16).requires_grad_() for heads in (4, 2, 2)]
+
+    def attend(method: str) -> Tensor:
+        return context_parallel_attention(*tensors, world.group, method=method, causal=True).square().sum()
+
+    for method in ("ulysses", "allgather", "ring"):
+        with flash_ext.use_backend("chunked"):
+            expected, loss = torch.autograd.grad(attend(method), tensors), attend(method)
+        with ThreadPoolExecutor(1) as pool:
+            got = pool.submit(torch.autograd.grad, loss, tensors).result()
+        other = torch.autograd.grad(attend(method), tensors)
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)), method
+        assert not all(torch.equal(a, b) for a, b in zip(got, other, strict=True)), method
+
+
 def cases(size: int) -> dict[str, Case]:
     found: dict[str, Case] = {}
 
@@ -263,6 +282,8 @@ def cases(size: int) -> dict[str, Case]:
     add("ring", "contiguous", "slopes, bias, more keys", deal="uneven")
     add("ring", "zigzag", "slopes, bias, window", torch.float64)
     add("ring", "zigzag", "grouped", torch.float64)
+    if size == 4:
+        found["backward is of forward's backend"] = backward_is_of_forwards_backend
     return found
 
 

@@ -10,7 +10,6 @@ import torch
 from helpers import DTYPES, check, evaluate, make_inputs, name_of
 from torch import Tensor
 
-import flash_ext
 from flash_ext import reference
 
 OPS = torch.ops.flash_ext
@@ -44,7 +43,10 @@ def backward(grad_out: Tensor, grad_lse: Tensor, *tensors: Tensor, lse: Tensor, 
 
 
 class ByParts(torch.autograd.Function):
-    """out and lse of all keys, from calls on some of them each; of packed sequences with ``cu_seqlens_k`` of all."""
+    """out and lse of all keys, from calls on some of them each; of packed sequences with ``cu_seqlens_k`` of all.
+
+    The backend is an option of the calls, because autograd runs backward of a GPU in a thread of its own.
+    """
 
     @staticmethod
     def forward(
@@ -111,7 +113,7 @@ def test_error_rule(name: str, split: int, dtype: torch.dtype, device: str, back
             query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, **options: Any
         ) -> tuple[Tensor, Tensor]:
             options.pop("return_lse")
-            return ByParts.apply(parts, options, query, key, value, mask)
+            return ByParts.apply(parts, options | {"backend": backend}, query, key, value, mask)
 
         check(call, inputs, CALLS[name] | {"return_lse": True})
 
@@ -133,7 +135,7 @@ def test_packed_sequences(dtype: torch.dtype, device: str, backend: str) -> None
 
         def call(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
             options.pop("return_lse")
-            return ByParts.apply(parts, options | lengths, query, key, value, None)
+            return ByParts.apply(parts, options | lengths | {"backend": backend}, query, key, value, None)
 
         check(call, inputs, options | {"return_lse": True}, extra={"mask": mask})
 
@@ -143,7 +145,7 @@ def test_small_heads(device: str, backend: str) -> None:
     parts = [slice(0, 30), slice(30, 49)]
     for dtype in DTYPES:
         inputs = make_inputs((4, 2, 49, 32), (4, 2, 49, 32), dtype=dtype, device=device)
-        check(lambda **x: ByParts.apply(parts, {}, *x.values(), None)[0], inputs)
+        check(lambda **x: ByParts.apply(parts, {"backend": backend}, *x.values(), None)[0], inputs)
 
 
 def saved_of(device: str, **extra: Tensor) -> tuple[list[Tensor], dict[str, Any]]:
@@ -184,14 +186,13 @@ def test_what_rounds_in_a_large_lse_is_no_error(shift: float, device: str) -> No
     options = {"bias": torch.full((1, 1, 1, 1), shift, device=device)}
 
     def call(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        return ByParts.apply(parts, options, query, key, value, None)
+        return ByParts.apply(parts, options | {"backend": "chunked"}, query, key, value, None)
 
     options_of_truth = options | {"return_lse": True}
     wide = {name: t.double() for name, t in inputs.items()}
     truth = evaluate(reference.attention, wide, options_of_truth, cotangent_dtype=torch.float32)
     eager = evaluate(reference.attention, inputs, options_of_truth)
-    with flash_ext.use_backend("chunked"):
-        got = evaluate(call, inputs)
+    got = evaluate(call, inputs)
     for name in ("grad of query", "grad of key"):
         ours, theirs = ((results[name].double() - truth[name]).square().mean().sqrt() for results in (got, eager))
         assert ours <= 1.5 * theirs, (name, float(ours / theirs))
