@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <limits>
 
+#include "core/dropout.h"
 #include "core/portable.h"
 
 namespace flash_ext {
@@ -77,17 +78,7 @@ struct Problem {
   bool whole_dbias = false;  // every score has an element of its own in dbias
   // NOTE: last, because what kernels read keeps its place so; elsewhere one more instance spilled.
   bool has_sinks = false;
-  bool part_of_dropout = false;  // the call has a part of a larger one's dropout map (DropoutPlace)
-  bool constant_lse = false;     // of backward: no score changes lse, so P need not sum to 1, and delta = -dlse
-};
-
-// Where a call lies in the map of dropout.
-struct DropoutPlace {
-  int64_t batch = 0;            // of its first batch element
-  int64_t query = 0, key = 0;   // of its first row and column; multiples of 16, the size of the map's blocks
-  int64_t head = 0, heads = 0;  // of its first head, and how many the map has
-
-  FLASH_DEVICE uint32_t bh(int64_t b, int64_t h) const { return static_cast<uint32_t>((batch + b) * heads + head + h); }
+  bool constant_lse = false;  // of backward: no score changes lse, so P need not sum to 1, and delta = -dlse
 };
 
 // Where packed sequences lie: sequence b has rows cu[b] to cu[b + 1], of which the first used[b] are in use. On the
@@ -115,17 +106,11 @@ struct ForwardArgs {
                                        // Packed: [h_q, rows_q]
   const int64_t* rng_state = nullptr;  // {seed, offset} on the device of q; null without dropout
 
-  const DropoutPlace* dropout_place = nullptr;  // on the host, for kernels of the CPU; null: the call is the whole
-
   void* stream = nullptr;  // cudaStream_t on a GPU: every launch goes there
 
-  TensorView sinks;  // [b..., h_q, s_q, 1] float32 (float64 for float64); row_stride is 0 but of folded heads
+  TensorView sinks;            // [b..., h_q, s_q, 1] float32 (float64 for float64); row_stride is 0 but of folded heads
+  DropoutPlace dropout_place;  // where the call lies in the map of dropout
 };
-
-inline DropoutPlace dropout_place(const ForwardArgs& args) {
-  if (args.dropout_place != nullptr) return *args.dropout_place;
-  return {.heads = args.problem.heads_q};
-}
 
 struct BackwardArgs {
   ForwardArgs fwd;  // out and lse hold what forward wrote; lse is never null here

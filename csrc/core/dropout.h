@@ -108,6 +108,30 @@ struct Dropout {
   FLASH_DEVICE bool keep(uint32_t bh, int64_t query, int64_t key) const { return keeps(number(bh, query, key)); }
 };
 
+// A 16x16 block of the map.
+struct DropoutBlock {
+  uint32_t bh = 0, q16 = 0, k16 = 0;
+
+  // That of a call's own numbers, where this one is its first; query and key are multiples of 16.
+  FLASH_DEVICE DropoutBlock at(uint32_t own_bh, uint32_t query, uint32_t key) const {
+    return {bh + own_bh, q16 + query / 16, k16 + key / 16};
+  }
+};
+
+// Where a call lies in the map, which may be a larger call's. All zeros: the call is the whole.
+struct DropoutPlace {
+  DropoutBlock first;
+  uint32_t other_heads = 0;  // how many the map has that the call has not
+
+  // To which the numbers of batch element b of the call are added; its bh = b * heads_q + h.
+  FLASH_DEVICE DropoutBlock of_batch(uint32_t b) const { return {first.bh + b * other_heads, first.q16, first.k16}; }
+  FLASH_DEVICE uint32_t bh(int64_t b, int64_t own_bh) const {
+    return of_batch(static_cast<uint32_t>(b)).bh + static_cast<uint32_t>(own_bh);
+  }
+  FLASH_DEVICE int64_t query(int64_t own) const { return int64_t{first.q16} * 16 + own; }
+  FLASH_DEVICE int64_t key(int64_t own) const { return int64_t{first.k16} * 16 + own; }
+};
+
 // seed and offset are rng_state[0] and rng_state[1], read where they live; 0 <= p <= 1.
 FLASH_DEVICE Dropout make_dropout(int64_t seed, int64_t offset, double p) {
   const uint64_t seed_bits = static_cast<uint64_t>(seed);

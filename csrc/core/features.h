@@ -24,7 +24,6 @@ enum class Feature : uint8_t {
   kSinks,
   kSoftcap,
   kDropout,
-  kPartOfDropout,
   kPacked,
   kBatchInvariant,
   // Of backward.
@@ -55,7 +54,6 @@ constexpr const char* kFeatureNames[] = {
     "sinks",
     "a softcap",
     "dropout",
-    "a part of a larger call's dropout map",
     "packed sequences",
     "batch-invariant results",
     "deterministic results",
@@ -121,7 +119,6 @@ inline Features required(const Problem& problem, Pass pass) {
   features.add(Feature::kSinks, problem.has_sinks);
   features.add(Feature::kSoftcap, problem.softcap != 0.0);
   features.add(Feature::kDropout, problem.dropout_p > 0.0);
-  features.add(Feature::kPartOfDropout, problem.part_of_dropout);
   features.add(Feature::kPacked, problem.packed);
   features.add(Feature::kBatchInvariant, problem.batch_invariant);
   if (pass == Pass::kForward) return features;

@@ -257,12 +257,12 @@ class Composite {
   // Whether dropout keeps each of these scores.
   Tensor keeps(Range rows, Range cols) const {
     const DropoutPlace place = dropout_place(options_, heads_q_, first_batch_);
-    const int64_t row = place.query + rows.first, col = place.key + cols.first;
+    const int64_t row = place.query(rows.first), col = place.key(cols.first);
     const auto window = [&](int64_t batch, int64_t heads) {
       return call_dropout_mask(rng_state_, options_.dropout_p, heads, rows.size(), cols.size(), row, col,
-                               (place.batch + batch) * place.heads + place.head);
+                               place.bh(batch, batch * heads_q_));
     };
-    if (place.heads == heads_q_) return window(0, flat_heads_);
+    if (place.other_heads == 0) return window(0, flat_heads_);
     std::vector<Tensor> elements;  // whose heads do not follow each other there
     for (int64_t b = 0; b * heads_q_ < flat_heads_; ++b) elements.push_back(window(b, heads_q_));
     return at::cat(elements);

@@ -70,8 +70,7 @@ void compute(const Inputs& in, const Tensor& rng_state, const Options& options, 
   builder.add_rows(args.out, out, shape.heads_q, shape.len_q, shape.head_dim_v);
   builder.finish(args.problem);
   fold_heads(args);
-  const DropoutPlace place = dropout_place(options, shape.heads_q, first_batch);
-  args.dropout_place = &place;
+  args.dropout_place = dropout_place(options, shape.heads_q, first_batch);
   const DeviceInfo device = device_info(in.query.device());
   const auto name = options.backend.has_value() ? options.backend : requested_backend();
   if (const Kernel* kernel = choose_kernel(args, device, name)) {
@@ -200,8 +199,7 @@ Gradients gradients(const Tensor& grad_out, const Tensor& grad_lse, const Inputs
   }
   Problem& problem = args.fwd.problem;
   builder.finish(problem);
-  const DropoutPlace place = dropout_place(options, shape.heads_q, first_batch);
-  args.fwd.dropout_place = &place;
+  args.fwd.dropout_place = dropout_place(options, shape.heads_q, first_batch);
   set_wanted(problem, wanted, args.dbias);
   const DeviceInfo device = device_info(in.query.device());
   const Stages stages = choose_stages(args, device, options.backend);

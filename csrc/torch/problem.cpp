@@ -84,20 +84,17 @@ ProblemBuilder::ProblemBuilder(const Inputs& in, const Options& options, const S
   p.has_alibi = in.alibi_slopes.defined();
   p.has_sinks = in.sinks.defined();
   p.constant_lse = options.constant_lse;
-  p.part_of_dropout = p.dropout_p > 0.0 && is_part_of_dropout(options, shape.heads_q);
   if (p.has_bias) p.bias_dtype = dtype_of(in.bias.scalar_type());
 }
 
 DropoutPlace dropout_place(const Options& options, int64_t heads_q, int64_t first_batch) {
   const auto number = [](const c10::SymInt& given) { return given.guard_int(__FILE__, __LINE__); };
-  const int64_t heads = number(options.dropout_heads);
-  return {first_batch, number(options.dropout_first_query), number(options.dropout_first_key),
-          number(options.dropout_first_head), heads == 0 ? heads_q : heads};
-}
-
-bool is_part_of_dropout(const Options& options, int64_t heads_q) {
-  const DropoutPlace place = dropout_place(options, heads_q, 0);
-  return place.query != 0 || place.key != 0 || place.head != 0 || place.heads != heads_q;
+  const auto word = [](int64_t x) { return static_cast<uint32_t>(x); };
+  const int64_t given = number(options.dropout_heads), heads = given == 0 ? heads_q : given;
+  return {.first = {.bh = word(first_batch * heads + number(options.dropout_first_head)),
+                    .q16 = word(number(options.dropout_first_query) / 16),
+                    .k16 = word(number(options.dropout_first_key) / 16)},
+          .other_heads = word(heads - heads_q)};
 }
 
 void ProblemBuilder::add(TensorView& view, const Tensor& tensor, int64_t heads, int64_t rows, int64_t cols) {

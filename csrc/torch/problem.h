@@ -47,8 +47,6 @@ double scale_of(const Options& options, int64_t head_dim);
 
 // Where the call lies in the map of dropout; first_batch: of its batch elements.
 DropoutPlace dropout_place(const Options& options, int64_t heads_q, int64_t first_batch);
-// Whether it has a part of a larger call's map: other heads, or rows and columns that start elsewhere.
-bool is_part_of_dropout(const Options& options, int64_t heads_q);
 
 // Which gradients backward is asked for.
 void set_wanted(Problem& problem, const GradMask& wanted, const TensorView& dbias);

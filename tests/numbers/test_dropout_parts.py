@@ -146,9 +146,11 @@ def test_packed_sequences_have_no_part_of_rows() -> None:
         run([q, k, v], **cu, max_q=ROWS, max_k=KEYS, dropout_first_key=16)
 
 
-def test_plan_says_so(device: str) -> None:
-    """The CPU's kernels take a part; those of GPUs do not yet, and say so."""
-    q, k, v = inputs(device)
-    plan = json.loads(OPS.explain(q, k, v, gqa=True, dropout_p=P, dropout_first_query=16))
-    reasons = str(plan)
-    assert ("cpu" in reasons) if device == "cpu" else ("a part of a larger call's dropout map" in reasons)
+def test_the_kernels_of_the_whole_serve_a_part(device: str) -> None:
+    q, k, v = inputs(device, torch.float32)
+    whole, part = (
+        json.loads(OPS.explain(q, k, v, gqa=True, dropout_p=P, **options))
+        for options in ({}, {"dropout_first_query": 16, "dropout_first_head": 1, "dropout_heads": HEADS + 2})
+    )
+    for passed in ("forward", "backward"):
+        assert part[passed]["backend"] == whole[passed]["backend"] != "chunked"

@@ -295,9 +295,9 @@ class BackwardTileWorker {
 
   void keep_tile(const Panel& panel, Range keys, GradientTile<Compute>& tile) {
     if (at_.keep == nullptr) return;
-    const DropoutPlace place = dropout_place(args_.fwd);
-    kernels_.keep_tile(dropout_, place.bh(batch_, head_), place.query + panel.queries.first, place.key + keys.first,
-                       panel.width, static_cast<int>(round_up(tile.rows, kPad)),
+    const DropoutPlace& place = args_.fwd.dropout_place;
+    kernels_.keep_tile(dropout_, place.bh(batch_, batch_ * problem_.heads_q + head_), place.query(panel.queries.first),
+                       place.key(keys.first), panel.width, static_cast<int>(round_up(tile.rows, kPad)),
                        /*transposed=*/true, at_.keep, panel.width);
     tile.keep = at_.keep;
     tile.keep_scale = static_cast<Acc>(dropout_.scale);

@@ -180,9 +180,10 @@ class ForwardWorker {
     const TileBand band = tile_band(band_, queries.first, key, rows, valid_cols);
     if (valid_cols < cols || band_.is_boundary(queries, tile_keys)) tile.band = &band;
     if (at_.keep != nullptr) {
-      const DropoutPlace place = dropout_place(args_);
-      kernels_.keep_tile(dropout_, place.bh(batch_, head), place.query + queries.first, place.key + key,
-                         static_cast<int>(round_up(rows, kPad)), cols, /*transposed=*/false, at_.keep, at_.block_n);
+      const DropoutPlace& place = args_.dropout_place;
+      kernels_.keep_tile(dropout_, place.bh(batch_, batch_ * problem_.heads_q + head), place.query(queries.first),
+                         place.key(key), static_cast<int>(round_up(rows, kPad)), cols,
+                         /*transposed=*/false, at_.keep, at_.block_n);
       tile.keep = at_.keep;
       tile.keep_scale = static_cast<Acc>(dropout_.scale);
     }

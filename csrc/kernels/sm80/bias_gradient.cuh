@@ -40,7 +40,7 @@ struct BiasGradient {
   const BiasGradientSmem& layout;
   BiasGradientProgress& progress;
   Mods& mods;
-  SharedValue<Dropout>& dropout;
+  SharedValue<ElementDropout>& dropout;
   TileBand& band;
   int& diagonal;
   // The last item, of even or odd number, with a row whose P do not sum up to 1; with one that has no key.
@@ -75,7 +75,7 @@ struct BiasGradient {
       mods = Mods::make(args.fwd, 0, 0, whole_sequence(problem()), base + layout.bias, base + layout.mask);
       band = TileBand::make(problem(), whole_sequence(problem()));
       diagonal = diagonal_of(problem(), whole_sequence(problem()));
-      if (drops) dropout.get() = dropout_of(args.fwd);
+      if (drops) dropout.get() = dropout_of(args.fwd, 0);
       measured[0] = measured[1] = emptied[0] = emptied[1] = -1;
       Item& before = ring()[kBiasItems - 1];
       before.q = before.k = before.v = before.d_out = before.to = -1;
@@ -209,8 +209,10 @@ struct BiasGradient {
       mods.template visit_masked<true, kM, kN>(features, warp_key(), warp_query(), 0, sets_hidden(p, kMinusInf));
     }
     if (drops) {
-      visit_dropout<true>(p, dropout.get(), item_at(at).bh, (item_at(at).first_query + warp_query()) / 16,
-                          (item_at(at).first_key + warp_key()) / 16, [](float& x, bool kept) { x = kept ? x : -x; });
+      visit_dropout<true>(p, dropout.get(),
+                          dropout.get().first.at(item_at(at).bh_of_dropout, item_at(at).first_query + warp_query(),
+                                                 item_at(at).first_key + warp_key()),
+                          [](float& x, bool kept) { x = kept ? x : -x; });
     }
   }
 
@@ -289,7 +291,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
       bias_gradient_smem(kTile, kHeadDim, sizeof(typename Traits::T), bias_bytes, problem.has_mask);
   __shared__ BiasGradientProgress progress;
   __shared__ typename Traits::Mods mods;
-  __shared__ SharedValue<Dropout> dropout;
+  __shared__ SharedValue<ElementDropout> dropout;
   __shared__ TileBand band;
   __shared__ int diagonal;
   __shared__ int measured[2], emptied[2];

@@ -42,7 +42,7 @@ struct BiasGradientEntry {
   int64_t q, k, v, d_out, mask, bias;  // of the (batch, head); -1: nothing of it is loaded
   int64_t to;                          // of the tile's corner in the gradient
   float slope;
-  uint32_t bh;
+  uint32_t bh, bh_of_dropout;
   int first_query, first_key;
   bool visible, last;  // what is not visible is only there because its unit ends with it
 };
@@ -79,6 +79,7 @@ __device__ __forceinline__ bool describe(const BackwardArgs& args, const BiasGra
     entry.bias = offset(args.fwd.bias, item.head);
     entry.mask = offset(args.fwd.mask, item.head);
     entry.bh = item.b * heads + item.head;
+    entry.bh_of_dropout = entry.bh + item.b * args.fwd.dropout_place.other_heads;
     entry.slope =
         problem.has_alibi ? static_cast<const float*>(args.fwd.alibi.data)[offset(args.fwd.alibi, item.head)] : 0.f;
   }

@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   float* const row_smem = reinterpret_cast<float*>(smem + layout.rows);
   __shared__ BackwardBlock<Traits> block;
   __shared__ typename Traits::Mods mods;
-  __shared__ SharedValue<Dropout> dropout;
+  __shared__ SharedValue<ElementDropout> dropout;
   __shared__ float warp_values[32];
   Step step{args, scratch, schedule, options, layout, mods, dropout, warp_values, row_smem, shared_address(smem)};
   step.find(block);

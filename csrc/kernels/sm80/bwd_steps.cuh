@@ -44,7 +44,7 @@ struct Backward {
   const ScoreOptions& options;
   const BackwardSmem& layout;
   typename Traits::Mods& mods;
-  SharedValue<Dropout>& dropout;
+  SharedValue<ElementDropout>& dropout;
   float* const warp_values;  // one a warp
   float* const row_smem;     // [stage][lse, delta, what beside_lse has][kBlockM]
   const uint32_t base;
@@ -96,7 +96,7 @@ struct Backward {
     if constexpr (kGeneral) {
       mods = Traits::Mods::make(args.fwd, place.b, first_head, place.sequence, base + layout.bias, base + layout.mask);
     }
-    if (drops()) dropout.get() = dropout_of(args.fwd);
+    if (drops()) dropout.get() = dropout_of(args.fwd, place.b);
     block.find_regular(problem(), mods);
     block.dq_stage = base + layout.dq;
     block.dq_rows =
@@ -254,10 +254,8 @@ struct Backward {
     const float* const lse_row = row_smem + stage * 3 * kBlockM;
     modify(block, s, query, stage);
     exponentials(block, s, query, lse_row);
-    if (!kDrawsAhead && drops()) {
-      visit_dropout<true>(s, dropout.get(), block.bh, query / 16, (block.first_key + warp_key()) / 16,
-                          [](float& x, bool kept) { x = kept ? x : -x; });
-    }
+    if (!kDrawsAhead && drops())
+      visit_dropout<true>(s, dropout.get(), of_map(block, query), [](float& x, bool kept) { x = kept ? x : -x; });
   }
 
   // NOTE: in float of head dimension 256 the block's number was loaded before S, and spilled.
@@ -300,8 +298,11 @@ struct Backward {
     }
   }
 
+  __device__ __forceinline__ DropoutBlock of_map(const Block& block, int query) const {  // of this warp's scores
+    return dropout.get().first.at(block.bh, query, block.first_key + warp_key());
+  }
   __device__ __forceinline__ void draw(const Block& block, Flags& flags, int query, int part, int parts) const {
-    flags.draw(dropout.get(), block.bh, query / 16, (block.first_key + warp_key()) / 16, part, parts);
+    flags.draw(dropout.get(), of_map(block, query), part, parts);
   }
 
   // P to the partner. Behind it what was dropped is 0.

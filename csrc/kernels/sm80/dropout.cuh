@@ -7,22 +7,28 @@
 
 namespace flash_ext::sm80 {
 
-__device__ __forceinline__ Dropout dropout_of(const ForwardArgs& args) {
-  return make_dropout(args.rng_state[0], args.rng_state[1], args.problem.dropout_p);
+// The map, and where the numbers of a batch element begin in it.
+struct ElementDropout : Dropout {
+  DropoutBlock first;
+};
+
+__device__ __forceinline__ ElementDropout dropout_of(const ForwardArgs& args, int64_t b) {
+  return {make_dropout(args.rng_state[0], args.rng_state[1], args.problem.dropout_p),
+          args.dropout_place.of_batch(static_cast<uint32_t>(b))};
 }
 
-// fn(value, kept) for every element of a fragment whose first (query, key), multiples of 16, are blocks (q16, k16) of
-// the map. In S^T the words are transposed across the warp, and words 1 and 2 change places (core/dropout.h).
+// fn(value, kept) for every element of a fragment whose first block of the map is `first`. In S^T the words are
+// transposed across the warp, and words 1 and 2 change places (core/dropout.h).
 template <bool kTransposed, int kM, int kN, class Fn>
-__device__ __forceinline__ void visit_dropout(float (&p)[kM][kN][4], const Dropout& dropout, uint32_t bh, uint32_t q16,
-                                              uint32_t k16, const Fn& fn) {
+__device__ __forceinline__ void visit_dropout(float (&p)[kM][kN][4], const Dropout& dropout, const DropoutBlock& first,
+                                              const Fn& fn) {
   const uint32_t lane = no_hoist(threadIdx.x % 32), threshold = dropout.pair_threshold();
 #pragma unroll
   for (int m = 0; m < kM; ++m) {
 #pragma unroll
     for (int n = 0; n < kN / 2; ++n) {
       const PhiloxWords<uint32_t> words =
-          dropout.block_words(bh, q16 + (kTransposed ? n : m), k16 + (kTransposed ? m : n), lane);
+          dropout.block_words(first.bh, first.q16 + (kTransposed ? n : m), first.k16 + (kTransposed ? m : n), lane);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         // Fragment word i: rows g + 8 * (i % 2), columns 8 * (i / 2) + {2t, 2t + 1}.
@@ -43,15 +49,14 @@ struct DropoutFlags {
   uint32_t row[kM] = {};
 
   // Blocks of 16 queries of part `part` of `parts`; part 0 comes first.
-  __device__ __forceinline__ void draw(const Dropout& dropout, uint32_t bh, uint32_t q16, uint32_t k16, int part,
-                                       int parts) {
+  __device__ __forceinline__ void draw(const Dropout& dropout, const DropoutBlock& from, int part, int parts) {
     const uint32_t lane = no_hoist(threadIdx.x % 32), threshold = dropout.pair_threshold();
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
       uint32_t first = row[m] & 0xFFFFu, second = row[m] >> 16;
 #pragma unroll
       for (int n = part * kN / 2 / parts; n < (part + 1) * kN / 2 / parts; ++n) {
-        const PhiloxWords<uint32_t> words = dropout.block_words(bh, q16 + n, k16 + m, lane);
+        const PhiloxWords<uint32_t> words = dropout.block_words(from.bh, from.q16 + n, from.k16 + m, lane);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const uint32_t word = movmatrix_trans(words.word[i % 2 * 2 + i / 2]);

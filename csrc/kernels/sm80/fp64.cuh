@@ -101,6 +101,7 @@ struct HeadScores {
   int64_t bias_row = 0, bias_col = 0;
   bool drops = false;
   Dropout dropout;
+  DropoutPlace place;
   uint32_t bh = 0;
 
   FLASH_DEVICE bool sees(int64_t query, int64_t key) const {
@@ -120,7 +121,7 @@ struct HeadScores {
   // 0 or 1 / (1 - p).
   FLASH_DEVICE double keep_factor(int64_t query, int64_t key) const {
     if (!drops) return 1.0;
-    return dropout.keep(bh, query, key) ? dropout.scale : 0.0;
+    return dropout.keep(bh, place.query(query), place.key(key)) ? dropout.scale : 0.0;
   }
 
   FLASH_DEVICE double score(double dot, const ScoreAt<double>& at,
@@ -167,7 +168,6 @@ FLASH_DEVICE HeadScores make_head_scores(const ForwardArgs& args, const Sequence
   scores.len_q = sequence.len_q;
   scores.len_k = sequence.len_k;
   scores.diagonal = problem.bottom_right ? sequence.len_k - sequence.len_q : 0;
-  scores.bh = static_cast<uint32_t>(b * problem.heads_q + head);
   if (args.mask) {
     scores.mask = static_cast<const uint8_t*>(args.mask.data) + head_offset(problem, args.mask, b, head);
     scores.mask_row = args.mask.row_stride;
@@ -190,6 +190,8 @@ FLASH_DEVICE HeadScores make_head_scores(const ForwardArgs& args, const Sequence
   }
   if (args.rng_state != nullptr && problem.dropout_p > 0.0) {
     scores.drops = true;
+    scores.place = args.dropout_place;
+    scores.bh = args.dropout_place.bh(b, b * problem.heads_q + head);
     scores.dropout = make_dropout(args.rng_state[0], args.rng_state[1], problem.dropout_p);
   }
   return scores;

@@ -41,7 +41,7 @@ struct Forward {
   const ForwardSmem& layout;
   uint64_t (&k_full)[2], (&v_full)[2];  // mbarriers of each stage, where TMA copies
   Mods& mods;
-  SharedValue<Dropout>& dropout;
+  SharedValue<ElementDropout>& dropout;
   const uint32_t base;
   const bool by_tma, ahead;  // K and V have two stages and arrive a tile ahead
 
@@ -150,7 +150,7 @@ struct Forward {
   }
 
   __device__ __forceinline__ void drop(const Block& block, Scores& p) const {
-    visit_dropout<false>(p, dropout.get(), block.bh, (block.first_query + warp_row()) / 16, key / 16,
+    visit_dropout<false>(p, dropout.get(), dropout.get().first.at(block.bh, block.first_query + warp_row(), key),
                          [](float& x, bool kept) { x = kept ? x : 0.f; });
   }
 
@@ -262,7 +262,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   __shared__ ForwardBlock<Traits> block;
   __shared__ uint64_t k_full[2], v_full[2];
   __shared__ typename Traits::Mods mods;
-  __shared__ SharedValue<Dropout> dropout;
+  __shared__ SharedValue<ElementDropout> dropout;
   block.find(args, schedule, packed_tiles, options.features, copies, base, layout, k_full, v_full, mods, dropout);
   __syncthreads();
   if (problem.packed && block.sequence.len_q == 0) return;  // behind the list's last tile

@@ -58,7 +58,7 @@ struct ForwardBlock {
   __device__ __forceinline__ void find(const ForwardArgs& args, const TileSchedule& schedule, const PackedTile* tiles,
                                        unsigned features, const BoxCopies& copies, uint32_t base,
                                        const ForwardSmem& layout, uint64_t (&k_full)[2], uint64_t (&v_full)[2],
-                                       typename Traits::Mods& mods, SharedValue<Dropout>& dropout) {
+                                       typename Traits::Mods& mods, SharedValue<ElementDropout>& dropout) {
     constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN;
     constexpr bool kByWarps = sizeof(T) == 2;
     if (threadIdx.x % (kByWarps ? 32 : Traits::kThreads) != 0) return;
@@ -107,7 +107,7 @@ struct ForwardBlock {
       if constexpr (!Traits::kPlain) {
         mods = Traits::Mods::make(args, b, head, at, base + layout.bias, base + layout.mask);
         mods.is_regular = mods.is_regular && first + kBlockM <= at.len_q;
-        if (features & kDropout) dropout.get() = dropout_of(args);
+        if (features & kDropout) dropout.get() = dropout_of(args, b);
       }
     }
   }

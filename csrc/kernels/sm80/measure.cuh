@@ -102,8 +102,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       first_query);
 
   const bool drops = problem.dropout_p > 0.0;
-  Dropout dropout;
-  if (drops) dropout = dropout_of(args.fwd);
+  ElementDropout dropout;
+  if (drops) dropout = dropout_of(args.fwd, b);
   const float dropout_scale = static_cast<float>(dropout.scale);
   const int diagonal = diagonal_of(problem, sequence);
   const TileBand tile_band = TileBand::make(problem, sequence);
@@ -181,10 +181,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
     gemm_nt<Frag, kHeadDim>(dp_acc, v_smem, warp_key, d_out_smem, 0);
     if (drops) {
-      visit_dropout<true>(dp_acc, dropout, static_cast<uint32_t>(b * problem.heads_q + head), first_query / 16,
-                          (key + warp_key) / 16,
-                          // What is no number stays none, which the main kernel then has of delta.
-                          [&](float& x, bool kept) { x *= kept ? dropout_scale : 0.f; });
+      visit_dropout<true>(
+          dp_acc, dropout,
+          dropout.first.at(static_cast<uint32_t>(b * problem.heads_q + head), first_query, key + warp_key),
+          // What is no number stays none, which the main kernel then has of delta.
+          [&](float& x, bool kept) { x *= kept ? dropout_scale : 0.f; });
     }
 #pragma unroll
     for (int n = 0; n < kN; ++n) {

@@ -161,10 +161,10 @@ constexpr Limits kOneTileLimits = [] {
   return limits;
 }();
 
-// All but dtypes, which are each row's. NOTE: it had a part of dropout, too, when that was new, and drew another mask.
-constexpr Features kSupported = kAllFeatures.without(
-    {Feature::kFloat16, Feature::kBFloat16, Feature::kFloat32, Feature::kFloat64, Feature::kPartOfDropout});
-static_assert(static_cast<int>(Feature::kCount) == 25, "say here whether these kernels have the new feature");
+// All but dtypes, which are each row's.
+constexpr Features kSupported =
+    kAllFeatures.without({Feature::kFloat16, Feature::kBFloat16, Feature::kFloat32, Feature::kFloat64});
+static_assert(static_cast<int>(Feature::kCount) == 24, "say here whether these kernels have the new feature");
 
 constexpr Kernel row(const char* name, Pass pass, Features supports, const Limits& limits) {
   return {.name = name,

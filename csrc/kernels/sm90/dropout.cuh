@@ -18,6 +18,7 @@ struct DropoutParams {
   const int64_t* rng_state;  // {seed, offset}; null: no dropout
   uint32_t thresholds;       // one, below 2^16 (rows.cpp), in both halves
   float scale;               // 1 / (1 - p); without dropout 1
+  DropoutPlace place;
 };
 
 constexpr uint32_t kHighBits = 0x80008000U;  // of both halves
@@ -53,7 +54,7 @@ __device__ __forceinline__ void mul_hi_lo(uint32_t a, const WordRow<kCount>& b, 
   for (int i = 0; i < kCount; ++i) flash_ext::mul_hi_lo(a, b.word[i], hi.word[i], lo.word[i]);
 }
 
-// What draws, the same in all lanes. bh: of the map.
+// What draws, the same in all lanes.
 struct DropoutDraws {
   Dropout map;
   uint32_t thresholds;
@@ -67,14 +68,13 @@ struct DropoutDraws {
     same(map.offset);
   }
 
-  // fn(number of a packed pair, bits where it is dropped) over a fragment of 16 rows from row 16 q16 on and kKeys
-  // columns from column 16 k16 on.
+  // fn(number of a packed pair, bits where it is dropped) over a fragment of 16 rows and kKeys columns from `first` on.
   template <int kKeys, class Fn>
-  __device__ __forceinline__ void with_dropped(uint32_t bh, uint32_t q16, uint32_t k16, const Fn& fn) const {
+  __device__ __forceinline__ void with_dropped(const DropoutBlock& first, const Fn& fn) const {
     const uint32_t lane = threadIdx.x % 32;
 #pragma unroll
     for (uint32_t k = 0; k < kKeys / 16; ++k) {
-      const PhiloxWords<uint32_t> words = map.block_words(bh, q16, k16 + k, lane);
+      const PhiloxWords<uint32_t> words = map.block_words(first.bh, first.q16, first.k16 + k, lane);
 #pragma unroll
       for (int i = 0; i < 4; ++i) fn(4 * k + i, spread_high_bits(are_below(words.word[i], thresholds)));
     }
@@ -82,8 +82,8 @@ struct DropoutDraws {
 
   // P, packed as the A operand of P V.
   template <int kKeys>
-  __device__ __forceinline__ void apply(uint32_t (&p_frag)[kKeys / 4], uint32_t bh, uint32_t q16, uint32_t k16) const {
-    with_dropped<kKeys>(bh, q16, k16, [&](int i, uint32_t dropped) { p_frag[i] &= ~dropped; });
+  __device__ __forceinline__ void apply(uint32_t (&p_frag)[kKeys / 4], const DropoutBlock& first) const {
+    with_dropped<kKeys>(first, [&](int i, uint32_t dropped) { p_frag[i] &= ~dropped; });
   }
 
   // A warp puts the keys of all rounds where transposed_bits() finds them, kKeyBytes.
@@ -99,11 +99,12 @@ struct DropoutDraws {
     __syncwarp();
   }
 
-  // What is dropped of 64 rows and 16 columns, to the lanes that hold them in S^T: bit 15 - j of a word is the first,
-  // bit 31 - j the second of the pair j of a fragment's packed numbers.
-  __device__ __forceinline__ uint32_t transposed_bits(uint32_t keys, uint32_t bh, uint32_t q16, uint32_t k16) const {
+  // What is dropped of 64 rows and 16 columns from `first` on, to the lanes that hold them in S^T: bit 15 - j of a word
+  // is the first, bit 31 - j the second of the pair j of a fragment's packed numbers.
+  __device__ __forceinline__ uint32_t transposed_bits(uint32_t keys, const DropoutBlock& first) const {
     using Row = WordRow<4>;
-    const PhiloxWords<Row> counter{{Row(k16 * 32 + threadIdx.x % 32), Row(q16, 1), Row(bh), Row(map.offset)}};
+    const PhiloxWords<Row> counter{
+        {Row(first.k16 * 32 + threadIdx.x % 32), Row(first.q16, 1), Row(first.bh), Row(map.offset)}};
     PhiloxWords<Row> words = counter;
 #pragma unroll
     for (int round = 0; round < Dropout::kRounds; ++round) {

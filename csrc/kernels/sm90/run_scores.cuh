@@ -47,10 +47,11 @@ inline ScoreParams make_scores(const ForwardArgs& args, int rows, int cols, int 
     scores.mask = make_score_view(problem, args.mask, 1);
     scores.stage_bytes += mask_bytes > 0 ? mask_bytes : tile(scores.mask, 1);
   }
-  scores.dropout = {nullptr, 0, 1.f};
+  scores.dropout = {nullptr, 0, 1.f, {}};
   if (problem.dropout_p > 0.0) {
     const Dropout dropout = make_dropout(0, 0, problem.dropout_p);
-    scores.dropout = {args.rng_state, dropout.threshold * 0x10001U, static_cast<float>(dropout.scale)};
+    scores.dropout = {args.rng_state, dropout.threshold * 0x10001U, static_cast<float>(dropout.scale),
+                      args.dropout_place};
   }
   scores.stages = scores.stage_bytes > 0 ? std::min(kScoreStages, room / scores.stage_bytes) : 1;
   if (problem.has_alibi) {

@@ -62,7 +62,7 @@ struct ScoredParams : ForwardParams {
 };
 
 __device__ __forceinline__ const DropoutParams& dropout_of(const ScoredParams& params) { return params.scores.dropout; }
-__device__ __forceinline__ DropoutParams dropout_of(const ForwardParams&) { return {nullptr, 0, 1.f}; }
+__device__ __forceinline__ DropoutParams dropout_of(const ForwardParams&) { return {nullptr, 0, 1.f, {}}; }
 
 constexpr int kScoreLoaders = 96;  // threads
 

@@ -155,6 +155,7 @@ class Call {
     args.sinks.head_stride = 1;
     args.sinks.batch_stride[0] = c_.heads_q;
     args.rng_state = rng_state_;
+    args.dropout_place = kPartOfDropout;
     const int heads_q = c_.batch * c_.heads_q, heads_k = c_.batch * c_.heads_k, heads_v = c_.batch * c_.heads_v;
     Matrices<T> out(heads_q, c_.len_q, d_v_, c_.layout);
     Matrices<float> lse(heads_q, c_.len_q, 1, Layout::kHeadsFirst);
@@ -240,6 +241,7 @@ class Call {
         dbias(bias_heads_ * rows_ * n);
     const Band band = make_band(problem_);
     const Dropout dropout = make_dropout(rng_state_[0], rng_state_[1], c_.dropout);
+    constexpr DropoutPlace place = kPartOfDropout;
     const double keep_scale = c_.dropout < 1 ? 1 / (1 - c_.dropout) : 0;
     const int64_t diagonal = c_.bottom_right ? n - c_.len_q : 0;
     for (int bh = 0; bh < c_.batch * c_.heads_q; ++bh) {
@@ -269,7 +271,8 @@ class Call {
           if (c_.bias)
             x += c_.float_bias ? double(float_bias_.at(bias_head, row, j)) : double(bias_.at(bias_head, row, j));
           if (c_.alibi) x -= slopes_[h] * std::abs(double(i + diagonal - j));
-          if (c_.dropout > 0) kept[j] = dropout.keep(bh, i, j) ? keep_scale : 0;
+          if (c_.dropout > 0)
+            kept[j] = dropout.keep(place.bh(bh / c_.heads_q, bh), place.query(i), place.key(j)) ? keep_scale : 0;
           s[j] = x;
           most = std::max(most, x);
           visible.push_back(j);

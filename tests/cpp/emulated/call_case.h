@@ -119,6 +119,9 @@ class Matrices {
   bool rows_first_;
 };
 
+// Calls with dropout are parts of a larger one, with other rows, keys and heads before their own, and more heads.
+constexpr DropoutPlace kPartOfDropout = {.first = {.bh = 7, .q16 = 3, .k16 = 5}, .other_heads = 2};
+
 struct Results {
   std::vector<float> out, lse, dq, dk, dv, dbias, dalibi;
 };

@@ -300,6 +300,7 @@ class PackedCall {
       args.alibi.head_stride = 1;
     }
     args.rng_state = rng_state_;
+    args.dropout_place = kPartOfDropout;
     Guarded<T> out(elements * len_q * c_.heads_q * d_v_);
     Guarded<float> lse(elements * len_q * c_.heads_q);
     args.out = of_element(view(out.begin(), c_.heads_q, d_v_), len_q);

@@ -182,12 +182,13 @@ __device__ __forceinline__ void draw_drops(const typename Traits::Params& params
   draws.store_keys(keys);
   typename Traits::Place place;
   for_heads<Traits>(params, tiles, [&](const typename Traits::Work& work, int member) {
+    const DropoutBlock first = params.scores.dropout.place.of_batch(work.b1 * params.inner_batch + work.b0);
     for (int m = work.first_m; m < work.last_m; ++m) {
       barrier_wait(ring.empty(place.stage), place.phase ^ 1);
 #pragma unroll 1
       for (int i = warp; i < kParts * (Traits::kBlockM / kScoreRows); i += warps) {
         const int row = m * Traits::kBlockM + i / kParts * kScoreRows, key = work.first_key + i % kParts * 16;
-        const uint32_t bits = draws.transposed_bits(keys, work.row + member, row / 16, key / 16);
+        const uint32_t bits = draws.transposed_bits(keys, first.at(work.row + member, row, key));
         store_shared1(ring.tile(place.stage) + (i * 32 + threadIdx.x % 32) * 4, __uint_as_float(bits));
       }
       barrier_arrive(ring.full(place.stage));

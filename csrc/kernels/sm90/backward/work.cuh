@@ -55,7 +55,7 @@ struct ScoredBackwardParams : BackwardParams {
 __device__ __forceinline__ const DropoutParams& dropout_of(const ScoredBackwardParams& params) {
   return params.scores.dropout;
 }
-__device__ __forceinline__ DropoutParams dropout_of(const BackwardParams&) { return {nullptr, 0, 1.f}; }
+__device__ __forceinline__ DropoutParams dropout_of(const BackwardParams&) { return {nullptr, 0, 1.f, {}}; }
 __device__ __forceinline__ bool has_mask(const ScoredBackwardParams& params) {
   return params.scores.mask.data != nullptr;
 }

@@ -71,8 +71,9 @@ struct KeyRows {
       sm90::make_p<Traits>(p, for_ds, s, params, tiles.lse(place.stage), scores.softcap);
       if (scores.mask.data != nullptr) hide(p, for_ds, kept);
       if (drops) {
-        dropped = draws.transposed_bits(tiles.draw_keys(warp), work.b * params.heads_q + at.head, at.m * (kBlock / 16),
-                                        (work.first_row + warp_row) / 16);
+        dropped = draws.transposed_bits(
+            tiles.draw_keys(warp), dropout_of(params).place.of_batch(work.b).at(
+                                       work.b * params.heads_q + at.head, at.m * kBlock, work.first_row + warp_row));
 #pragma unroll
         for (int i = 0; i < kBlock / 4; ++i) p[i] &= ~spread_high_bits(dropped << i);
       }

@@ -57,7 +57,7 @@ struct ScoredTwoPassParams : TwoPassParams {
 __device__ __forceinline__ const DropoutParams& dropout_of(const ScoredTwoPassParams& params) {
   return params.keys_scores.dropout;
 }
-__device__ __forceinline__ DropoutParams dropout_of(const TwoPassParams&) { return {nullptr, 0, 1.f}; }
+__device__ __forceinline__ DropoutParams dropout_of(const TwoPassParams&) { return {nullptr, 0, 1.f, {}}; }
 
 template <class T_, int kHeadDim_, Added kAdded>
 struct TwoPassTraits {

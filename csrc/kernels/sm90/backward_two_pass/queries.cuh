@@ -143,8 +143,9 @@ struct QueryRows {
       ds[pair] = minus_lse[half] == kMinusInf ? 0 : pack(x, y, T());  // a row without keys, beside a NaN
     };
     if (drops) {
-      draws.template with_dropped<kBlock>(work.b * params.heads_q + work.head, (first_query + warp_row) / 16,
-                                          n * (kBlock / 16), of_pair);
+      draws.template with_dropped<kBlock>(dropout_of(params).place.of_batch(work.b).at(
+                                              work.b * params.heads_q + work.head, first_query + warp_row, n * kBlock),
+                                          of_pair);
     } else {
 #pragma unroll
       for (int pair = 0; pair < kBlock / 4; ++pair) of_pair(pair, 0);

@@ -176,9 +176,10 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
   // P of the tile n is packed.
   const auto drop_p = [&](int n) {
     if (!drops) return;
-    const int bh = work.flat_head(params);
-    DropoutDraws(draws).apply<kBlockN>(p_frag, bh, (work.first_query + consumer * 64 + warp_row) / 16,
-                                       n * (kBlockN / 16));
+    const DropoutPlace& place = dropout_of(params).place;
+    DropoutDraws(draws).apply<kBlockN>(
+        p_frag, place.of_batch(work.batch(params))
+                    .at(work.flat_head(params), work.first_query + consumer * 64 + warp_row, n * kBlockN));
   };
   // index: of its Q, whose stage out goes through. Its Work is the one before next_work()'s, in the other of two
   // places.
