@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from flash_ext import ops
-from flash_ext.varlen import attention_varlen
 
 # NOTE: who computed a forward must be seen in backward without a look at the device, also where enable() has ended or a
 # compiled function has called it: torch's rng_state of two zeros begins its memory, ours lies behind a
@@ -112,9 +111,10 @@ def _was_ours(given: dict[str, Any]) -> bool:
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     given = _bind(sys.modules["torch.nn.attention.varlen"]._varlen_attn_backward, inputs, {})
-    names = ("grad_out", "query", "key", "value", "cu_seq_q", "cu_seq_k")
-    ctx.was_ours, ctx.options, ctx.number = _was_ours(given), _options(given), len(inputs)
-    ctx.places = [list(given).index(name) for name in names[:4]]
+    names = ("grad_out", "query", "key", "value")
+    ctx.was_ours, ctx.number = _was_ours(given), len(inputs)
+    ctx.options = _options(given) | {"backend": _backend(given) if ctx.was_ours else None}
+    ctx.places = [list(given).index(name) for name in names]
     ctx.save_for_backward(*(given[name] for name in names))
 
 
@@ -122,14 +122,9 @@ def _second(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
     """Gradients of gradients: forward once more, differentiated twice."""
     if not ctx.was_ours:
         raise RuntimeError("torch's varlen_attn has no second derivative; call it within flash_ext.enable()")
-    grad_out, query, key, value, cu_q, cu_k = ctx.saved_tensors
-    options = ctx.options
     with torch.enable_grad():
-        leaves = [t.detach().requires_grad_() for t in (grad_out, query, key, value)]
-        out = attention_varlen(
-            *leaves[1:], cu_q, cu_k, max_q=options["max_q"], max_k=options["max_k"], causal=options["causal"],
-            window=(options["window_left"], options["window_right"]), align="bottom_right", scale=options["scale"],
-        )  # fmt: skip
+        leaves = [t.detach().requires_grad_() for t in ctx.saved_tensors]
+        out, *_ = torch.ops.flash_ext.attention.default(*leaves[1:], **ctx.options)
         first = torch.autograd.grad(out, leaves[1:], leaves[0], create_graph=True)
     result: list[Tensor | None] = [None] * ctx.number
     for place, grad in zip(ctx.places, torch.autograd.grad(first, leaves, cotangents), strict=True):

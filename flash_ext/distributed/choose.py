@@ -56,12 +56,13 @@ def refusal(method: str, facts: Facts) -> str | None:
             if method == "usp"
             else f"method={method!r} takes a group or a mesh of one dimension; 'usp' takes two"
         )
-    if method == "usp" and facts.packed:
-        return "method='usp' takes no packed sequences; use 'ring', 'allgather' or 'ulysses'"
-    if method == "ring" and facts.packed and (facts.scores or facts.slopes):
-        return "method='ring' takes no mask, bias, dropout_p or alibi_slopes for packed sequences; use 'ulysses'"
-    if method == "ring" and facts.packed and facts.band_is_cut:
-        return "method='ring' takes packed sequences with causal=True or without a band, and no window; use 'ulysses'"
+    other = "'ulysses'" if method == "ring" else "a group of one dimension and 'ulysses'"
+    if method in ("ring", "usp") and facts.packed and (facts.scores or facts.slopes):
+        return f"method={method!r} takes no mask, bias, dropout_p or alibi_slopes for packed sequences; use {other}"
+    if method in ("ring", "usp") and facts.packed and facts.band_is_cut:
+        return (
+            f"method={method!r} takes packed sequences with causal=True or without a band, and no window; use {other}"
+        )
     if method == "allgather" and facts.slopes and not facts.slopes_by_diagonal:
         return (
             "method='allgather' takes alibi_slopes with causal=True alone, and where no diagonal ends behind the last "

@@ -27,9 +27,11 @@ from flash_ext.distributed import allgather, choose, local, ring, ulysses
 from flash_ext.distributed.agree import agree
 from flash_ext.distributed.dense import cast, check_method, draw, groups_of, sizes_of, wants_gradient
 from flash_ext.distributed.exchange import Group
-from flash_ext.distributed.layout import Band, Layout, Segment, check_balance, layout_of
+from flash_ext.distributed.layout import Band, Layout, Segment, check_balance, joined, layout_of, within
 from flash_ext.distributed.local import Call, Extras, Options
 from flash_ext.errors import AttentionError
+
+_HAS_NO_ROWS = {"mask": False, "bias": False}  # of a rank's own: each has all of it
 
 
 def _describe(
@@ -120,10 +122,10 @@ def context_parallel_attention_varlen(
         query: (n, Hq, E), the packed tokens that this rank holds, of T in all. float16, bfloat16, float32 or float64.
         key: (n, Hk, E); Hk divides Hq. value: (n, Hv, Ev); Hv divides Hq.
         cu_seqlens: (sequences + 1,) int32, of the whole: from 0 to T, the same on all ranks; not read on the host.
-        group: a ProcessGroup, or a DeviceMesh of one dimension.
+        group: a ProcessGroup, or a DeviceMesh of one dimension; for "usp" of two, (across hosts, within a host).
         max_seqlen: the length of the longest sequence, or more.
         method: "ulysses", which takes every option; "allgather", with causal=True or no window at all, and no mask,
-            bias or dropout_p; "ring", which takes no window to the left nor alibi_slopes either; or "auto".
+            bias or dropout_p; "ring" and "usp", which take no window to the left nor alibi_slopes either; or "auto".
         mask, bias: broadcastable to (sequences, Hq, max_seqlen, max_seqlen), all of it on every rank.
         alibi_slopes: (Hq,) or (sequences, Hq). sinks: (Hq,).
 
@@ -164,11 +166,16 @@ def context_parallel_attention_varlen(
     if chosen.method == "ulysses":
         out, lse = _whole(groups[0], layout, band, cu_seqlens, max_seqlen, options, extras, (query, key, value))
     elif chosen.method == "ring":
-        pairs = _pairs(layout, groups[0].rank, band, cu_seqlens, max_seqlen)
-        of_rank = layout.ranks[groups[0].rank]
-        positions = torch.cat([torch.arange(segment.start, segment.end, device=device) for segment in of_rank])
-        plan = ring.plan_of(groups[0], layout, pairs, options, positions < cu_seqlens[-1])
-        out, lse = ring.attend(plan, extras, query, key, value)
+        around = _around(groups[0], layout, band, cu_seqlens, max_seqlen, options)
+        out, lse = ring.attend(around, extras, query, key, value)
+    elif chosen.method == "usp":
+        across, inside = groups
+        around = _around(across, joined(layout, across.size, inside.size), band, cu_seqlens, max_seqlen, options)
+        of_rows = within(layout, across.rank, inside.size)
+        out, lse = ulysses.attend(
+            ulysses.plan(inside, of_rows, of_rows, query.shape[1], 0), extras, _HAS_NO_ROWS, query, key, value,
+            lambda q, k, v, own: ring.attend(around, own, q, k, v),
+        )  # fmt: skip
     else:
         calls = [_calls(layout, rank, band, cu_seqlens, max_seqlen) for rank in range(groups[0].size)]
         plan = allgather.plan(groups[0], layout, calls, options, 0)
@@ -185,7 +192,7 @@ def _whole(
     lengths = {"cu_seqlens_q": cu_seqlens, "max_q": max_seqlen, "max_k": max_seqlen}
     call = Call(rows, rows, rows, sides | lengths)
     return ulysses.attend(
-        ulysses.plan(group, layout, layout, tensors[0].shape[1], 0), extras, {"mask": False, "bias": False}, *tensors,
+        ulysses.plan(group, layout, layout, tensors[0].shape[1], 0), extras, _HAS_NO_ROWS, *tensors,
         lambda q, k, v, own: local.forward(q, k, v, own, call, options),
     )  # fmt: skip
 
@@ -206,6 +213,15 @@ def _calls(layout: Layout, rank: int, band: Band, cu_seqlens: Tensor, max_seqlen
         sides = {"window_left": band.left, "window_right": band.right, "bottom_right": band.right == 0}
         calls.append(Call(segment.rows, slice(0, end), slice(segment.start, segment.end), sides | lengths))
     return calls
+
+
+def _around(
+    group: Group, layout: Layout, band: Band, cu_seqlens: Tensor, max_seqlen: int, options: Options
+) -> ring.Plan:  # fmt: skip
+    held = sorted(layout.ranks[group.rank], key=lambda segment: segment.row)
+    positions = [torch.arange(segment.start, segment.end, device=cu_seqlens.device) for segment in held]
+    pairs = _pairs(layout, group.rank, band, cu_seqlens, max_seqlen)
+    return ring.plan_of(group, layout, pairs, options, torch.cat(positions) < cu_seqlens[-1])
 
 
 def _pairs(layout: Layout, rank: int, band: Band, cu_seqlens: Tensor, max_seqlen: int) -> list[list[ring.Pair]]:

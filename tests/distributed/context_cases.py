@@ -1,5 +1,5 @@
-"""What test_context.py runs on 2 and 4 ranks: the context, shards, packed sequences, dropout and errors, in float64
-against the same call on the whole, and what is refused, on every rank.
+"""What test_context.py runs on 2 and 4 ranks: the context, shards, packed sequences (packed_cases.py), dropout and
+errors, in float64 against the same call on the whole, and what is refused, on every rank.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import packed_cases
 import ranks
 from context_helpers import compare, rand, refused, whole_problem
 from ranks import World
@@ -154,68 +155,6 @@ def checkpointed_in_the_context(world: World) -> None:
     where = fd.positions(21, world.group)
     for mine, all_of_it in zip(grads, expected, strict=True):
         torch.testing.assert_close(mine, all_of_it[:, :, where])
-
-
-@case
-def packed_sequences(world: World) -> None:
-    total = 53
-    cu = torch.tensor([0, 9, 9, 12, 40, 50], dtype=torch.int32)  # one is empty, and three rows are nobody's
-    whole = {name: rand(total, h, 8).requires_grad_() for name, h in (("query", 4), ("key", 2), ("value", 4))}
-    slopes, sinks, bias = torch.rand(4), rand(4), rand(5, 4, 28, 28)
-    options: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
-        "full": (("ulysses", "allgather", "ring", "auto"), {}),
-        "causal": (("ulysses", "allgather", "ring"), {"causal": True, "softcap": 3.0}),
-        "sinks": (("allgather", "ring"), {"causal": True, "sinks": sinks}),
-        "window": (("ulysses", "allgather"), {"causal": True, "window": (4, None), "softcap": 2.0}),
-        "slopes": (("ulysses", "allgather"), {"causal": True, "alibi_slopes": slopes, "sinks": sinks}),
-        "every option": (("ulysses",), {"window": (4, 3), "alibi_slopes": slopes, "bias": bias}),
-    }
-    for methods, given in options.values():
-        for method in methods:
-            for balance in BALANCES:
-
-                def call(given: dict[str, Any] = given, **t: Tensor) -> Tensor:
-                    out, lse = flash_ext.attention_varlen(**t, cu_seqlens_q=cu, max_q=28, return_lse=True, **given)
-                    return out + lse.mT.masked_fill(lse.mT.isinf(), 0.0).unsqueeze(-1)
-
-                def on_shards(
-                    given: dict[str, Any] = given, method: str = method, balance: str = balance, **t: Tensor
-                ) -> Tensor:
-                    out, lse = fd.context_parallel_attention_varlen(
-                        **t, cu_seqlens=cu, group=world.group, max_seqlen=28, method=method, balance=balance,
-                        return_lse=True, **given,
-                    )  # fmt: skip
-                    return out + lse.mT.masked_fill(lse.mT.isinf(), 0.0).unsqueeze(-1)
-
-                try:
-                    compare(world, call, on_shards, whole, balance, dim=0)
-                except AssertionError as error:
-                    raise AssertionError(f"{method}, {balance}, {sorted(given)}: {error}") from None
-
-    def in_context(**t: Tensor) -> Tensor:
-        with fd.context_parallel(world.group):
-            return packed(**t)
-
-    def packed(**t: Tensor) -> Tensor:
-        return flash_ext.attention_varlen(**t, cu_seqlens_q=cu, max_q=28, causal=True)
-
-    compare(world, packed, in_context, whole, dim=0)
-
-
-@case
-def sinks_of_packed_sequences(world: World) -> None:
-    """Their gradient is the sum of the ranks' parts; rows of no sequence have none."""
-    cu, sinks = torch.tensor([0, 7, 31, 50], dtype=torch.int32), rand(4).requires_grad_()
-    whole = [rand(53, 4, 8) for _ in range(4)]  # the last one is the gradient of out
-    parts = [fd.shard_sequence(t, world.group, 0) for t in whole]
-    out = flash_ext.attention_varlen(*whole[:3], cu_seqlens_q=cu, max_q=24, causal=True, sinks=sinks)
-    (expected,) = torch.autograd.grad(out, sinks, whole[3])
-    for method in ("ulysses", "allgather", "ring"):
-        given = {"max_seqlen": 24, "method": method, "causal": True, "sinks": sinks}
-        out = fd.context_parallel_attention_varlen(*parts[:3], cu, world.group, **given)
-        (own,) = torch.autograd.grad(out, sinks, parts[3])
-        torch.distributed.all_reduce(own, group=world.group)
-        torch.testing.assert_close(own, expected)
 
 
 @case
@@ -443,7 +382,7 @@ def what_is_explained(world: World) -> None:
 
 
 def cases(size: int) -> dict[str, Callable[[World], None]]:
-    return CASES
+    return CASES | packed_cases.cases(size)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ def compare(
     }
     expected = call(**whole)
     cotangent = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    cotangent = cotangent.to(expected.device)
     grads = torch.autograd.grad(expected, list(whole.values()), cotangent)
     got = on_shards(**parts)
     own = fd.shard_sequence(cotangent, world.group, dim, balance)

@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 
 import context_cases
+import packed_cases
 import pytest
 import ranks
 import torch
@@ -30,10 +31,16 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, 
     return cache(lambda size: ranks.run(context_cases.__file__, size, tmp_path_factory.mktemp("store")))
 
 
-@pytest.mark.parametrize("name", context_cases.CASES)
+@pytest.mark.parametrize("name", context_cases.cases(2))
 @pytest.mark.parametrize("size", [2, 4])
 def test_case(said: Callable[[int], dict[str, list[str]]], size: int, name: str) -> None:
     assert set(said(size)[name]) == {ranks.RIGHT}, said(size)[name]
+
+
+@pytest.mark.gpu(2)
+def test_packed_sequences_on_two_gpus(tmp_path: Path) -> None:
+    for name, told in ranks.run(packed_cases.__file__, 2, tmp_path, "cuda").items():
+        assert set(told) == {ranks.RIGHT}, (name, told)
 
 
 def test_a_dead_rank_ends_the_others(tmp_path: Path) -> None:
