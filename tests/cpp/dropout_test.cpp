@@ -90,6 +90,22 @@ uint32_t paper_number(int64_t seed, int64_t offset, uint32_t bh, int64_t q, int6
   return 1u << 31;  // no lane holds the element
 }
 
+// A call of three heads from the third of six on, without the first 16 queries and 32 keys.
+TEST(Dropout, PlaceOfAPart) {
+  constexpr DropoutPlace place = {.first = {.bh = 2, .q16 = 1, .k16 = 2}, .other_heads = 3};
+  for (uint32_t b = 0; b < 3; ++b) {
+    for (uint32_t h = 0; h < 3; ++h) {
+      EXPECT_EQ(place.bh(b, b * 3 + h), b * 6 + 2 + h);
+      const DropoutBlock block = place.of_batch(b).at(b * 3 + h, 48, 80);
+      EXPECT_EQ(block.bh, b * 6 + 2 + h);
+      EXPECT_EQ(block.q16, (16 + 48) / 16u);
+      EXPECT_EQ(block.k16, (32 + 80) / 16u);
+    }
+  }
+  EXPECT_EQ(place.query(5), 16 + 5);
+  EXPECT_EQ(place.key(7), 32 + 7);
+}
+
 TEST(Dropout, GoldenFile) {
   std::ifstream file(GOLDEN_DIR "/dropout_map.json");
   int entries = 0;
