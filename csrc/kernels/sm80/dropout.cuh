@@ -8,6 +8,8 @@
 namespace flash_ext::sm80 {
 
 // The map, and where the numbers of a batch element begin in it.
+// NOTE: found once, and kept in shared memory. Found by a division of bh where blocks are drawn, two of backward's
+// kernels (bf16 of head dim 128, float of 256) spilled 4 to 24 bytes.
 struct ElementDropout : Dropout {
   DropoutBlock first;
 };
