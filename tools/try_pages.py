@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted(path for kind in ("use", "learn") for path in (ROOT / "docs" / kind).glob("*.md"))]
-TWO_RANKS = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 SECONDS = 120
 
 
