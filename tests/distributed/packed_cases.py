@@ -12,7 +12,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import ranks
-from context_helpers import compare, rand
+from context_helpers import compare, rand, refused
 from ranks import World
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -93,8 +93,28 @@ def sinks_of_packed_sequences(world: World) -> None:
         torch.testing.assert_close(own, expected)
 
 
+def what_usp_does_not_take(world: World) -> None:
+    cu, p, mesh = starts(world, 0, 6 * world.size), rand(6, 4, 8).to(world.device), place_of(world, "usp")
+    slopes = torch.ones(4, device=world.device)
+    for options, what in (
+        (
+            {"alibi_slopes": slopes},
+            "method='usp' takes no mask, bias, dropout_p or alibi_slopes for packed sequences; use",
+        ),
+        (
+            {"window": (3, None)},
+            "method='usp' takes packed sequences with causal=True or without a band, and no window",
+        ),
+    ):
+
+        def call(options: dict[str, Any] = options) -> Any:
+            return fd.context_parallel_attention_varlen(p, p, p, cu, mesh, max_seqlen=24, causal=True, **options)
+
+        refused(what, call)
+
+
 def cases(size: int) -> dict[str, Callable[[World], None]]:
-    return {f.__name__: f for f in (packed_sequences, sinks_of_packed_sequences)}
+    return {f.__name__: f for f in (packed_sequences, sinks_of_packed_sequences, what_usp_does_not_take)}
 
 
 if __name__ == "__main__":
