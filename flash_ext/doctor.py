@@ -11,7 +11,6 @@ import glob
 import json
 import os
 import platform
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -23,6 +22,7 @@ from torch import Tensor
 
 import flash_ext
 from flash_ext import ops, reference
+from flash_ext.lab.ncu import find_ncu
 from flash_ext.profiling.nsys import NsysError, find_nsys
 
 OK, ABSENT, WRONG = "ok", "absent", "WRONG"
@@ -97,8 +97,7 @@ def tools() -> Iterator[Finding]:
     except NsysError as error:
         text, _, remedy = str(error).partition("; ")
         yield Finding("nsys", ABSENT, text, remedy)
-    places = ("/usr/local/cuda*/bin/ncu", "/opt/nvidia/nsight-compute*/ncu", "/opt/nvidia/nsight-compute/*/ncu")
-    ncu = shutil.which("ncu") or next((path for place in places for path in sorted(glob.glob(place))), None)
+    ncu = find_ncu()
     remedy = "" if ncu else "install Nsight Compute, for what a kernel waits for"
     yield Finding("ncu", OK if ncu else ABSENT, ncu or "not on PATH nor in the usual places", remedy)
     wheels = [Path(place) / "nvidia" for place in sys.path if place]

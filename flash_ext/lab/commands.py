@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,11 +17,13 @@ from rich.table import Table
 from tyro.conf import Positional
 
 from flash_ext.lab import cuda, lessons, picture, report
+from flash_ext.lab import ncu as profiler
 from flash_ext.lab.lessons import LabError
-from flash_ext.lab.measure import count, measure
+from flash_ext.lab.measure import Times, count, references, time_all
 from flash_ext.lab.source import SourceError
 
 TABLE_WIDTH = 132
+MEASURED = "Counted from addresses / measured by Nsight Compute"
 
 
 def list_lessons() -> None:
@@ -53,7 +56,7 @@ def show_source(name: str, variants: Positional[tuple[str, ...]] = ()) -> None:
         print(f"// ---- ptx.cuh\n{(lessons.FOLDER / 'ptx.cuh').read_text()}")
 
 
-def run_lesson(name: str, size: tuple[str, ...] = (), out: Path | None = None) -> None:
+def run_lesson(name: str, size: tuple[str, ...] = (), out: Path | None = None, ncu: bool = False) -> None:
     """Runs a lesson: compares each variant with torch, counts what its addresses cost and, on a GPU, times it.
 
     Args:
@@ -61,10 +64,13 @@ def run_lesson(name: str, size: tuple[str, ...] = (), out: Path | None = None) -
         size: a whole number for each that the lesson has, or one for all; without it what suits the machine
         out: a folder for NAME.md, the table, and NAME.png, the picture; without it no files are written, or on a
             machine without a GPU the picture alone, in the present folder
+        ncu: shows beside what is counted what NVIDIA Nsight Compute measures on this GPU
     """
 
     gpu, lesson = torch.cuda.is_available(), lessons.lesson(name)
     numbers = lesson.checked(size, gpu)
+    if ncu:
+        profiler.needed()
     if out:
         try:
             out.mkdir(parents=True, exist_ok=True)
@@ -73,30 +79,23 @@ def run_lesson(name: str, size: tuple[str, ...] = (), out: Path | None = None) -
     if gpu and cuda.missing():
         raise LabError(cuda.missing())
     inputs = lesson.inputs(numbers)
-    on_gpu = tuple(tensor.cuda() for tensor in inputs) if gpu else ()
-    references = {variant.reference for variant in lesson.variants}
-    right = {reference: reference(*inputs).contiguous() for reference in references}
+    right = references(lesson, inputs)
+    times = time_all(lesson, numbers, inputs, right) if gpu else Times({}, {}, None)
     rows = []
-    peers = {variant.peer for variant in lesson.variants if variant.peer} if gpu else ()
-    peer_rates = {peer: lesson.flops(numbers) / cuda.seconds(functools.partial(peer.call, *on_gpu)) for peer in peers}
     for variant in lesson.variants:
-        expected, launch = right[variant.reference], variant.launch(numbers)
-        seconds = measure(lesson, variant, numbers, on_gpu, expected.cuda()) if gpu else None
-        counted = count(lesson, variant, numbers, inputs, expected)
-        rows.append(
-            report.row(
-                lesson, variant, launch.block[0] * launch.block[1], counted, seconds, peer_rates.get(variant.peer)
-            )
-        )
-    rate = cuda.copy_bytes_per_second(torch.cuda.current_device()) if gpu and not lesson.flops else None
-    table = report.cells(report.columns(lesson, numbers, rows, rate), rows)
+        threads = math.prod(variant.launch(numbers).block)
+        counted = count(lesson, variant, numbers, inputs, right[variant.reference])
+        seconds, peer_rate = times.seconds.get(variant.name), times.peer_rates.get(variant.peer)
+        rows.append(report.row(lesson, variant, threads, counted, seconds, peer_rate))
+    table = report.cells(report.columns(lesson, numbers, rows, times.copy_rate), rows)
+    measured = {MEASURED: report.beside(rows, profiler.measure(lesson, numbers))} if ncu else {}
     title = f"{lesson.name}, {' x '.join(map(str, numbers))} {lesson.of}"
     print_table(title, table)
     text = [f"# {title}", "", report.markdown(table)]
-    for about, beside in lesson.tables().items():
+    for about, beside in (measured | lesson.tables()).items():
         print_table(about, beside)
         text += [f"## {about}", "", report.markdown(beside)]
-    notes = report.notes(rows, rate)
+    notes = report.notes(rows, times.copy_rate)
     print("\n".join(notes))
     if out:
         (out / f"{name}.md").write_text("\n".join([*text, *notes]) + "\n")

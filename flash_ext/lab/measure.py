@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from flash_ext.lab import cuda, simt
 from flash_ext.lab.counts import Counts
-from flash_ext.lab.lessons import LabError, Lesson, Variant
+from flash_ext.lab.lessons import LabError, Lesson, Peer, Variant
 from flash_ext.lab.memory import Access
 
 
@@ -24,6 +25,15 @@ class Counted:
     blocks: int
     all_blocks: int
     work: simt.Work
+
+
+@dataclass(frozen=True)
+class Times:
+    """Of a lesson on this GPU: seconds of each variant by name, and what they are compared with."""
+
+    seconds: Mapping[str, float]
+    peer_rates: Mapping[Peer | None, float]  # FLOP/s
+    copy_rate: float | None  # bytes read and written in a second; None where it is about arithmetic
 
 
 def chosen(count: int, threads: int, at_most: int) -> np.ndarray:
@@ -84,3 +94,24 @@ def measure(lesson: Lesson, variant: Variant, size: Sequence[int], inputs: Seque
     call()
     require_equal(lesson, variant, out, expected)
     return cuda.seconds(call)
+
+
+def references(lesson: Lesson, inputs: Sequence[Tensor]) -> dict[Callable[..., Tensor], Tensor]:
+    """What is right, by the function that says it."""
+    return {of: of(*inputs).contiguous() for of in {variant.reference for variant in lesson.variants}}
+
+
+def time_all(
+    lesson: Lesson, size: Sequence[int], inputs: Sequence[Tensor], right: Mapping[Callable[..., Tensor], Tensor]
+) -> Times:
+    """Every variant, its peer, and a copy, on the current GPU; ``right`` is what references gives of the inputs."""
+    on_gpu = tuple(tensor.cuda() for tensor in inputs)
+    peers = {variant.peer for variant in lesson.variants if variant.peer}
+    return Times(
+        peer_rates={peer: lesson.flops(size) / cuda.seconds(functools.partial(peer.call, *on_gpu)) for peer in peers},
+        seconds={
+            variant.name: measure(lesson, variant, size, on_gpu, right[variant.reference].cuda())
+            for variant in lesson.variants
+        },
+        copy_rate=None if lesson.flops else cuda.copy_bytes_per_second(torch.cuda.current_device()),
+    )

@@ -10,6 +10,7 @@ from flash_ext.lab import cuda
 from flash_ext.lab.counts import LIMITS, occupancy
 from flash_ext.lab.lessons import Lesson, Variant
 from flash_ext.lab.measure import Counted
+from flash_ext.lab.ncu import Measured
 
 CAPABILITIES = " / ".join(LIMITS)
 
@@ -123,6 +124,35 @@ def columns(
     shown[f"occupancy {CAPABILITIES}"] = lambda row: once(percent(share) for share, _ in occupied(row))
     shown["limited by"] = lambda row: once(limit for _, limit in occupied(row))
     return {title: cell for title, cell in shown.items() if any(cell(row) != "-" for row in rows)}
+
+
+def both(row: Row, measured: Measured) -> dict[str, tuple[str, str]]:
+    """By title: what was counted of a variant, and what Nsight Compute measured of it.
+
+    A way is a pass for each whole warp, half or quarter that asks, and how many of these ask is what was counted.
+    """
+    counts, shown = row.counted.counts, {}
+    for title, store in (("sectors a load", False), ("sectors a store", True)):
+        key = "global", store
+        found = measured.costs[key] / measured.requests[key] if measured.requests[key] else None
+        shown[title] = short(counts.sectors(store)), short(found)
+    for title, store in (("ways, shared load", False), ("ways, shared store", True)):
+        key, sites = ("shared", store), counts.of("shared", store)
+        parts = sum(site.parts for site in sites) / max(1, sum(site.requests for site in sites))
+        found = measured.costs[key] / measured.requests[key] / parts if measured.requests[key] and parts else None
+        shown[title] = short(counts.ways(store)), short(found)
+    return shown | {"requests": (row.requests(), f"{sum(measured.requests.values()):,}")}
+
+
+def beside(rows: Sequence[Row], measured: Sequence[Measured]) -> list[list[str]]:
+    """The table of what was counted and what was measured, with the titles first."""
+    found = [both(row, of_row) for row, of_row in zip(rows, measured, strict=True)]
+    titles = [title for title in found[0] if any(of_row[title] != ("-", "-") for of_row in found)]
+    lines = [
+        [row.variant.name, *(" / ".join(of_row[title]) for title in titles)]
+        for row, of_row in zip(rows, found, strict=True)
+    ]
+    return [["variant", *titles], *lines]
 
 
 def cells(shown: dict[str, Callable[[Row], str]], rows: Sequence[Row]) -> list[list[str]]:
