@@ -1,0 +1,101 @@
+#!/usr/bin/env python3
+"""Times the kernels of the memory-access lab (python -m flash_ext.lab) on this GPU, for the page docs/learn/lab.md.
+
+    python benchmarks/lab_times.py --out benchmarks/results/nvidia-h200/lab      all lessons, NAME.csv each
+    python benchmarks/lab_times.py transpose --out benchmarks/results/nvidia-h200/lab
+    python tests/lab/test_page.py                                                shows them on the page
+
+A row is a kernel at the size that a lesson has on a GPU, with a cold L2 cache, beside the limit of this card: what a
+copy by torch moves, or what a library does for the same product. A kernel whose result is wrong ends the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import BenchmarkError, command_line, load_flash_ext, make_folder, provenance, run_main, stdout_console
+from tables import Table, make_table, write_results
+from tyro.conf import Positional
+
+from flash_ext.lab import lessons
+from flash_ext.lab.lessons import LESSON_NAMES, LabError, Lesson
+from flash_ext.lab.measure import Times, references, time_all
+
+# Tables of the page beside a lesson's first: the same rows on a GPU, with a head dim and a stride of that kind
+OTHER_SIZES = {"load_tile": {"load_tile 256 64 64": (1 << 18, 128, 128), "load_tile 256 62 63": (1 << 18, 126, 127)}}
+
+
+@dataclass
+class Args:
+    lessons: Positional[tuple[str, ...]] = LESSON_NAMES
+    out: Path | None = None  # folder for NAME.csv, .md and .tex (None: only shown)
+
+
+def rows_of(lesson: Lesson, table: str, size: Sequence[int], times: Times) -> list[dict[str, Any]]:
+    """One a variant; ``table`` is the page's mark of that table."""
+    rows = []
+    for variant in lesson.variants:
+        seconds, kind, scale = times.seconds[variant.name], "gbs", 1e9
+        work, limit, rate = lesson.moved(size), "a copy", times.copy_rate
+        if lesson.flops:
+            kind, scale = "tflops", 1e12
+            work, limit, rate = lesson.flops(size), variant.peer.name, times.peer_rates[variant.peer]
+        row = {"table": table, "size": " x ".join(map(str, size)), "of": lesson.of, "variant": variant.name}
+        row |= {
+            "us": f"{1e6 * seconds:.3f}",
+            "gbs": "",
+            "tflops": "",
+            "limit": limit,
+            "limit_gbs": "",
+            "limit_tflops": "",
+        }
+        row |= {kind: f"{work / seconds / scale:.4g}", f"limit_{kind}": f"{rate / scale:.5g}"}
+        rows.append(row | {"percent_of_limit": f"{100 * work / seconds / rate:.1f}"})
+    return rows
+
+
+def measured(lesson: Lesson, table: str, size: Sequence[int]) -> list[dict[str, Any]]:
+    """The rows of one of the page's tables."""
+    inputs = lesson.inputs(size)
+    return rows_of(lesson, table, size, time_all(lesson, size, inputs, references(lesson, inputs)))
+
+
+def shown(rows: Sequence[dict[str, Any]]) -> Table:
+    """A table of rows that have one size."""
+    first = rows[0]
+    title = f"{first['table'].split()[0]}, {first['size']} {first['of']}"
+    table = make_table(
+        "variant", right=("us", "TFLOP/s" if first["tflops"] else "GB/s", "limit", "% of limit"), title=title
+    )
+    for row in rows:
+        table.add_row(row["variant"], row["us"], row["tflops"] or row["gbs"], row["limit"], row["percent_of_limit"])
+    return table
+
+
+def main() -> None:
+    """Command line; see the top of this file."""
+    args = command_line(Args)
+    load_flash_ext()
+    if not torch.cuda.is_available():
+        raise BenchmarkError("the lab's kernels are timed on a GPU, and PyTorch sees none here.")
+    out, origin = args.out and make_folder(args.out), provenance("cuda")
+    try:
+        for lesson in map(lessons.lesson, args.lessons):
+            sizes = {lesson.name: lesson.checked((), gpu=True)} | OTHER_SIZES.get(lesson.name, {})
+            found = [measured(lesson, table, size) for table, size in sizes.items()]
+            tables = list(map(shown, found))
+            for table in tables:
+                stdout_console().print(table)
+            if out:
+                path = out / f"{lesson.name}.csv"
+                print(write_results(path, [row for rows in found for row in rows], origin, tables, None))
+    except LabError as error:
+        raise BenchmarkError(str(error)) from None
+
+
+if __name__ == "__main__":
+    run_main(main)
