@@ -208,6 +208,7 @@ def test_the_run_shows_and_writes_it(
 
 
 @pytest.mark.gpu
+@pytest.mark.slow
 @pytest.mark.skipif(ncu.find_ncu() is None, reason="needs ncu")
 @pytest.mark.parametrize("name", LESSON_NAMES)
 def test_a_gpu_measures_what_is_counted(name: str) -> None:
