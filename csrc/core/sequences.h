@@ -24,6 +24,7 @@ struct alignas(16) PackedTile {
   int b;      // -1: behind the last tile of the list
   int block;  // counts from 0 in the sequence
   Sequence sequence;
+  int listed;  // tiles of the list, whichever entry this is
 };
 
 // The most tiles of `block` rows that sequences can have: what a list has room for, and a grid blocks for.

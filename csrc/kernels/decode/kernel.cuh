@@ -119,10 +119,12 @@ struct Tiles {
     }
     cp_async_commit();
   }
-  // All places but one.
-  __device__ __forceinline__ void begin() {
+  // All places but one. What `meanwhile` asks for comes behind the first tile and before the others.
+  __device__ __forceinline__ void begin(const auto& meanwhile) {
     rows.look_up(first_key);
-    for (int i = 0; i < stages - 1; ++i) copy_next();
+    copy_next();
+    meanwhile();
+    for (int i = 1; i < stages - 1; ++i) copy_next();
   }
 };
 
@@ -176,11 +178,9 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   char* const query = ring + plan.shared_bytes - Traits::kQueryBytes;
   const int row = static_cast<int>(threadIdx.x) / 32 % Traits::kRowWarps * 16 * Traits::kM;  // of the warp
   Products<Traits> products{{shared_address(query)}, row};
-  const Walk start(args, plan, Traits::kTileKeys);
-  if (threadIdx.x == 0) state.walk.get() = start;
-  __syncthreads();  // where they begin is there
-  while (state.walk.get().has_more()) {
-    Walk walk = state.walk.get();
+  Walk walk(args, plan, Traits::kTileKeys);
+  while (walk.has_more()) {
+    const int2 place = walk.place();
     const SequenceKeys keys = keys_of_sequence(args, walk.b());
     const Segment segment = walk.next(args, plan, tiles_of(keys, Traits::kTileKeys));
     const TileKeys seen = keys_of_tile<Traits>(args, plan, keys, segment);
@@ -188,13 +188,13 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     Tiles<Traits> tiles{KeyRows<Traits>(args, segment.b, segment.head, seen.first, seen.last),
                         shared_address(ring) + group * Traits::kStageBytes, plan.stages,
                         keys.first + segment.tile * Traits::kTileKeys + group * Traits::kKeys, segment.tiles};
-    tiles.begin();
-    load_query_rows<Traits>(args, plan, keys, segment, products.tile, state.table);
-    __syncthreads();  // Q and the table are there; all have read where they are
+    QueryLoad<Traits> query_load;
+    tiles.begin([&] { query_load.begin(args, plan, segment); });
+    query_load.finish(args, plan, keys, segment, products.tile, state.table);
+    __syncthreads();  // Q and the table are there
     if (threadIdx.x == 0) {
       if (plan.tells_places && segment.tile == 0) {
-        parts.places[(segment.b * args.heads_k + segment.head) * plan.row_tiles + segment.row_tile] =
-            state.walk.get().place();
+        parts.places[(segment.b * args.heads_k + segment.head) * plan.row_tiles + segment.row_tile] = place;
       }
       state.walk.get() = walk;
       state.segment.get() = segment;
@@ -210,6 +210,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     store_group<Traits>(o, softmax, row, merged, sums);
     __syncthreads();  // what the groups have is there
     write_segment<Traits>(args, plan, state.segment.get(), merged, sums, parts);
+    walk = state.walk.get();
     __syncthreads();  // nobody reads it, Q or the state any more
   }
 }

@@ -189,8 +189,7 @@ DecodePlan plan_decode(const DecodeArgs& args, const DeviceInfo& device, bool ba
   plan.row_tiles = static_cast<int>((rows + plan.tile_rows - 1) / plan.tile_rows);
   plan.group = args.heads_q / args.heads_k;
   plan.of_group = plan.group == 1 ? 0 : UINT32_MAX / static_cast<unsigned>(plan.group) + 1;
-  const int least_tiles = kLeastKeys / unit->tile_keys;
-  plan.least_tiles = batch_invariant ? 1 : least_tiles;
+  plan.least_tiles = batch_invariant ? 1 : kLeastRunKeys / unit->tile_keys;
   plan.part_rows = static_cast<int>(std::min<int64_t>(rows, plan.tile_rows));
   plan.dependent = may_depend(device.compute_capability);
   // Rows times pieces are bounded, and so is what scratch has of a sequence.
@@ -200,9 +199,9 @@ DecodePlan plan_decode(const DecodeArgs& args, const DeviceInfo& device, bool ba
   const int64_t works = int64_t{args.batch} * args.heads_k * plan.row_tiles;
   int64_t pieces = tiles;
   if (batch_invariant) {
-    plan.piece_tiles = least_tiles;
+    plan.piece_tiles = kLeastPieceKeys / unit->tile_keys;
     plan.most_pieces = static_cast<int>(std::clamp(kPieceRows / rows, kLeastPieces, kMostPieces));
-    pieces = std::min<int64_t>(plan.most_pieces, (tiles + least_tiles - 1) / least_tiles);
+    pieces = std::min<int64_t>(plan.most_pieces, (tiles + plan.piece_tiles - 1) / plan.piece_tiles);
     plan.pieces = static_cast<int>(pieces);
   }
   plan.grid = static_cast<int>(std::min<int64_t>(int64_t{device.multiprocessors} * blocks, works * pieces));

@@ -89,21 +89,38 @@ __device__ __forceinline__ float scale_to_half(uint32_t (&words)[kWords], bool i
   return __uint_as_float(static_cast<unsigned>(127 + used) << 23);
 }
 
-// Whole warps, rows of theirs kBatch at a time, whose loads are in flight together.
+// The rows of Q, by whole warps, of which each takes kBatch at a time, whose loads are in flight together. begin() asks
+// for the first of them and finish() puts all in shared memory, so that copies of keys can be started in between.
 template <class Traits>
-__device__ __forceinline__ void load_query_rows(const DecodeArgs& args, const DecodePlan& plan,
-                                                const SequenceKeys& keys, const Segment& segment,
-                                                sm80::SmemTile<typename Traits::T, Traits::kHeadDim> tile,
-                                                RowTable<Traits>& table) {
-  constexpr int kWarps = Traits::kThreads / 32, kBatch = 4;
-  constexpr int kWords = Traits::kHeadDim / 2 / 32;  // of two numbers, of a lane
-  static_assert(Traits::kRows % (kWarps * kBatch) == 0);
-  const int lane = threadIdx.x % 32, warp = static_cast<int>(threadIdx.x) / 32;
-  const float descale = Traits::kFp8 ? args.k_descale.at(segment.b, segment.head, 1.f) : 1.f;
+class QueryLoad {
+ public:
+  using Tile = sm80::SmemTile<typename Traits::T, Traits::kHeadDim>;
+
+  __device__ __forceinline__ void begin(const DecodeArgs& args, const DecodePlan& plan, const Segment& segment) {
+    ask(args, plan, segment, static_cast<int>(threadIdx.x) / 32);
+  }
+
+  __device__ __forceinline__ void finish(const DecodeArgs& args, const DecodePlan& plan, const SequenceKeys& keys,
+                                         const Segment& segment, Tile tile, RowTable<Traits>& table) {
+    const float descale = Traits::kFp8 ? args.k_descale.at(segment.b, segment.head, 1.f) : 1.f;
+    const int warp = static_cast<int>(threadIdx.x) / 32;
+    put(args, plan, keys, segment, tile, table, warp, descale);
 #pragma unroll 1
-  for (int first = warp; first < Traits::kRows; first += kWarps * kBatch) {
-    uint32_t words[kBatch][kWords];
-    float slopes[kBatch];
+    for (int first = warp + kWarps * kBatch; first < Traits::kRows; first += kWarps * kBatch) {
+      ask(args, plan, segment, first);
+      put(args, plan, keys, segment, tile, table, first, descale);
+    }
+  }
+
+ private:
+  static constexpr int kWarps = Traits::kThreads / 32, kBatch = 4;
+  static constexpr int kWords = Traits::kHeadDim / 2 / 32;  // of two numbers, of a lane
+  static_assert(Traits::kRows % (kWarps * kBatch) == 0);
+
+  // Rows first, first + kWarps, ...
+  __device__ __forceinline__ void ask(const DecodeArgs& args, const DecodePlan& plan, const Segment& segment,
+                                      int first) {
+    const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int k = 0; k < kBatch; ++k) {
       const QueryRow from(args, plan, segment, first + k * kWarps);
@@ -111,27 +128,36 @@ __device__ __forceinline__ void load_query_rows(const DecodeArgs& args, const De
           static_cast<const uint32_t*>(args.q.data) +
           (segment.b * args.q.slot_stride + from.i * args.q.row_stride + from.head * args.q.head_stride) / 2;
 #pragma unroll
-      for (int i = 0; i < kWords; ++i) words[k][i] = from.exists ? source[lane + 32 * i] : 0;
-      slopes[k] = from.exists ? args.alibi.at(segment.b, from.head, 0.f) * kLog2e : 0.f;
+      for (int i = 0; i < kWords; ++i) words_[k][i] = from.exists ? source[lane + 32 * i] : 0;
+      slopes_[k] = from.exists ? args.alibi.at(segment.b, from.head, 0.f) * kLog2e : 0.f;
     }
+  }
+
+  __device__ __forceinline__ void put(const DecodeArgs& args, const DecodePlan& plan, const SequenceKeys& keys,
+                                      const Segment& segment, Tile tile, RowTable<Traits>& table, int first,
+                                      float descale) {
+    const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int k = 0; k < kBatch; ++k) {
       const int row = first + k * kWarps;
       float factor = descale;
-      if constexpr (Traits::kFp8) factor *= scale_to_half(words[k], args.dtype == DType::kFloat16);
+      if constexpr (Traits::kFp8) factor *= scale_to_half(words_[k], args.dtype == DType::kFloat16);
 #pragma unroll
       for (int i = 0; i < kWords; ++i) {
         const int word = lane + 32 * i, in_16 = word % 8;
         const int to = Traits::kFp8 ? word - in_16 + in_16 % 2 * 4 + in_16 / 2 : word;
-        store_shared(tile.base + tile.offset(row, 4 * to), words[k][i]);
+        store_shared(tile.base + tile.offset(row, 4 * to), words_[k][i]);
       }
       if (lane == 0) {
         table.position[row] = keys.offset + QueryRow(args, plan, segment, row).i;
-        table.slope[row] = slopes[k];
+        table.slope[row] = slopes_[k];
         if (Traits::kFp8) table.factor[row] = factor;
       }
     }
   }
-}
+
+  uint32_t words_[kBatch][kWords];
+  float slopes_[kBatch];
+};
 
 }  // namespace flash_ext::decode

@@ -81,6 +81,14 @@ struct Deal {
   static __device__ __forceinline__ Deal make(const DecodeArgs& args, const DecodePlan& plan, int tile_keys) {
     const int lane = threadIdx.x % 32;
     Deal deal;
+    if (args.batch == 1) {  // NOTE: short calls wait for each instruction, and these are mostly of one sequence
+      const int tiles = tiles_of(keys_of_sequence(args, 0), tile_keys);
+      deal.count = 1;
+      deal.total = tiles * works_of(args, plan);
+      (lane == 0 ? deal.own : deal.before) = deal.total;
+      deal.run = run_of(plan, deal.total, tiles);
+      return deal;
+    }
     int longest = 0;  // of a work
     deal.count = (args.batch + 31) / 32;
 #pragma unroll 1
@@ -100,9 +108,14 @@ struct Deal {
     }
     deal.before = sum - deal.own;
     deal.total = __shfl_sync(~0u, sum, 31);
-    const int even = (deal.total + plan.grid - 1) / plan.grid;
-    deal.run = max(even, min(plan.least_tiles, longest));
+    deal.run = run_of(plan, deal.total, longest);
     return deal;
+  }
+
+  // longest: tiles of a work.
+  static __device__ __forceinline__ int run_of(const DecodePlan& plan, int total, int longest) {
+    const int even = (total + plan.grid - 1) / plan.grid;
+    return max(even, min(plan.least_tiles, longest));
   }
 
   // Tiles before sequence b.
@@ -140,19 +153,23 @@ class Walk {
     begin_ = next_ = static_cast<int>(blockIdx.x) * deal.run;
     end_ = min(next_ + deal.run, deal.total);
     if (next_ >= end_) return;
-    int b = threadIdx.x % 32 * deal.count;
-    int before = deal.before;
-    const bool is_here = deal.before <= next_ && next_ < deal.before + deal.own;
+    int before = 0;
+    if (args.batch > 1) {
+      int b = threadIdx.x % 32 * deal.count;
+      before = deal.before;
+      const bool is_here = deal.before <= next_ && next_ < deal.before + deal.own;
 #pragma unroll 1
-    while (is_here) {
-      const int tiles = tiles_of_works(args, plan, b, tile_keys);
-      if (before + tiles > next_) break;
-      before += tiles;
-      ++b;
+      while (is_here) {
+        const int tiles = tiles_of_works(args, plan, b, tile_keys);
+        if (before + tiles > next_) break;
+        before += tiles;
+        ++b;
+      }
+      const int from = __ffs(static_cast<int>(__ballot_sync(~0u, is_here))) - 1;
+      b_ = __shfl_sync(~0u, b, from);
+      before = __shfl_sync(~0u, before, from);
     }
-    const int from = __ffs(static_cast<int>(__ballot_sync(~0u, is_here))) - 1;
-    b_ = __shfl_sync(~0u, b, from);
-    const int inside = next_ - __shfl_sync(~0u, before, from);
+    const int inside = next_ - before;
     const int tiles = tiles_of(keys_of_sequence(args, b_), tile_keys);
     work_ = inside / tiles;
     at_ = inside % tiles;
@@ -173,8 +190,11 @@ class Walk {
   __device__ __forceinline__ Segment next(const DecodeArgs& args, const DecodePlan& plan, int tiles) {
     Segment segment;
     segment.b = b_;
-    segment.head = work_ / plan.row_tiles;
-    segment.row_tile = work_ % plan.row_tiles;
+    segment.head = work_;
+    if (plan.row_tiles > 1) {
+      segment.head = work_ / plan.row_tiles;
+      segment.row_tile = work_ % plan.row_tiles;
+    }
     segment.tile = at_;
     if (plan.piece_tiles > 0) {
       const int piece = piece_of(plan, tiles);

@@ -10,58 +10,19 @@
 #include "gpu/host/launch.h"
 #include "gpu/ptx/grid.cuh"
 #include "kernels/stages/find_sequence.cuh"
+#include "kernels/stages/list_few.cuh"
 #include "kernels/stages/sequences.h"
 
 namespace flash_ext::cuda {
 namespace {
 
-constexpr int kThreads = 256, kSortWarps = 32, kSortThreads = 32 * kSortWarps, kBuckets = 64;
+constexpr int kThreads = 256, kSortWarps = 32, kSortThreads = 32 * kSortWarps;
 constexpr int64_t kShortList = 4 * kSortThreads;  // entries that one block finds
-constexpr int kFew = 128;                         // sequences, which need no sort
+constexpr int kFewThreads = 256;                  // of a block where the list is short and sequences are few
 constexpr int kMostCleared = 3;
-
-struct ListScratch {
-  PackedTile* tiles;  // [most_packed_tiles]
-  int64_t* first;     // [b + 1], of the sequences in order the first tile; behind them how many tiles there are
-  int32_t* order;     // [b]
-  int64_t count;      // most_packed_tiles
-};
 
 FLASH_DEVICE int64_t rows_of(const Problem& problem, TilesOf of) {
   return of == TilesOf::kQueries ? problem.rows_q : problem.rows_k;
-}
-
-// What a sequence has of tiles.
-struct Tiles {
-  int64_t count;
-  int64_t longest;  // how many keys (queries) the one sees that sees most
-  bool last_first;
-  bool fall;  // from the first in the list on they see ever fewer, about a tile's rows
-};
-
-__device__ Tiles tiles_of(const Problem& problem, const Sequence& sequence, TilesOf of, int64_t block) {
-  const bool is_query = of == TilesOf::kQueries;
-  const int64_t len = is_query ? sequence.len_q : sequence.len_k;
-  // NOTE: 32 bits, in which a division is not a function call.
-  const int64_t count = (static_cast<unsigned>(len) + static_cast<unsigned>(block) - 1) / static_cast<unsigned>(block);
-  if (count == 0) return {0, 0, false, false};
-  const Band band = make_band(problem, sequence);
-  const auto seen = [&](int64_t tile) {
-    const Range own = {tile * block, min((tile + 1) * block, len)};
-    return (is_query ? band.keys(own, sequence.len_k) : band.queries(own, sequence.len_q)).size();
-  };
-  const int64_t first = seen(0), last = seen(count - 1);
-  return {count, max(max(first, last), seen(count / 2)), is_query && last > first,
-          is_query ? first != last : first > last};
-}
-
-// 0: the most to do.
-__device__ int bucket_of(int64_t work) {
-  if (work <= 0) return kBuckets - 1;
-  int exponent = 0;
-  while (work >> (exponent + 1) > 0) ++exponent;
-  const int half = exponent > 0 ? static_cast<int>(work >> (exponent - 1) & 1) : 0;
-  return kBuckets - 2 - (2 * exponent + half);
 }
 
 // The sum over the lanes before this one, and of all in `total`.
@@ -76,19 +37,9 @@ __device__ unsigned sum_before(unsigned x, unsigned& total) {
   return sum - x;
 }
 
-// Whether numbers that a list of tiles needs in ascending order are not; by all threads of a block of kSortThreads.
-__device__ bool descend(const Problem& problem, const Sequences& sequences, TilesOf of) {
-  bool found = false;
-  for (int64_t b = threadIdx.x; b < problem.batch; b += kSortThreads) {
-    found |= sequences.cu_q[b] > sequences.cu_q[b + 1];
-    if (of == TilesOf::kKeys) found |= sequences.cu_k[b] > sequences.cu_k[b + 1];
-  }
-  return __syncthreads_or(found) != 0;
-}
-
 // A block. A warp has successive sequences, 32 at a time. NOTE: counters are 32-bit and wrap where sequences overlap,
 // which have no tiles then.
-__device__ void sort_sequences(const Problem& problem, const Sequences& sequences, TilesOf of, int64_t block,
+__device__ void sort_sequences(const Problem& problem, const Sequences& sequences, const Tiling& tiling,
                                const ListScratch& scratch) {
   __shared__ unsigned tiles[kBuckets][kSortWarps], counts[kBuckets][kSortWarps];  // then where the next one stands
   __shared__ unsigned tiles_before[kBuckets], counts_before[kBuckets];
@@ -96,12 +47,12 @@ __device__ void sort_sequences(const Problem& problem, const Sequences& sequence
   for (int i = static_cast<int>(threadIdx.x); i < kBuckets * kSortWarps; i += kSortThreads) {
     tiles[i / kSortWarps][i % kSortWarps] = counts[i / kSortWarps][i % kSortWarps] = 0;
   }
-  const bool descends = descend(problem, sequences, of);  // behind a barrier
+  const bool descends = descend(problem, sequences, tiling.of);  // behind a barrier
 
   const int64_t share = block_count(block_count(problem.batch, kSortWarps), 32) * 32;
   const int64_t begin = warp * share, end = min(begin + share, problem.batch);
   for (int64_t b = begin + lane; b < end; b += 32) {
-    const Tiles own = tiles_of(problem, sequence_of(problem, sequences, b), of, block);
+    const Tiles own = tiles_of(tiling, sequence_of(problem, sequences, b));
     const int bucket = bucket_of(own.longest);
     atomicAdd(&tiles[bucket][warp], static_cast<unsigned>(own.count));
     atomicAdd(&counts[bucket][warp], 1u);
@@ -132,7 +83,7 @@ __device__ void sort_sequences(const Problem& problem, const Sequences& sequence
     const int64_t b = at + lane;
     const bool inside = b < end;
     Tiles own = {};
-    if (inside) own = tiles_of(problem, sequence_of(problem, sequences, b), of, block);
+    if (inside) own = tiles_of(tiling, sequence_of(problem, sequences, b));
     const int bucket = inside ? bucket_of(own.longest) : -1;
     const unsigned count = static_cast<unsigned>(own.count);
     unsigned before = 0, rank = 0;  // of this warp's in the bucket
@@ -164,101 +115,11 @@ __device__ void sort_sequences(const Problem& problem, const Sequences& sequence
   }
 }
 
-// The whole list of few sequences, by a block: a thread counts what stands before its sequence, and what it finds stays
-// in shared memory. The result is that of sort_sequences and fill_entry, but that tiles of sequences whose other rows
-// are `together` at most, if that is not 0, stand in one order by what they have to do. With it prepare_kernel took 5
-// us of 16 sequences and 8 without it.
-__device__ void list_few(const Problem& problem, const Sequences& sequences, TilesOf of, int64_t block, int together,
-                         const ListScratch& scratch) {
-  struct alignas(16) Own {
-    int key, count, other_rows;  // key: ascends in the list's order
-  };
-  struct alignas(16) Listed {
-    int b, first, longest, count;  // of sequences in order; first: its first tile, count: negative where tiles fall
-  };
-  __shared__ Own owns[kFew];
-  __shared__ Listed listed[kFew];
-  __shared__ int4 rows[kFew];
-  __shared__ int groups[kFew];
-  __shared__ bool last_first[kFew];
-  __shared__ int all;
-  const int batch = static_cast<int>(problem.batch), b = static_cast<int>(threadIdx.x);
-  const int size = static_cast<int>(block);
-  Own own = {};
-  Tiles tiles = {};
-  if (b < batch) {
-    const Sequence sequence = sequence_of(problem, sequences, b);
-    tiles = tiles_of(problem, sequence, of, block);
-    own = {bucket_of(tiles.longest) * kFew + b, static_cast<int>(tiles.count),
-           of == TilesOf::kQueries ? sequence.len_k : sequence.len_q};
-    owns[b] = own;
-    rows[b] = {sequence.row_q, sequence.row_k, sequence.len_q, sequence.len_k};
-    last_first[b] = tiles.last_first;
-  }
-  if (b == 0) all = 0, scratch.first[batch] = 0;
-  const bool descends = descend(problem, sequences, of);  // behind a barrier
-  if (b < batch) {
-    int place = 0, first = 0;
-    int64_t other_rows = 0;  // which may overlap
-#pragma unroll 4
-    for (int i = 0; i < batch; ++i) {
-      const Own other = owns[i];
-      const bool before = other.key < own.key;
-      place += before ? 1 : 0;
-      first += before ? other.count : 0;
-      other_rows += before ? other.other_rows : 0;
-    }
-    listed[place] = {b, first, static_cast<int>(tiles.longest), tiles.fall ? -own.count : own.count};
-    groups[place] = together > 0 ? static_cast<int>(other_rows / together) : place;
-    if (place == batch - 1) {
-      all = descends ? 0 : first + own.count;
-      scratch.first[batch] = all;
-    }
-  }
-  __syncthreads();
-  // The first place of which `is` is true.
-  const auto find = [&](const auto& is) {
-    int low = 0, high = batch;
-    while (low < high) {
-      const int middle = (low + high) / 2;
-      (is(middle) ? high : low) = is(middle) ? middle : middle + 1;
-    }
-    return low;
-  };
-  for (int i = b; i < scratch.count; i += kSortThreads) {
-    if (i >= all) {
-      scratch.tiles[i] = {-1, 0, {}};
-      continue;
-    }
-    const int place = find([&](int p) { return listed[p].first > i; }) - 1;
-    const Listed mine = listed[place];
-    const bool falls = mine.count < 0;
-    const int at = i - mine.first, work = mine.longest - (falls ? at * size : 0);
-    const int4 own_rows = rows[mine.b];
-    const PackedTile tile = {
-        mine.b, last_first[mine.b] ? abs(mine.count) - 1 - at : at, {own_rows.x, own_rows.y, own_rows.z, own_rows.w}};
-    // Before it: tiles of its group that have more to do, and of sequences before its own as much.
-    const int group = groups[place];
-    const bool one = groups[0] == groups[batch - 1];
-    const int begin = one ? 0 : find([&](int p) { return groups[p] >= group; });
-    const int end = one ? batch : find([&](int p) { return groups[p] > group; });
-    int index = listed[begin].first + (falls ? 0 : at);
-#pragma unroll 4
-    for (int p = begin; p < end; ++p) {
-      const Listed other = listed[p];
-      const auto more = static_cast<unsigned>(max(other.longest - work + (p < place ? 1 : 0), 0));
-      const unsigned falling = (more + size - 1) / size;
-      index += other.count < 0 ? static_cast<int>(min(falling, static_cast<unsigned>(-other.count)))
-                               : (more > 0 ? other.count : 0);
-    }
-    scratch.tiles[index] = tile;
-  }
-}
-
-__device__ void fill_entry(const Problem& problem, const Sequences& sequences, TilesOf of, int64_t block,
+__device__ void fill_entry(const Problem& problem, const Sequences& sequences, const Tiling& tiling,
                            const ListScratch& scratch, int64_t index) {
-  PackedTile tile = {-1, 0, {}};
-  if (index < scratch.first[problem.batch]) {
+  const int64_t listed = scratch.first[problem.batch];
+  PackedTile tile = {-1, 0, {}, static_cast<int>(listed)};
+  if (index < listed) {
     int64_t low = 0, high = problem.batch;  // the first sequence that begins behind this tile
     while (low < high) {
       const int64_t middle = (low + high) / 2;
@@ -266,17 +127,17 @@ __device__ void fill_entry(const Problem& problem, const Sequences& sequences, T
     }
     tile.b = scratch.order[low - 1];
     tile.sequence = sequence_of(problem, sequences, tile.b);
-    const Tiles own = tiles_of(problem, tile.sequence, of, block);
+    const Tiles own = tiles_of(tiling, tile.sequence);
     tile.block = static_cast<int>(index - scratch.first[low - 1]);
-    if (own.last_first) tile.block = static_cast<int>(own.count) - 1 - tile.block;
+    if (own.last_first) tile.block = own.count - 1 - tile.block;
   }
   scratch.tiles[index] = tile;
 }
 
-__global__ void __launch_bounds__(kThreads) fill_kernel(const __grid_constant__ Problem problem, Sequences sequences,
-                                                        TilesOf of, int64_t block, ListScratch scratch) {
+__global__ void __launch_bounds__(kThreads)
+    fill_kernel(const __grid_constant__ Problem problem, Sequences sequences, Tiling tiling, ListScratch scratch) {
   const int64_t index = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  if (index < scratch.count) fill_entry(problem, sequences, of, block, scratch, index);
+  if (index < scratch.count) fill_entry(problem, sequences, tiling, scratch, index);
 }
 
 // ---- Rows of no sequence
@@ -311,7 +172,7 @@ __device__ bool has_whole_chunks(const UnusedRows& rows, int elements) {
          view.row_stride % elements == 0 && view.head_stride % elements == 0;
 }
 
-// What block 0 does not, each of the others for kSortThreads rows, of queries and behind them of keys.
+// What block 0 does not, each of the others for a row a thread, of queries and behind them of keys.
 struct Clearing {
   UnusedRows rows[kMostCleared];  // without data: none
   float* lse;                     // of queries; null: none
@@ -322,7 +183,7 @@ __device__ void clear_unused(const Problem& problem, const Sequences& sequences,
                              const Clearing& clearing, int64_t block) {
   const bool all = descend(problem, sequences, listed);
   const TilesOf of = block < clearing.blocks_q ? TilesOf::kQueries : TilesOf::kKeys;
-  const int64_t row = (block - (of == TilesOf::kKeys ? clearing.blocks_q : 0)) * kSortThreads + threadIdx.x;
+  const int64_t row = (block - (of == TilesOf::kKeys ? clearing.blocks_q : 0)) * blockDim.x + threadIdx.x;
   const bool unused = row < rows_of(problem, of) && (all || is_unused(problem, sequences, of, row));
   const unsigned of_warp = __ballot_sync(~0u, unused);
   for (const UnusedRows& rows : clearing.rows) {
@@ -340,20 +201,23 @@ __device__ void clear_unused(const Problem& problem, const Sequences& sequences,
   for (int64_t head = 0; head < problem.heads_q; ++head) clearing.lse[head * problem.rows_q + row] = -INFINITY;
 }
 
+// kIsFew: as list_few has it, with fewer threads.
+template <bool kIsFew>
 __global__ void __launch_bounds__(kSortThreads)
-    prepare_kernel(const __grid_constant__ Problem problem, Sequences sequences, TilesOf of, int64_t block,
-                   int together, ListScratch scratch, const __grid_constant__ Clearing clearing, uint32_t* counter) {
+    prepare_kernel(const __grid_constant__ Problem problem, Sequences sequences, Tiling tiling, float groups_a_row,
+                   ListScratch scratch, const __grid_constant__ Clearing clearing, uint32_t* counter) {
   grid_dependency_launch();
-  if (blockIdx.x > 0) return clear_unused(problem, sequences, of, clearing, int64_t{blockIdx.x} - 1);
+  if (blockIdx.x > 0) return clear_unused(problem, sequences, tiling.of, clearing, int64_t{blockIdx.x} - 1);
   if (counter != nullptr && threadIdx.x == 0) *counter = 0;
-  if (problem.batch <= kFew && scratch.count <= kShortList) {
-    return list_few(problem, sequences, of, block, together, scratch);
-  }
-  sort_sequences(problem, sequences, of, block, scratch);
-  if (scratch.count > kShortList) return;
-  __syncthreads();  // all have written
-  for (int64_t i = threadIdx.x; i < scratch.count; i += kSortThreads) {
-    fill_entry(problem, sequences, of, block, scratch, i);
+  if constexpr (kIsFew) {
+    list_few(problem, sequences, tiling, groups_a_row, scratch);
+  } else {
+    sort_sequences(problem, sequences, tiling, scratch);
+    if (scratch.count > kShortList) return;
+    __syncthreads();  // all have written
+    for (int64_t i = threadIdx.x; i < scratch.count; i += kSortThreads) {
+      fill_entry(problem, sequences, tiling, scratch, i);
+    }
   }
 }
 
@@ -386,13 +250,17 @@ const PackedTile* prepare_packed(const Problem& problem, const Sequences& sequen
     clearing.rows[count++] = rows;
     clears[rows.of == TilesOf::kKeys] = true;
   }
-  clearing.blocks_q = clears[0] ? block_count(problem.rows_q, kSortThreads) : 0;
-  clearing.blocks_k = clears[1] ? block_count(problem.rows_k, kSortThreads) : 0;
-  launch(prepare_kernel, grid_of(1 + clearing.blocks_q + clearing.blocks_k), kSortThreads, 0, stream, problem,
-         sequences, of, block, together, scratch, clearing, results.counter);
+  const Tiling tiling = Tiling::make(problem, of, block);
+  const bool is_few = problem.batch <= kFew && scratch.count <= kShortList;
+  const int threads = is_few && scratch.count <= 2 * kFewThreads ? kFewThreads : kSortThreads;
+  clearing.blocks_q = clears[0] ? block_count(problem.rows_q, threads) : 0;
+  clearing.blocks_k = clears[1] ? block_count(problem.rows_k, threads) : 0;
+  launch(is_few ? prepare_kernel<true> : prepare_kernel<false>, grid_of(1 + clearing.blocks_q + clearing.blocks_k),
+         threads, 0, stream, problem, sequences, tiling, together > 0 ? 1.f / static_cast<float>(together) : 0.f,
+         scratch, clearing, results.counter);
   if (scratch.count > kShortList) {
-    launch(fill_kernel, grid_of(block_count(scratch.count, kThreads)), kThreads, 0, stream, problem, sequences, of,
-           block, scratch);
+    launch(fill_kernel, grid_of(block_count(scratch.count, kThreads)), kThreads, 0, stream, problem, sequences, tiling,
+           scratch);
   }
   return scratch.tiles;
 }

@@ -96,6 +96,7 @@ void check_list(const Sequences32& s, const Sequences& sequences, TilesOf of, in
     const Sequence own = sequence_of(s.problem, sequences, b);
     EXPECT_EQ(seen[static_cast<int>(b)], block_count(of == TilesOf::kQueries ? own.len_q : own.len_k, block)) << b;
   }
+  for (const PackedTile& tile : tiles) EXPECT_EQ(tile.listed, static_cast<int>(count));
   for (; count < tiles.size(); ++count) {
     EXPECT_EQ(tiles[count].b, -1);
     EXPECT_EQ(tiles[count].sequence.len_q + tiles[count].sequence.len_k, 0);

@@ -352,8 +352,9 @@ __global__ void __launch_bounds__(Traits::kShape.threads(), 1)
   }
   int listed = 0;
   if constexpr (Traits::kPacked) {
+    const PackedTile& entry = PackedWork::likely_first(params, params.packed.tiles);
     grid_dependency_wait();  // for the list
-    listed = static_cast<int>(*params.packed.count);
+    listed = entry.listed;
     if (blockIdx.x >= PackedWork::tiles_of(params, listed)) return;
   }
   __syncthreads();

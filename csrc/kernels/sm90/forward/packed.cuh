@@ -13,7 +13,6 @@ namespace flash_ext::sm90 {
 
 struct PackedList {
   const PackedTile* tiles;  // of kBlockM queries
-  const int64_t* count;     // of them, in memory
   int rows_q;               // of the tensor
   int diagonal_mask;        // -1: a sequence's diagonal ends at its last key; 0: it begins at the first
 };
@@ -46,13 +45,19 @@ struct alignas(16) PackedWork {
   static __device__ __forceinline__ uint32_t tiles_of(const ForwardParams& params, int listed) {
     return static_cast<uint32_t>(listed) * params.heads_q;
   }
+  // Of the list, what a block begins with unless the list is very short. NOTE: how long it is every entry says, so that
+  // a block waits for one answer of memory before its first tile and not for two.
+  static __device__ __forceinline__ const PackedTile& likely_first(const ForwardParams& params,
+                                                                   const PackedTile* tiles) {
+    return tiles[static_cast<uint32_t>(params.schedule.at<uint32_t>(blockIdx.x).block)];
+  }
   struct Found {
     PackedTile tile;  // b of -1: none
     int head;
   };
   template <class Traits>
   static __device__ __forceinline__ Found find(const typename Traits::Params& params, uint32_t linear, int listed) {
-    if (linear >= tiles_of(params, listed)) return {{-1, 0, {}}, 0};
+    if (linear >= tiles_of(params, listed)) return {{-1, 0, {}, 0}, 0};
     TileSchedule schedule = params.schedule;
     schedule.blocks = listed;
     const Tile tile = schedule.at<uint32_t>(linear);

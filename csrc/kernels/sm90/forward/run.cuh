@@ -32,8 +32,7 @@ inline PackedList prepare_packed(const ForwardArgs& args, int block_m, void* lis
                                        .counter = counter};
   const PackedTile* const tiles = cuda::prepare_packed(problem, args.sequences, TilesOf::kQueries, block_m, list,
                                                        results, args.stream, packed_rows_together(problem));
-  return {tiles, cuda::packed_tile_count(problem, TilesOf::kQueries, block_m, tiles), static_cast<int>(problem.rows_q),
-          problem.bottom_right ? -1 : 0};
+  return {tiles, static_cast<int>(problem.rows_q), problem.bottom_right ? -1 : 0};
 }
 
 // workspace: the counter where the order is counted, the parts where keys are split; behind a counter's place the list
