@@ -20,6 +20,7 @@ from flash_ext.distributed.agree import agree
 from flash_ext.distributed.exchange import Group
 from flash_ext.distributed.layout import Band, Layout, check_balance, joined, layout_of, within
 from flash_ext.distributed.local import Call, Extras, Options
+from flash_ext.distributed.pairs import Matters
 from flash_ext.errors import AttentionError
 
 _ops = torch.ops.flash_ext
@@ -321,12 +322,14 @@ def run(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     queries, keys = layouts
     query, key, value = tensors
-    by_position = extras.mask is not None or extras.bias is not None or options.dropout_p > 0
+    drops = options.dropout_p > 0
+    by_key = extras.mask is not None or extras.bias is not None or drops
+    matters = Matters(keys=by_key, rows=drops, distance=extras.slopes is not None)
     if method == "allgather":
         calls = [local.calls_of(band, held, keys.length, extras.slopes is not None) for held in queries.ranks]
         return allgather.attend(allgather.plan(groups[0], keys, calls, options, 2), extras, query, key, value)
     if method == "ring":
-        plan = ring.plan(groups[0], queries, keys, band, options, by_position, extras.slopes is not None)
+        plan = ring.plan(groups[0], queries, keys, band, options, matters)
         return ring.attend(plan, extras, query, key, value)
     if method == "ulysses":
         plan = ulysses.plan(groups[0], queries, keys, query.shape[1], 2)
@@ -334,7 +337,7 @@ def run(
     across, inside = groups
     around = ring.plan(
         across, joined(queries, across.size, inside.size), joined(keys, across.size, inside.size), band, options,
-        by_position, extras.slopes is not None,
+        matters,
     )  # fmt: skip
     of_queries, of_keys = (within(layout, across.rank, inside.size) for layout in layouts)
     plan = ulysses.plan(inside, of_queries, of_keys, query.shape[1], 2)

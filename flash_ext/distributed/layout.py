@@ -133,10 +133,6 @@ class Part:
     left: int | None
     right: int | None
 
-    @property
-    def is_whole(self) -> bool:
-        return self.left is None and self.right is None
-
 
 def visible(band: Band, queries: Segment, keys: Segment) -> Part | None:
     """The part of queries x keys that is not hidden as a whole, with sides that are not negative; None: all is hidden.

@@ -29,6 +29,7 @@ from flash_ext.distributed.dense import cast, check_method, draw, groups_of, siz
 from flash_ext.distributed.exchange import Group
 from flash_ext.distributed.layout import Band, Layout, Segment, check_balance, joined, layout_of, within
 from flash_ext.distributed.local import Call, Extras, Options
+from flash_ext.distributed.pairs import Pair
 from flash_ext.errors import AttentionError
 
 _HAS_NO_ROWS = {"mask": False, "bias": False}  # of a rank's own: each has all of it
@@ -224,19 +225,19 @@ def _around(
     return ring.plan_of(group, layout, pairs, options, torch.cat(positions) < cu_seqlens[-1])
 
 
-def _pairs(layout: Layout, rank: int, band: Band, cu_seqlens: Tensor, max_seqlen: int) -> list[list[ring.Pair]]:
+def _pairs(layout: Layout, rank: int, band: Band, cu_seqlens: Tensor, max_seqlen: int) -> list[list[Pair]]:
     """Of each rank's keys, what this rank's rows see of them."""
 
     def lengths_in(segment: Segment) -> Tensor:
         return (cu_seqlens - segment.start).clamp(0, segment.size)
 
-    def pair(rows: Segment, keys: Segment) -> ring.Pair:
+    def pair(rows: Segment, keys: Segment) -> Pair:
         given = {
             "cu_seqlens_q": lengths_in(rows), "cu_seqlens_k": lengths_in(keys), "max_q": min(max_seqlen, rows.size),
             "max_k": min(max_seqlen, keys.size), "window_right": band.right if rows.start == keys.start else None,
         }  # fmt: skip
         positions = slice(keys.start, keys.end), slice(rows.start, rows.end)
-        return ring.Pair(Call(rows.rows, *positions, given), keys.rows, 0)
+        return Pair(Call(rows.rows, *positions, given), keys.rows, 0)
 
     return [
         [

@@ -30,26 +30,12 @@ from torch import Tensor
 from flash_ext.distributed import local, slopes
 from flash_ext.distributed.allgather import refuse_second_derivative
 from flash_ext.distributed.exchange import Group, Transfer, accumulate_dtype, as_rows
-from flash_ext.distributed.layout import Band, Layout, Part, Segment
+from flash_ext.distributed.layout import Band, Layout, Segment
 from flash_ext.distributed.local import Call, Extras, Options
+from flash_ext.distributed.pairs import Matters, Pair, pairs_of
 
 DROPOUT_STEP = 16  # positions at which a part of the map of dropout may begin
 ROWS = 2  # the dimension of query, key and value that the ring goes along
-
-
-@dataclass(frozen=True)
-class Pair:
-    """A call on rows of this rank and rows of another rank's keys; ``alone``: its rows see no other keys; ``diagonal``:
-    of the first row less the first key, for slopes."""
-
-    call: Call
-    read: slice
-    diagonal: int
-    alone: bool = False
-
-    def is_whole(self, sinks: Tensor | None) -> bool:
-        """Whether its lse is that of the rows."""
-        return self.alone and sinks is None
 
 
 @dataclass(frozen=True)
@@ -69,48 +55,26 @@ class Plan:
 
 
 def plan(
-    group: Group, queries: Layout, keys: Layout, band: Band, options: Options, by_position: bool, by_distance: bool
+    group: Group, queries: Layout, keys: Layout, band: Band, options: Options, matters: Matters
 ) -> Plan:  # fmt: skip
-    """``by_position``: a mask, bias or dropout tells keys apart that are all seen; ``by_distance``: slopes do."""
-    held = queries.ranks[group.rank]
-    pairs = [
-        [pair for rows in held for pair in _pairs(band, rows, of_rank, by_position, by_distance)]
-        for of_rank in keys.ranks
-    ]
+    pairs = [pairs_of(band, queries.ranks[group.rank], of_rank, matters) for of_rank in keys.ranks]
     return plan_of(group, keys, pairs, options)
 
 
 def plan_of(
     group: Group, keys: Layout, pairs: list[list[Pair]], options: Options, owned: Tensor | None = None
 ) -> Plan:  # fmt: skip
-    """Of calls, of which it is found out here whose rows see no other keys."""
-    every = [pair for of_rank in pairs for pair in of_rank]
-
-    def overlap(one: Call, other: Call) -> bool:
-        return one.rows.start < other.rows.stop and other.rows.start < one.rows.stop
-
-    for of_rank in pairs:
-        of_rank[:] = [
-            replace(pair, alone=sum(overlap(pair.call, other.call) for other in every) == 1) for pair in of_rank
-        ]
-    return Plan(group, keys, pairs, options, owned)
-
-
-def _pairs(
-    band: Band, rows: Segment, of_rank: tuple[Segment, ...], by_position: bool, by_distance: bool
-) -> list[Pair]:  # fmt: skip
-    seen = [(part, keys) for keys in of_rank for part in slopes.parts_of(band, rows, keys, by_distance)]
-    whole = all(part.is_whole and _size(part.queries) == rows.size and _size(part.keys) == keys.size
-                for part, keys in seen)  # fmt: skip
-    if len(seen) > 1 and whole and not (by_position or by_distance):  # their keys lie side by side, in any order
-        total = slice(0, sum(keys.size for _, keys in seen))
-        return [Pair(_call(rows, replace(seen[0][0], keys=total)), total, 0)]
-    pairs = []
-    for part, keys in seen:
-        first = keys.row + part.keys.start - keys.start
-        read = slice(first, first + _size(part.keys))
-        pairs.append(Pair(_call(rows, part), read, slopes.diagonal(band, part)))
-    return pairs
+    """Of calls, of which it is found out here whose rows see no other keys, and whose saw none before."""
+    found = Plan(group, keys, [[] for _ in pairs], options, owned)
+    every = [(source, pair) for source in map(found.source, range(group.size)) for pair in pairs[source]]
+    for i, (source, pair) in enumerate(every):
+        rows = pair.call.rows
+        same = [
+            j for j, (_, other) in enumerate(every)
+            if j != i and rows.start < other.call.rows.stop and other.call.rows.start < rows.stop
+        ]  # fmt: skip
+        found.pairs[source].append(replace(pair, alone=not same, first=not same or min(same) > i))
+    return found
 
 
 def has_dropout_map(band: Band, queries: Layout, keys: Layout, by_distance: bool) -> bool:
@@ -123,12 +87,6 @@ def has_dropout_map(band: Band, queries: Layout, keys: Layout, by_distance: bool
 
 def _size(part: slice) -> int:
     return part.stop - part.start
-
-
-def _call(rows: Segment, part: Part) -> Call:
-    first = rows.row + part.queries.start - rows.start
-    band = {"window_left": part.left, "window_right": part.right}
-    return Call(slice(first, first + _size(part.queries)), part.keys, part.queries, band)
 
 
 class _Keys:
@@ -197,7 +155,12 @@ class Ring(torch.autograd.Function):
                 of_part = _of_pair(pair, extras, alibi_slopes, out.dtype)
                 tensors = _rows(q, call.rows), _rows(k_all, pair.read), _rows(v_all, pair.read)
                 out_part, lse_part = _forward(plan, tensors, of_part.extras, call)
-                _join(_rows(out, call.rows), _rows(exact, call.rows), out_part, of_part.moved(lse_part, 1))
+                totals, parts = (_rows(out, call.rows), _rows(exact, call.rows)), (out_part, of_part.moved(lse_part, 1))
+                if pair.first:
+                    for total, part in zip(totals, parts, strict=True):
+                        total.copy_(part)
+                else:
+                    _join(*totals, *parts)
                 if not pair.is_whole(sinks):
                     of_parts.append(lse_part)
             keys.step()
