@@ -40,7 +40,6 @@ class Facts:
     slopes_by_diagonal: bool = True  # no query sees a key beyond its diagonal, and all diagonals lie within the keys
     scores: bool = False  # a mask, a bias or dropout
     band_is_packable: bool = True  # none, or causal
-    band_is_cut: bool = False  # a side of it is neither open nor causal
     dropout_has_map: bool = True  # no dropout, or every part begins where a part of its map may
 
     @property
@@ -57,12 +56,8 @@ def refusal(method: str, facts: Facts) -> str | None:
             else f"method={method!r} takes a group or a mesh of one dimension; 'usp' takes two"
         )
     other = "'ulysses'" if method == "ring" else "a group of one dimension and 'ulysses'"
-    if method in ("ring", "usp") and facts.packed and (facts.scores or facts.slopes):
-        return f"method={method!r} takes no mask, bias, dropout_p or alibi_slopes for packed sequences; use {other}"
-    if method in ("ring", "usp") and facts.packed and facts.band_is_cut:
-        return (
-            f"method={method!r} takes packed sequences with causal=True or without a band, and no window; use {other}"
-        )
+    if method in ("ring", "usp") and facts.packed and facts.scores:
+        return f"method={method!r} takes no mask, bias or dropout_p for packed sequences; use {other}"
     if method == "allgather" and facts.slopes and not facts.slopes_by_diagonal:
         return (
             "method='allgather' takes alibi_slopes with causal=True alone, and where no diagonal ends behind the last "

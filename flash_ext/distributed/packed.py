@@ -7,9 +7,7 @@ the diagonal of each sequence ends in its bottom right, whatever was cut off in 
 
 so causal bands, windows to the left and slopes are the operator's. Lengths stay on the device.
 
-In a ring the keys are those from u0 to u1 as well. On the diagonal, where both are the same tokens, the band is the
-operator's; keys that end in front of a rank's tokens are seen whole, by the one sequence that has some on both sides.
-Where that began is on the device, so what counts distances, as a window to the left, has no ring.
+In a ring: packed_ring.py.
 
 Called by users and by ``context_parallel``. Positions in a sequence (of masks, biases, dropout) would need where each
 one was cut, which the operator is not told; Ulysses, which computes whole sequences, has them.
@@ -23,13 +21,12 @@ import torch
 from torch import Tensor
 
 from flash_ext.arguments import Window, check_band, flag, number
-from flash_ext.distributed import allgather, choose, local, ring, ulysses
+from flash_ext.distributed import allgather, choose, local, packed_ring, ring, ulysses
 from flash_ext.distributed.agree import agree
 from flash_ext.distributed.dense import cast, check_method, draw, groups_of, sizes_of, wants_gradient
 from flash_ext.distributed.exchange import Group
-from flash_ext.distributed.layout import Band, Layout, Segment, check_balance, joined, layout_of, within
+from flash_ext.distributed.layout import Band, Layout, check_balance, joined, layout_of, within
 from flash_ext.distributed.local import Call, Extras, Options
-from flash_ext.distributed.pairs import Pair
 from flash_ext.errors import AttentionError
 
 _HAS_NO_ROWS = {"mask": False, "bias": False}  # of a rank's own: each has all of it
@@ -126,7 +123,7 @@ def context_parallel_attention_varlen(
         group: a ProcessGroup, or a DeviceMesh of one dimension; for "usp" of two, (across hosts, within a host).
         max_seqlen: the length of the longest sequence, or more.
         method: "ulysses", which takes every option; "allgather", with causal=True or no window at all, and no mask,
-            bias or dropout_p; "ring" and "usp", which take no window to the left nor alibi_slopes either; or "auto".
+            bias or dropout_p; "ring" and "usp", which take any window, but none of those three either; or "auto".
         mask, bias: broadcastable to (sequences, Hq, max_seqlen, max_seqlen), all of it on every rank.
         alibi_slopes: (Hq,) or (sequences, Hq). sinks: (Hq,).
 
@@ -156,7 +153,6 @@ def context_parallel_attention_varlen(
         itemsize=query.element_size(), packed=True, slopes=alibi_slopes is not None,
         slopes_by_diagonal=band.right == 0, scores=mask is not None or bias is not None or given["dropout_p"] > 0,
         band_is_packable=band.right == 0 or (band.left is None and band.right is None),
-        band_is_cut=band.left is not None or band.right not in (0, None),
     )  # fmt: skip
     chosen = choose.choose(method, facts)
     options = Options(
@@ -167,11 +163,14 @@ def context_parallel_attention_varlen(
     if chosen.method == "ulysses":
         out, lse = _whole(groups[0], layout, band, cu_seqlens, max_seqlen, options, extras, (query, key, value))
     elif chosen.method == "ring":
-        around = _around(groups[0], layout, band, cu_seqlens, max_seqlen, options)
+        around = packed_ring.plan(groups[0], layout, band, cu_seqlens, max_seqlen, options, alibi_slopes is not None)
         out, lse = ring.attend(around, extras, query, key, value)
     elif chosen.method == "usp":
         across, inside = groups
-        around = _around(across, joined(layout, across.size, inside.size), band, cu_seqlens, max_seqlen, options)
+        around = packed_ring.plan(
+            across, joined(layout, across.size, inside.size), band, cu_seqlens, max_seqlen, options,
+            alibi_slopes is not None,
+        )  # fmt: skip
         of_rows = within(layout, across.rank, inside.size)
         out, lse = ulysses.attend(
             ulysses.plan(inside, of_rows, of_rows, query.shape[1], 0), extras, _HAS_NO_ROWS, query, key, value,
@@ -214,37 +213,3 @@ def _calls(layout: Layout, rank: int, band: Band, cu_seqlens: Tensor, max_seqlen
         sides = {"window_left": band.left, "window_right": band.right, "bottom_right": band.right == 0}
         calls.append(Call(segment.rows, slice(0, end), slice(segment.start, segment.end), sides | lengths))
     return calls
-
-
-def _around(
-    group: Group, layout: Layout, band: Band, cu_seqlens: Tensor, max_seqlen: int, options: Options
-) -> ring.Plan:  # fmt: skip
-    held = sorted(layout.ranks[group.rank], key=lambda segment: segment.row)
-    positions = [torch.arange(segment.start, segment.end, device=cu_seqlens.device) for segment in held]
-    pairs = _pairs(layout, group.rank, band, cu_seqlens, max_seqlen)
-    return ring.plan_of(group, layout, pairs, options, torch.cat(positions) < cu_seqlens[-1])
-
-
-def _pairs(layout: Layout, rank: int, band: Band, cu_seqlens: Tensor, max_seqlen: int) -> list[list[Pair]]:
-    """Of each rank's keys, what this rank's rows see of them."""
-
-    def lengths_in(segment: Segment) -> Tensor:
-        return (cu_seqlens - segment.start).clamp(0, segment.size)
-
-    def pair(rows: Segment, keys: Segment) -> Pair:
-        given = {
-            "cu_seqlens_q": lengths_in(rows), "cu_seqlens_k": lengths_in(keys), "max_q": min(max_seqlen, rows.size),
-            "max_k": min(max_seqlen, keys.size), "window_right": band.right if rows.start == keys.start else None,
-        }  # fmt: skip
-        positions = slice(keys.start, keys.end), slice(rows.start, rows.end)
-        return Pair(Call(rows.rows, *positions, given), keys.rows, 0)
-
-    return [
-        [
-            pair(rows, keys)
-            for rows in layout.ranks[rank]
-            for keys in of_rank
-            if rows.size > 0 and keys.size > 0 and (band.right is None or keys.start <= rows.start)
-        ]
-        for of_rank in layout.ranks
-    ]

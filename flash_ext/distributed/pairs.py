@@ -33,12 +33,17 @@ Segments = tuple[Segment, ...]  # side by side as rows, in the order of position
 
 @dataclass(frozen=True)
 class Pair:
-    """A call on rows of this rank and rows of another rank's keys; ``diagonal``: of the first row less the first key,
-    for slopes; ``alone``: its rows see no other keys; ``first``: no earlier call has any of its rows."""
+    """A call on rows of this rank and rows of another rank's keys.
+
+    ``diagonal``: of the first row less the first key, for slopes, or of packed sequences ``between``; ``hidden``: rows
+    that see nothing in truth; ``alone``: its rows see no other keys; ``first``: no earlier call has them.
+    """
 
     call: Call
     read: slice
-    diagonal: int
+    diagonal: int = 0
+    between: slopes.Between | None = None
+    hidden: Tensor | None = None
     alone: bool = False
     first: bool = False
 

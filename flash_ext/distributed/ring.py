@@ -152,10 +152,13 @@ class Ring(torch.autograd.Function):
             k_all, v_all = keys.views(keys.buffer)
             for pair in plan.pairs[plan.source(step)]:
                 call = pair.call
-                of_part = _of_pair(pair, extras, alibi_slopes, out.dtype)
-                tensors = _rows(q, call.rows), _rows(k_all, pair.read), _rows(v_all, pair.read)
+                of_part = _of_pair(plan, pair, extras, alibi_slopes, out.dtype)
+                tensors = of_part.shown(_rows(q, call.rows)), _rows(k_all, pair.read), _rows(v_all, pair.read)
                 out_part, lse_part = _forward(plan, tensors, of_part.extras, call)
-                totals, parts = (_rows(out, call.rows), _rows(exact, call.rows)), (out_part, of_part.moved(lse_part, 1))
+                totals, parts = (
+                    (_rows(out, call.rows), _rows(exact, call.rows)),
+                    (of_part.shown(out_part), of_part.moved(lse_part, 1)),
+                )
                 if pair.first:
                     for total, part in zip(totals, parts, strict=True):
                         total.copy_(part)
@@ -196,8 +199,8 @@ class Ring(torch.autograd.Function):
             dk, dv = keys.views(sums)
             for pair in plan.pairs[plan.source(step)]:
                 call = pair.call
-                tensors = _rows(q, call.rows), _rows(k_all, pair.read), _rows(v_all, pair.read)
-                of_part = _of_pair(pair, extras, alibi_slopes, wide)
+                of_part = _of_pair(plan, pair, extras, alibi_slopes, wide)
+                tensors = of_part.shown(_rows(q, call.rows)), _rows(k_all, pair.read), _rows(v_all, pair.read)
                 added = wanted[3] or wanted[4]
                 of_grads = _rows(grad_out, call.rows), _rows(grad_lse, call.rows)
                 results = _rows(out, call.rows), of_part.moved(_rows(exact, call.rows), -1).to(lse.dtype)
@@ -205,7 +208,8 @@ class Ring(torch.autograd.Function):
                 if not is_whole:
                     results = results[0], next(following)
                     own_lse = of_part.moved(results[1], 1)
-                    of_grads = _of_part(of_grads[0], _rows(delta, call.rows), own_lse, _rows(exact, call.rows))
+                    of_rows = of_part.shown(of_grads[0]), of_part.shown(_rows(delta, call.rows))
+                    of_grads = _of_part(*of_rows, own_lse, _rows(exact, call.rows))
                     if added:
                         results = _forward(plan, tensors, of_part.extras, call)
                         of_grads = of_grads[0], of_grads[1] + _delta(of_grads[0], None, results[0], wide)
@@ -217,7 +221,7 @@ class Ring(torch.autograd.Function):
                     own_bias = extras.of_pairs(call.rows, call.keys).bias
                     grads = of_part.gradients(grads, own_bias, of_grads[1], results[1])
                 for total, part, want in (
-                    (_rows(dq, call.rows), grads[0], wanted[0]),
+                    (_rows(dq, call.rows), of_part.shown(grads[0]), wanted[0]),
                     (_rows(dk, pair.read), grads[1], wanted[1]),
                     (_rows(dv, pair.read), grads[2], wanted[2]),
                 ):
@@ -281,8 +285,10 @@ def _backward(
     return [*of_inputs, *found[3:]]
 
 
-def _of_pair(pair: Pair, extras: Extras, alibi_slopes: Tensor | None, wide: torch.dtype) -> slopes.OfPart:
+def _of_pair(plan: Plan, pair: Pair, extras: Extras, alibi_slopes: Tensor | None, wide: torch.dtype) -> slopes.OfPart:
     call = pair.call
+    if plan.packed:
+        return replace(slopes.of_sequence(extras, alibi_slopes, pair.between, wide), hidden=pair.hidden)
     own = extras.of_pairs(call.rows, call.keys)
     return slopes.of_part(own, alibi_slopes, pair.diagonal, _size(call.rows), _size(call.keys), wide)
 

@@ -7,7 +7,8 @@ from key b. That is the operator's own distance where d is 0. Where all R rows l
     before them    b - a - d = (-d - a) + b
 
 so that the key's share is a bias of one row, and the row's only moves the part's lse, of which merging makes a weight.
-A part that is neither is cut in two that are. Called by ring.py.
+A part that is neither is cut in two that are. Packed keys that are not the rows themselves lie on one side of them, and
+one sequence at most has some of both; where it begins stands on the device, and so do the shares. Called by ring.py.
 """
 
 from __future__ import annotations
@@ -55,19 +56,41 @@ def diagonal(band: Band, part: Part) -> int:
 
 
 @dataclass(frozen=True)
+class Between:
+    """Packed rows and keys that are apart: the number of the sequence that has some of both, and the shares in it."""
+
+    sequence: Tensor
+    to_key: Tensor
+    to_row: Tensor
+
+
+@dataclass(frozen=True)
 class OfPart:
-    """What the slopes are in one call. ``to_key``, ``to_row``: the shares of the distance; None: the operator's own."""
+    """What the slopes are in one call. ``to_key``, ``to_row``: the shares of the distance; None: the operator's own.
+
+    ``every``: of each of packed sequences, where ``slopes`` are those of one; ``hidden``: rows without any key.
+    """
 
     extras: Extras
     slopes: Tensor | None = None
     to_key: Tensor | None = None
     to_row: Tensor | None = None
+    every: Tensor | None = None
+    sequence: Tensor | None = None
+    hidden: Tensor | None = None
 
     def moved(self, lse: Tensor, sign: int) -> Tensor:
         """From the call's own lse to that of the distances (1), or back (-1), in double."""
-        if self.slopes is None or self.to_row is None:
-            return lse.double()
-        return lse.double() - sign * self.slopes.double().unsqueeze(-1) * self.to_row
+        lse = lse.double()
+        if self.slopes is not None and self.to_row is not None:
+            lse = lse - sign * self.slopes.double().unsqueeze(-1) * self.to_row
+        return lse if self.hidden is None else lse.masked_fill(self.hidden, -torch.inf)
+
+    def shown(self, rows: Tensor | None) -> Tensor | None:
+        """(1, heads, rows, columns) or (1, heads, rows), 0 where a row has no key, whatever other sequences hold."""
+        if self.hidden is None or rows is None:
+            return rows
+        return rows.masked_fill(self.hidden if rows.dim() == 3 else self.hidden.unsqueeze(-1), 0.0)
 
     def wanted(self, of_inputs: list[bool]) -> list[bool]:
         """Which gradients the operator is asked for: of query, key, value, bias and slopes."""
@@ -88,6 +111,9 @@ class OfPart:
         if grad_lse is not None:
             sums = grad_lse.double().masked_fill(lse == -torch.inf, 0.0)
             of_slopes -= (sums * self.to_row).sum(-1).sum_to_size(self.slopes.shape)
+        if self.every is not None:
+            numbers = torch.arange(self.every.shape[0], device=of_slopes.device)
+            of_slopes = torch.where((numbers == self.sequence).unsqueeze(-1), of_slopes, 0.0)
         of_bias = of_sum.sum_to_size(bias.shape) if bias is not None else grads[3]
         return [*grads[:3], of_bias, of_slopes]
 
@@ -104,3 +130,17 @@ def of_part(extras: Extras, slopes: Tensor | None, d: int, rows: int, keys: int,
     of_key = -slopes.to(wide)[..., None, None] * to_key.to(wide)
     bias = of_key if extras.bias is None else extras.bias.to(wide) + of_key
     return OfPart(replace(extras, bias=bias), slopes, to_key.double(), to_row.double())
+
+
+def of_sequence(extras: Extras, slopes: Tensor | None, between: Between | None, wide: torch.dtype) -> OfPart:
+    """Of packed sequences. ``slopes``: (heads,) or (sequences, heads)."""
+    if slopes is None:
+        return OfPart(extras)
+    if between is None:
+        return OfPart(replace(extras, slopes=slopes), slopes)
+    every = slopes if slopes.dim() == 2 else None
+    own = slopes if every is None else every.index_select(0, between.sequence).squeeze(0)
+    bias = -own.to(wide)[:, None, None] * between.to_key.to(wide)
+    return OfPart(
+        replace(extras, bias=bias), own, between.to_key.double(), between.to_row.double(), every, between.sequence
+    )  # fmt: skip
