@@ -28,8 +28,10 @@ from flash_ext.distributed.exchange import (
     as_rows,
     merge_ranges,
 )
-from flash_ext.distributed.layout import Layout
+from flash_ext.distributed.layout import Band, Layout, Segment
 from flash_ext.distributed.local import Call, Extras, Options
+from flash_ext.distributed.pairs import Matters, Pair, in_order, pairs_of
+from flash_ext.distributed.partial import Gradients, Joined, Setting
 from flash_ext.errors import AttentionError
 
 CHUNK_BYTES = 64 << 20  # of gathered keys and values: less is not worth a call of its own
@@ -45,12 +47,22 @@ class Plan:
     options: Options
     rows_dim: int
     length: int  # of the sequence
+    parts: list[Pair] | None = None  # in place of calls, where a row's keys come in several
 
 
 def plan(group: Group, layout: Layout, calls: Sequence[list[Call]], options: Options, rows_dim: int) -> Plan:
     """``calls``: those of every rank, which say what it reads."""
     reads: list[Ranges] = [merge_ranges([call.keys for call in of_rank]) for of_rank in calls]
     return Plan(Exchange(group, layout, reads), calls[group.rank], options, rows_dim, layout.length)
+
+
+def plan_by_distance(group: Group, queries: Layout, keys: Layout, band: Band, options: Options) -> Plan:
+    """With slopes on both sides of the diagonal, which the operator has in parts of a row's keys alone."""
+    every = (Segment(0, 0, keys.length),)
+    parts = [pairs_of(band, held, every, Matters(distance=True)) for held in queries.ranks]
+    found = plan(group, keys, [[pair.call for pair in of_rank] for of_rank in parts], options, 2)
+    own = [replace(pair, read=found.exchange.place(pair.call.keys)) for pair in in_order(parts[group.rank])]
+    return replace(found, calls=[], parts=own)
 
 
 class _Gathered:
@@ -135,12 +147,20 @@ class AllGather(torch.autograd.Function):
         dim, of_lse = plan.rows_dim, q.dim() - 2
         out, lse = local.empty_results(q, v.shape[-1], dim, sinks)
         chunks = _chunks(plan, q, k, v, ctx.whole)
+        of_parts: list[Tensor] = []
         following = _Gathered(plan, _heads(k, chunks[0][1]), _heads(v, chunks[0][2]))
         for i, (heads, _, _) in enumerate(chunks):
             keys, values = following.wait()
             if i + 1 < len(chunks):
                 following = _Gathered(plan, _heads(k, chunks[i + 1][1]), _heads(v, chunks[i + 1][2]))
             of_heads = extras.of_heads(heads)
+            if plan.parts is not None:
+                joined = Joined(Setting(plan.options), of_heads, _heads(q, heads), v.shape[-1])
+                for pair in plan.parts:
+                    joined.add(pair, keys, values)
+                for total, part in zip((out, lse), joined.finish(), strict=True):
+                    _heads(total, heads).copy_(part)
+                of_parts += [joined.exact, *joined.of_parts]
             for call in plan.calls:
                 read = plan.exchange.place(call.keys)
                 out_part, lse_part = local.forward(
@@ -149,26 +169,27 @@ class AllGather(torch.autograd.Function):
                 )  # fmt: skip
                 _rows(_heads(out, heads), dim, call.rows).copy_(out_part)
                 _rows(lse.narrow(of_lse - 1, heads.start, heads.stop - heads.start), of_lse, call.rows).copy_(lse_part)
-        ctx.save_for_backward(q, k, v, bias, slopes, sinks, out, lse)
+        ctx.save_for_backward(q, k, v, bias, slopes, sinks, out, lse, *of_parts)
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
         refuse_second_derivative("allgather")
-        q, k, v, bias, slopes, sinks, out, lse = ctx.saved_tensors
+        q, k, v, bias, slopes, sinks, out, lse, *of_parts = ctx.saved_tensors
         extras = Extras(ctx.mask, bias, slopes, sinks, ctx.state)
         grads = gradients(
-            ctx.plan, extras, (grad_out, grad_lse), (q, k, v), (out, lse), ctx.needs_input_grad[2:], ctx.whole
+            ctx.plan, extras, (grad_out, grad_lse), (q, k, v), (out, lse), ctx.needs_input_grad[2:], ctx.whole, of_parts
         )
         return None, None, *grads
 
 
 def gradients(
     plan: Plan, extras: Extras, of_results: tuple[Tensor | None, Tensor | None], inputs: tuple[Tensor, Tensor, Tensor],
-    results: tuple[Tensor, Tensor], needed: Sequence[bool], whole: bool = False,
+    results: tuple[Tensor, Tensor], needed: Sequence[bool], whole: bool = False, of_parts: Sequence[Tensor] = (),
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Those of (q, k, v, bias, slopes, sinks) that are needed; ``whole``: of all heads at once."""
+    """Those of (q, k, v, bias, slopes, sinks) that are needed; ``whole``: of all heads at once; ``of_parts``: what
+    forward kept where it joined parts."""
     grad_out, grad_lse = of_results
     (q, k, v), (out, lse) = inputs, results
     bias, slopes, sinks = extras.bias, extras.slopes, extras.sinks
@@ -187,7 +208,7 @@ def gradients(
 
     chunks = _chunks(plan, q, k, v, whole)
     following = _Gathered(plan, _heads(k, chunks[0][1]), _heads(v, chunks[0][2]))
-    summed = None
+    summed, of_chunks = None, iter(of_parts)
     for i, chunk in enumerate(chunks):
         heads = chunk[0]
         gathered = following
@@ -196,6 +217,21 @@ def gradients(
             following = _Gathered(plan, _heads(k, chunks[i + 1][1]), _heads(v, chunks[i + 1][2]))
         of_heads = extras.of_heads(heads)
         sums = gathered.buffer.new_zeros(gathered.buffer.shape, dtype=wide) if travels else None
+        if plan.parts is not None:
+            grads_of, out_of = ([None if t is None else _heads(t, heads) for t in two] for two in (of_results, results))
+            found = Gradients(
+                Setting(plan.options), of_heads, (grads_of[0], grads_of[1]), _heads(q, heads),
+                (*out_of, next(of_chunks)), of_chunks, wanted,
+            )  # fmt: skip
+            of_keys = (None, None) if sums is None else gathered.views(sums)
+            for pair in plan.parts:
+                found.add(pair, keys, values, *of_keys)
+            if dq is not None:
+                _heads(dq, heads).copy_(found.dq)
+            if dbias is not None:
+                dbias += found.dbias
+            if dslopes is not None:
+                local.cut(dslopes, -1, heads).add_(found.dslopes)
         for call in plan.calls:
             read = plan.exchange.place(call.keys)
             of_rows = [None if t is None else _rows(_heads(t, heads), dim, call.rows) for t in (grad_out, q, out)]

@@ -36,10 +36,8 @@ class Facts:
     lengths: tuple[int, int]
     itemsize: int
     packed: bool = False
-    slopes: bool = False
-    slopes_by_diagonal: bool = True  # no query sees a key beyond its diagonal, and all diagonals lie within the keys
     scores: bool = False  # a mask, a bias or dropout
-    band_is_packable: bool = True  # none, or causal
+    band_is_packable: bool = True  # causal, or none and no slopes
     dropout_has_map: bool = True  # no dropout, or every part begins where a part of its map may
 
     @property
@@ -58,11 +56,6 @@ def refusal(method: str, facts: Facts) -> str | None:
     other = "'ulysses'" if method == "ring" else "a group of one dimension and 'ulysses'"
     if method in ("ring", "usp") and facts.packed and facts.scores:
         return f"method={method!r} takes no mask, bias or dropout_p for packed sequences; use {other}"
-    if method == "allgather" and facts.slopes and not facts.slopes_by_diagonal:
-        return (
-            "method='allgather' takes alibi_slopes with causal=True alone, and where no diagonal ends behind the last "
-            "key; use 'ulysses'"
-        )
     if method != "ulysses" and not facts.dropout_has_map:
         return (
             f"method={method!r} takes dropout_p where all chunks of the ranks begin at multiples of 16 tokens, and no "
@@ -71,7 +64,10 @@ def refusal(method: str, facts: Facts) -> str | None:
     if method == "allgather" and facts.packed and facts.scores:
         return "method='allgather' takes no mask, bias or dropout_p for packed sequences; use 'ulysses'"
     if method == "allgather" and facts.packed and not facts.band_is_packable:
-        return "method='allgather' takes packed sequences with causal=True, or with no window at all; use 'ulysses'"
+        return (
+            "method='allgather' takes packed sequences with causal=True, or with no window and no alibi_slopes; "
+            "use 'ulysses' or 'ring'"
+        )
     return None
 
 

@@ -277,10 +277,13 @@ def facts_of(
         columns=(query.shape[3], value.shape[3]),
         lengths=(queries.length, keys.length),
         itemsize=query.element_size(),
-        slopes=slopes,
-        slopes_by_diagonal=band.right == 0 and queries.length + band.offset <= keys.length,
         dropout_has_map=not drops or ring.has_dropout_map(band, queries, keys, slopes),
     )
+
+
+def _by_diagonal(band: Band, queries: Layout, keys: Layout) -> bool:
+    """Whether no query sees a key beyond its diagonal, and all diagonals lie within the keys: one call has slopes."""
+    return band.right == 0 and queries.length + band.offset <= keys.length
 
 
 def explain_context_parallel(
@@ -325,6 +328,9 @@ def run(
     drops = options.dropout_p > 0
     by_key = extras.mask is not None or extras.bias is not None or drops
     matters = Matters(keys=by_key, rows=drops, distance=extras.slopes is not None)
+    if method == "allgather" and matters.distance and not _by_diagonal(band, queries, keys):
+        plan = allgather.plan_by_distance(groups[0], queries, keys, band, options)
+        return allgather.attend(plan, extras, query, key, value)
     if method == "allgather":
         calls = [local.calls_of(band, held, keys.length, extras.slopes is not None) for held in queries.ranks]
         return allgather.attend(allgather.plan(groups[0], keys, calls, options, 2), extras, query, key, value)

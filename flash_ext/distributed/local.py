@@ -177,7 +177,7 @@ def calls_of(band: Band, held: Sequence[Segment], keys: int, by_diagonal: bool) 
         sides = {"window_left": part.left, "window_right": part.right}
         if by_diagonal:
             if part.keys.stop != part.queries.stop + band.offset:
-                raise AssertionError("choose.refusal let slopes pass that see keys beyond the diagonal")
+                raise AssertionError("slopes of keys beyond the diagonal take more than one call")
             sides = {"window_left": band.left, "window_right": 0, "bottom_right": True}
         calls.append(Call(rows, part.keys, part.queries, sides))
     return calls

@@ -150,9 +150,9 @@ def context_parallel_attention_varlen(
     facts = choose.Facts(
         ranks=sizes_of(groups), batch=1, heads=(query.shape[1], key.shape[1], value.shape[1]),
         columns=(query.shape[2], value.shape[2]), lengths=(layout.length, layout.length),
-        itemsize=query.element_size(), packed=True, slopes=alibi_slopes is not None,
-        slopes_by_diagonal=band.right == 0, scores=mask is not None or bias is not None or given["dropout_p"] > 0,
-        band_is_packable=band.right == 0 or (band.left is None and band.right is None),
+        itemsize=query.element_size(), packed=True,
+        scores=mask is not None or bias is not None or given["dropout_p"] > 0,
+        band_is_packable=band.right == 0 or (band.left is None and band.right is None and alibi_slopes is None),
     )  # fmt: skip
     chosen = choose.choose(method, facts)
     options = Options(

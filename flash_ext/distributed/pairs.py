@@ -19,7 +19,7 @@ sequence, too. Called by ring.py. Invariant: every row sees each of its keys in 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from torch import Tensor
@@ -84,6 +84,19 @@ def pairs_of(band: Band, rows: Sequence[Segment], keys: Sequence[Segment], matte
             break
     assert best is not None, "a segment sees a band of another one"
     return best
+
+
+def in_order(pairs: Sequence[Pair]) -> list[Pair]:
+    """All pairs of a rank in the order of their calls, with what they know of each other."""
+    found = []
+    for i, pair in enumerate(pairs):
+        rows = pair.call.rows
+        others = [
+            j for j, other in enumerate(pairs)
+            if j != i and rows.start < other.call.rows.stop and other.call.rows.start < rows.stop
+        ]  # fmt: skip
+        found.append(replace(pair, alone=not others, first=not others or min(others) > i))
+    return found
 
 
 def _ways(segments: Segments, apart: bool) -> list[list[Segments]]:

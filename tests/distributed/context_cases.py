@@ -161,7 +161,7 @@ def checkpointed_in_the_context(world: World) -> None:
 def dropout_of_one_rank(world: World) -> None:
     whole = whole_problem(32 * world.size)
     for method in ("ulysses", "allgather", "ring"):
-        for options in ({"causal": True}, {}):
+        for options in ({"causal": True}, {}, {"alibi_slopes": torch.linspace(0.1, 0.5, 4)}):
 
             def call(options: dict[str, Any] = options, **t: Tensor) -> Tensor:
                 torch.manual_seed(3)
@@ -300,8 +300,6 @@ def ranks_that_disagree(world: World) -> None:
 def what_a_method_does_not_take(world: World) -> None:
     q = rand(2, 4, 6, 8)
     slopes, call, group = torch.ones(4), fd.context_parallel_attention, world.group
-    refused("method='allgather' takes alibi_slopes with causal=True alone",
-            lambda: call(q, q, q, group, method="allgather", alibi_slopes=slopes))  # fmt: skip
     refused("method='usp' takes a mesh of two dimensions", lambda: call(q, q, q, group, method="usp"))
     cu, p = torch.tensor([0, 6 * world.size], dtype=torch.int32), rand(6, 4, 8)
 
@@ -310,8 +308,9 @@ def what_a_method_does_not_take(world: World) -> None:
 
     refused("method='ring' takes no mask, bias or dropout_p for packed",
             lambda: packed(method="ring", causal=True, dropout_p=0.5))  # fmt: skip
-    refused("method='allgather' takes packed sequences with causal=True, or with no window",
-            lambda: packed(method="allgather", window=(3, 3)))  # fmt: skip
+    for option in ({"window": (3, 3)}, {"alibi_slopes": slopes}):
+        refused("method='allgather' takes packed sequences with causal=True, or with no window",
+                lambda option=option: packed(method="allgather", **option))  # fmt: skip
     refused(
         "method='allgather' takes no mask, bias or dropout_p for packed",
         lambda: packed(method="allgather", dropout_p=0.5),
@@ -369,7 +368,7 @@ def what_is_explained(world: World) -> None:
     assert fd.explain_context_parallel(q, k, k, 80).method == "ring"
     slopes = torch.ones(32)
     assert fd.explain_context_parallel(q, k, k, 12, causal=True, alibi_slopes=slopes).method == "allgather"
-    assert fd.explain_context_parallel(q, k, k, 12, alibi_slopes=slopes).method == "ring"
+    assert fd.explain_context_parallel(q, k, k, 12, alibi_slopes=slopes).method == "allgather"
     # One head of query and one rank more: what is sent is what the exchanges carry.
     small = torch.empty(1, 4, 16, 8, device="meta")
     sent = fd.explain_context_parallel(small, small, small, 4).sent

@@ -180,7 +180,7 @@ OPTIONS: dict[str, tuple[dict[int, tuple[int, int]], tuple[int, int, int], str, 
     "deterministic": (LENGTHS, (4, 2, 2), "", {"causal": True, "deterministic": True}),
     "batch invariant": (LENGTHS, (4, 2, 2), "", {"causal": True, "batch_invariant": True}),
 }  # fmt: skip
-BOTH_SIDES = {  # which allgather refuses
+BOTH_SIDES = {  # of the diagonal
     "slopes beyond the diagonal": (LENGTHS, (4, 2, 2), "alibi_slopes", {}),
     "slopes, bias, more keys": (CROSS, (4, 2, 2), "alibi_slopes of each, bias of one row, mask", {}),
     "slopes, bias, window": (FEWER, (4, 2, 2), "alibi_slopes, bias of one head, sinks",
@@ -277,10 +277,12 @@ def cases(size: int) -> dict[str, Case]:
     for which in ("causal", "together", "slopes", "bias of one row"):
         add("allgather", "zigzag", which, chunks=True)
     for which in BOTH_SIDES:
-        for method in methods[1:]:
+        for method in methods:
             add(method, "zigzag", which)
-    add("ring", "contiguous", "slopes, bias, more keys", deal="uneven")
-    add("ring", "zigzag", "slopes, bias, window", torch.float64)
+        add("allgather", "contiguous", which, chunks=True)
+    for method in ("ring", "allgather"):
+        add(method, "contiguous", "slopes, bias, more keys", deal="uneven")
+        add(method, "zigzag", "slopes, bias, window", torch.float64)
     add("ring", "zigzag", "grouped", torch.float64)
     if size == 4:
         found["backward is of forward's backend"] = backward_is_of_forwards_backend
