@@ -112,14 +112,19 @@ class _Summed:
         return self.gathered.views(total)
 
 
+def chunk_count(units: int, gathered: int) -> int:
+    """Of heads that divide into ``units``, with the bytes of all keys and values."""
+    count = max(1, min(units, MAX_CHUNKS, gathered // CHUNK_BYTES))
+    while units % count:
+        count -= 1
+    return count
+
+
 def _chunks(plan: Plan, q: Tensor, k: Tensor, v: Tensor, whole: bool) -> list[tuple[slice, slice, slice]]:
     """Heads of query, key and value that are computed at once; the same on every rank."""
     units = math.gcd(k.shape[1], v.shape[1])
     columns = sum(math.prod(t.shape) // max(t.shape[plan.rows_dim], 1) for t in (k, v))
-    count = plan.length * columns * k.element_size() // CHUNK_BYTES
-    count = 1 if whole else max(1, min(units, MAX_CHUNKS, count))
-    while units % count:
-        count -= 1
+    count = 1 if whole else chunk_count(units, plan.length * columns * k.element_size())
     sizes = [t.shape[1] // count for t in (q, k, v)]
     chunks = [[slice(i * size, (i + 1) * size) for size in sizes] for i in range(count)]
     return [(q_heads, k_heads, v_heads) for q_heads, k_heads, v_heads in chunks]

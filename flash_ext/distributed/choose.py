@@ -6,12 +6,15 @@ The rule of "auto", of which ``explain_context_parallel`` prints the reason:
 2. query heads divide over the ranks: allgather where it sends no more in forward and does not refuse, else ulysses;
 3. else allgather, unless its keys and values do not fit (``RING_BYTES`` of one chunk of heads) or it refuses;
 4. else ring, unless it refuses;
-5. else ulysses with uneven heads.
+5. else ulysses with uneven heads;
+6. where the links of the group were measured (links.py), another method that takes the call and fits is taken in place
+   of that one if its forward and backward are estimated (estimate.py) to take at most ``MARGIN`` of the time.
 
-On 2 H100 with 131,072 tokens and 32/8 heads ulysses and allgather take the same time, but allgather half the memory:
-its keys and values are few, and it copies nothing else. On more ranks what it sends grows, and nothing hides the first
-chunk (published runs of others: 8 H200, 64k tokens, 2 and 4 ranks, against one: ulysses -8 and +1 % of the speed, a
-ring -29 and -32 %; prime-rl #2418). Bandwidth is not asked for.
+Bytes decide where estimates are close: measured figures differ from run to run, and with the method the last bits of a
+result. On 2 H100 with 131,072 tokens and 32/8 heads ulysses and allgather take the same time, but allgather half the
+memory: its keys and values are few, and it copies nothing else. On more ranks what it sends grows, and nothing hides
+the first chunk (published runs of others: 8 H200, 64k tokens, 2 and 4 ranks, against one: ulysses -8 and +1 % of the
+speed, a ring -29 and -32 %; prime-rl #2418).
 """
 
 from __future__ import annotations
@@ -19,10 +22,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from flash_ext.distributed import estimate
+from flash_ext.distributed.allgather import chunk_count
+from flash_ext.distributed.links import Links
 from flash_ext.errors import AttentionError
 
 METHODS = ("ulysses", "allgather", "ring", "usp")
 RING_BYTES = 8 << 30
+MARGIN = 0.9
 
 
 @dataclass(frozen=True)
@@ -35,6 +42,7 @@ class Facts:
     columns: tuple[int, int]  # of query and key, of value
     lengths: tuple[int, int]
     itemsize: int
+    seen: float = 1.0  # of all pairs of query and key, about
     packed: bool = False
     scores: bool = False  # a mask, a bias or dropout
     band_is_packable: bool = True  # causal, or none and no slopes
@@ -73,38 +81,58 @@ def refusal(method: str, facts: Facts) -> str | None:
 
 @dataclass(frozen=True)
 class Choice:
-    """``method`` computes the call, because ``why``. ``sent``: bytes that a rank sends, (forward, backward), for each
-    method; ``refused``: why a method cannot."""
+    """``method`` computes the call, because ``why``.
+
+    ``sent``: bytes that a rank sends, (forward, backward), for each method; ``refused``: why a method cannot.
+    ``links``: what was measured, if it was; ``seconds``: estimated with it, for each method that "auto" may take, of
+    forward and backward together: all of it, and what is exposed.
+    """
 
     method: str
     why: str
     sent: dict[str, tuple[int, int]] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
+    links: Links | None = None
+    seconds: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = [f"{self.method}: {self.why}"]
         for method, (there, back) in self.sent.items():
-            lines.append(
-                f"  {method:10} a rank sends {there / 2**20:,.1f} MiB forward, {back / 2**20:,.1f} MiB backward"
-            )
-        return "\n".join(lines + [f"  {method:10} refuses: {why}" for method, why in self.refused.items()])
+            text = f"  {method:10} a rank sends {there / 2**20:,.1f} MiB forward, {back / 2**20:,.1f} MiB backward"
+            if method in self.seconds:
+                whole, exposed = (1e3 * of for of in self.seconds[method])
+                text += f", estimated {whole:,.4g} ms with {exposed:,.3g} ms exposed"
+            lines.append(text)
+        lines += [f"  {method:10} refuses: {why}" for method, why in self.refused.items()]
+        return "\n".join(lines if self.links is None else [*lines, f"  measured   {self.links}"])
 
 
-def choose(method: str, facts: Facts) -> Choice:
-    """Raises AttentionError where a method that was asked for refuses."""
+def choose(method: str, facts: Facts, links: Links | None = None) -> Choice:
+    """Raises AttentionError where a method that was asked for refuses. ``links``: the same on all ranks."""
     refused = {name: why for name in METHODS if (why := refusal(name, facts)) is not None}
     sent = {name: sent_bytes(name, facts) for name in METHODS if name not in refused}
     if method != "auto":
         if method in refused:
             raise AttentionError(refused[method])
         return Choice(method, "asked for", sent, refused)
-    name, why = _auto(facts, refused, sent)
+    name, why = _by_bytes(facts, refused, sent)
     if name in refused:
         raise AttentionError(refused[name])
-    return Choice(name, why, sent, refused)
+    if links is None or len(facts.ranks) == 2:
+        return Choice(name, why, sent, refused)
+    chunks = chunk_count(math.gcd(*facts.heads[1:]), _gathered(facts))
+    seconds = {
+        other: estimate.seconds(other, facts, links, sent[other], chunks)
+        for other in sent if other in (name, "ulysses", "ring") or _gathered(facts) <= RING_BYTES
+    }  # fmt: skip
+    best = min(seconds, key=lambda other: seconds[other][0])
+    if seconds[best][0] <= MARGIN * seconds[name][0]:
+        instead = seconds[name][0] / max(seconds[best][0], 1e-12)
+        name, why = best, f"by the measured links {name} is estimated to take {instead:.3g} times as long"
+    return Choice(name, why, sent, refused, links, seconds)
 
 
-def _auto(facts: Facts, refused: dict[str, str], sent: dict[str, tuple[int, int]]) -> tuple[str, str]:
+def _by_bytes(facts: Facts, refused: dict[str, str], sent: dict[str, tuple[int, int]]) -> tuple[str, str]:
     if len(facts.ranks) == 2:
         return "usp", "the mesh has two dimensions"
     ranks, heads = facts.total, facts.heads[0]
@@ -114,12 +142,16 @@ def _auto(facts: Facts, refused: dict[str, str], sent: dict[str, tuple[int, int]
             return "allgather", f"{why}, but the keys and values of all are less than the heads to exchange"
         return "ulysses", why
     why = f"{heads} heads of query do not divide over {ranks} ranks"
-    gathered = facts.lengths[1] * _key_columns(facts) * facts.itemsize
+    gathered = _gathered(facts)
     if "allgather" not in refused and gathered <= RING_BYTES:
         return "allgather", f"{why}, and key and value take {gathered / 2**20:,.1f} MiB gathered"
     if "ring" not in refused:
         return "ring", f"{why}, and key and value gathered would take {gathered / 2**20:,.1f} MiB or are refused"
     return "ulysses", f"{why}, and the other methods refuse"
+
+
+def _gathered(facts: Facts) -> int:
+    return facts.lengths[1] * _key_columns(facts) * facts.itemsize
 
 
 def _key_columns(facts: Facts) -> int:

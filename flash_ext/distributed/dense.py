@@ -19,6 +19,7 @@ from flash_ext.distributed import allgather, choose, local, ring, ulysses
 from flash_ext.distributed.agree import agree
 from flash_ext.distributed.exchange import Group
 from flash_ext.distributed.layout import Band, Layout, check_balance, joined, layout_of, within
+from flash_ext.distributed.links import Links, links_of
 from flash_ext.distributed.local import Call, Extras, Options
 from flash_ext.distributed.pairs import Matters
 from flash_ext.errors import AttentionError
@@ -247,12 +248,10 @@ def context_parallel_attention(
     sizes = (query.shape[0], query.shape[1], keys.length)
     has_rows = {name: _has_rows(name, owned, sizes) for name in ("mask", "bias")}
     band = Band.of(causal, window or (None, None), align == "bottom_right", queries.length, keys.length)
-    chosen = choose.choose(
-        method,
-        facts_of(
-            query, key, value, sizes_of(groups), (queries, keys), band, alibi_slopes is not None, given["dropout_p"] > 0
-        ),
+    facts = facts_of(
+        query, key, value, sizes_of(groups), (queries, keys), band, alibi_slopes is not None, given["dropout_p"] > 0
     )
+    chosen = choose.choose(method, facts, links_for(method, groups, query.device))
     options = Options(
         given["softcap"], given["dropout_p"], given["scale"], deterministic, batch_invariant, query.shape[1]
     )
@@ -263,6 +262,11 @@ def context_parallel_attention(
         (query, key, value),
     )  # fmt: skip
     return (out, lse) if return_lse else out
+
+
+def links_for(method: str, groups: Sequence[Group], device: torch.device) -> Links | None:
+    """What "auto" estimates with; a collective the first time."""
+    return links_of(groups[0], device) if method == "auto" and len(groups) == 1 else None
 
 
 def facts_of(
@@ -277,6 +281,7 @@ def facts_of(
         columns=(query.shape[3], value.shape[3]),
         lengths=(queries.length, keys.length),
         itemsize=query.element_size(),
+        seen=band.share(keys.length),
         dropout_has_map=not drops or ring.has_dropout_map(band, queries, keys, slopes),
     )
 
@@ -287,36 +292,50 @@ def _by_diagonal(band: Band, queries: Layout, keys: Layout) -> bool:
 
 
 def explain_context_parallel(
-    query: Tensor, key: Tensor, value: Tensor, ranks: int | tuple[int, int], *, method: str = "auto",
+    query: Tensor, key: Tensor, value: Tensor, ranks: Any, *, method: str = "auto",
     balance: str = "zigzag", causal: bool = False, window: Window | None = None, align: str = "top_left",
     alibi_slopes: Tensor | None = None, dropout_p: float = 0.0,
 ) -> choose.Choice:  # fmt: skip
     """Which method computes a call of ``context_parallel_attention``, why, what each one sends and what it refuses.
 
-    Nothing is computed or communicated, and no group is needed. Printed, it is a line for each method.
+    With a number of ranks nothing is computed or communicated, and bytes alone decide. With a group it is a collective,
+    and what its links carry, which "auto" measures once for a group, counts as in the call. Printed, it is a line for
+    each method.
 
     Args:
         query, key, value: this rank's tokens, as in the call; the others are taken to hold as many. They may be on the
             device "meta".
-        ranks: how many there are, or (across, within) of a mesh.
+        ranks: how many there are, or (across, within) of a mesh; or the group or the mesh itself.
         method, balance, causal, window, align, alibi_slopes, dropout_p: as in the call. No other option matters.
 
     Returns:
         ``method``, ``why``, ``sent`` (bytes that a rank sends, forward and backward, for each method that takes the
-        call; an upper bound, since no band is counted) and ``refused`` (why a method does not).
+        call; an upper bound, since no band is counted), ``refused`` (why a method does not), and with a group ``links``
+        (what was measured) and ``seconds`` (estimated, for each method).
 
     Raises:
         AttentionError: a method that was asked for does not take the call.
     """
     left, right = check_native(query, key, value, window, align)
     check_balance(balance), check_method(method)
-    mesh = (ranks,) if isinstance(ranks, int) else tuple(ranks)
+    groups = [] if isinstance(ranks, (int, tuple, list)) else groups_of(ranks)
+    mesh = sizes_of(groups) or ((ranks,) if isinstance(ranks, int) else tuple(ranks))
     total = math.prod(mesh)
     layouts = tuple(layout_of((t.shape[2],) * total, balance) for t in (query, key))
     lengths = [layout.length for layout in layouts]
     band = Band.of(causal, (left, right), align == "bottom_right", *lengths)
     facts = facts_of(query, key, value, mesh, layouts, band, alibi_slopes is not None, dropout_p > 0)  # type: ignore[arg-type]
-    return choose.choose(method, facts)
+    if not groups:
+        return choose.choose(method, facts)
+    return choose.choose(method, facts, links_for(method, groups, _device_of(query, groups[0])))
+
+
+def _device_of(query: Tensor, group: Group) -> torch.device:
+    """Where the group's data is; of tensors without memory the GPU, if it has a backend for that."""
+    if query.device.type != "meta":
+        return query.device
+    kinds = [torch.device(kind).type for kind in group.pg._device_types]
+    return torch.device("cuda" if "cuda" in kinds and torch.cuda.is_available() else "cpu")
 
 
 def run(

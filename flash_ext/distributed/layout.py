@@ -123,6 +123,10 @@ class Band:
             right = 0 if right is None else min(right, 0)
         return cls(left, right, keys - queries if bottom_right else 0)
 
+    def share(self, keys: int) -> float:
+        """Which part of its keys a row sees, about."""
+        return sum(0.5 if side is None else min(0.5, side / max(keys, 1)) for side in (self.left, self.right))
+
 
 @dataclass(frozen=True)
 class Part:

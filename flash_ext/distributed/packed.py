@@ -23,7 +23,7 @@ from torch import Tensor
 from flash_ext.arguments import Window, check_band, flag, number
 from flash_ext.distributed import allgather, choose, local, packed_ring, ring, ulysses
 from flash_ext.distributed.agree import agree
-from flash_ext.distributed.dense import cast, check_method, draw, groups_of, sizes_of, wants_gradient
+from flash_ext.distributed.dense import cast, check_method, draw, groups_of, links_for, sizes_of, wants_gradient
 from flash_ext.distributed.exchange import Group
 from flash_ext.distributed.layout import Band, Layout, check_balance, joined, layout_of, within
 from flash_ext.distributed.local import Call, Extras, Options
@@ -147,14 +147,15 @@ def context_parallel_attention_varlen(
     owned = agree(groups, device, lambda: _describe(query, key, value, cu_seqlens, max_seqlen, tensors, given), check)
     layout = layout_of(tuple(own["length"] for own in owned), balance)
     band = Band.of(causal, window or (None, None), False, 0, 0)
+    seen = band.share(layout.length) * min(1.0, max_seqlen / max(layout.length, 1))
     facts = choose.Facts(
         ranks=sizes_of(groups), batch=1, heads=(query.shape[1], key.shape[1], value.shape[1]),
         columns=(query.shape[2], value.shape[2]), lengths=(layout.length, layout.length),
-        itemsize=query.element_size(), packed=True,
+        itemsize=query.element_size(), packed=True, seen=seen,
         scores=mask is not None or bias is not None or given["dropout_p"] > 0,
         band_is_packable=band.right == 0 or (band.left is None and band.right is None and alibi_slopes is None),
     )  # fmt: skip
-    chosen = choose.choose(method, facts)
+    chosen = choose.choose(method, facts, links_for(method, groups, query.device))
     options = Options(
         given["softcap"], given["dropout_p"], given["scale"], deterministic, batch_invariant, query.shape[1]
     )

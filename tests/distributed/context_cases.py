@@ -17,6 +17,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import links_cases
 import packed_cases
 import ranks
 from context_helpers import compare, rand, refused, whole_problem
@@ -378,7 +379,7 @@ def what_is_explained(world: World) -> None:
 
 
 def cases(size: int) -> dict[str, Callable[[World], None]]:
-    return CASES | packed_cases.cases(size)
+    return CASES | packed_cases.cases(size) | links_cases.cases(size)
 
 
 if __name__ == "__main__":
