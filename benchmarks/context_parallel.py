@@ -10,6 +10,7 @@ flash_ext.attention of the whole on rank 0, while the others wait. A time is the
 --repeats. `speed-up` is one rank's time over it. On GPUs `exposed` is the time in which a rank's GPU runs NCCL and
 nothing else, in one profiled call, and `memory` the most that a call allocated beyond what was there, with its results.
 `torch` is PyTorch's own context_parallel around F.scaled_dot_product_attention, on GPUs, where it takes the call.
+Above the table stands what `auto` would take, and its estimates of forward and backward, beside which the times lie.
 `yunchang` is that package's UlyssesAttention around the same, where the package is installed.
 Ranks that share a CPU's cores also share their speed: there the table says that it runs, and little more.
 """
@@ -200,6 +201,19 @@ def measured(method: str, args: Args, tokens: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def explain(args: Args, tokens: int) -> None:
+    """Shows what "auto" takes on these ranks and why, with its estimates; a collective."""
+    load_flash_ext()
+    from flash_ext.distributed import explain_context_parallel
+
+    rows = tokens // dist.get_world_size()
+    sizes = [(args.batch, heads, rows, args.head_dim) for heads in (args.heads, args.kv_heads)]
+    q, k = (torch.empty(size, dtype=DTYPES[args.dtype], device="meta") for size in sizes)
+    text = str(explain_context_parallel(q, k, k, dist.group.WORLD, causal=args.causal))
+    if dist.get_rank() == 0:
+        print(f"auto, {tokens:,} tokens: {text}", flush=True)
+
+
 def measure(args: Args) -> list[dict[str, Any]]:
     """On every rank: a row for each method and length."""
     rows = []
@@ -216,6 +230,7 @@ def measure(args: Args) -> list[dict[str, Any]]:
                 row = dict.fromkeys(alone, "") | {name: alone[name] for name in ("ranks", "tokens")}
                 row |= {"method": method, "speed_up": "", "failure": f"{type(error).__name__}: {error}".splitlines()[0]}
             rows.append(row)
+        explain(args, tokens)
     return rows
 
 
