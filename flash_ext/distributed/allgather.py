@@ -31,8 +31,8 @@ from flash_ext.distributed.exchange import (
 from flash_ext.distributed.layout import Band, Layout, Segment
 from flash_ext.distributed.local import Call, Extras, Options
 from flash_ext.distributed.pairs import Matters, Pair, in_order, pairs_of
-from flash_ext.distributed.partial import Gradients, Joined, Setting
-from flash_ext.errors import AttentionError
+from flash_ext.distributed.partial import Gradients, Joined, Setting, differentiable
+from flash_ext.distributed.ulysses import Attend
 
 CHUNK_BYTES = 64 << 20  # of gathered keys and values: less is not worth a call of its own
 MAX_CHUNKS = 8  # two are held at once, with their gradients in float
@@ -48,6 +48,7 @@ class Plan:
     rows_dim: int
     length: int  # of the sequence
     parts: list[Pair] | None = None  # in place of calls, where a row's keys come in several
+    again: Attend | None = None  # the same in differentiable operations, for a backward whose graph is wanted
 
 
 def plan(group: Group, layout: Layout, calls: Sequence[list[Call]], options: Options, rows_dim: int) -> Plan:
@@ -180,8 +181,11 @@ class AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-        refuse_second_derivative("allgather")
         q, k, v, bias, slopes, sinks, out, lse, *of_parts = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            bare, inputs = Extras(ctx.mask, state=ctx.state), (q, k, v, bias, slopes, sinks)
+            of_results = grad_out, grad_lse
+            return None, None, *differentiable(ctx.plan.again, bare, of_results, inputs, ctx.needs_input_grad[2:])
         extras = Extras(ctx.mask, bias, slopes, sinks, ctx.state)
         grads = gradients(
             ctx.plan, extras, (grad_out, grad_lse), (q, k, v), (out, lse), ctx.needs_input_grad[2:], ctx.whole, of_parts
@@ -278,12 +282,9 @@ def _zeros_of_bias(bias: Tensor, wide: torch.dtype) -> Tensor:
     return torch.zeros_like(bias, dtype=wide if shared else bias.dtype)
 
 
-def refuse_second_derivative(method: str) -> None:
-    if torch.is_grad_enabled():  # in backward: create_graph=True
-        raise AttentionError(f"method='{method}' has no second derivative (create_graph=True); use 'ulysses'")
-
-
-def attend(plan: Plan, extras: Extras, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """out and lse of this rank's rows, differentiable once."""
+def attend(
+    plan: Plan, again: Attend | None, extras: Extras, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """out and lse of this rank's rows; ``again``: see ``Plan``, None below autograd."""
     bare = replace(extras, bias=None, slopes=None, sinks=None)
-    return AllGather.apply(plan, bare, q, k, v, extras.bias, extras.slopes, extras.sinks)
+    return AllGather.apply(replace(plan, again=again), bare, q, k, v, extras.bias, extras.slopes, extras.sinks)

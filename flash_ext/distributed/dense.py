@@ -226,7 +226,7 @@ def context_parallel_attention(
         out (B, Hq, n, Ev) and, with ``return_lse``, lse (B, Hq, n), as the whole call has them for these rows.
         Gradients of query, key and value, and of a bias with rows, are whole. What all ranks share (sinks, slopes, a
         bias of one row) gets this rank's part: their sum over the group is the gradient, as of any other parameter
-        where a rank sees some tokens alone. Only "ulysses" has second derivatives.
+        where a rank sees some tokens alone. Second derivatives are those of "ulysses" in every method.
 
     Raises:
         AttentionError: shapes, dtypes or options that do not fit, that differ between ranks, or that the method does
@@ -347,25 +347,31 @@ def run(
     drops = options.dropout_p > 0
     by_key = extras.mask is not None or extras.bias is not None or drops
     matters = Matters(keys=by_key, rows=drops, distance=extras.slopes is not None)
+
+    def by_heads(group: Group, of_queries: Layout, of_keys: Layout) -> ulysses.Attend:
+        def call(q: Tensor, k: Tensor, v: Tensor, own: Extras) -> tuple[Tensor, Tensor]:
+            plan = ulysses.plan(group, of_queries, of_keys, q.shape[1], 2)
+            return ulysses.attend(plan, own, has_rows, q, k, v, whole_call(options, band, bottom_right))
+
+        return call
+
+    whole = by_heads(groups[0], queries, keys)
+    if method == "ulysses":
+        return whole(query, key, value, extras)
     if method == "allgather" and matters.distance and not _by_diagonal(band, queries, keys):
         plan = allgather.plan_by_distance(groups[0], queries, keys, band, options)
-        return allgather.attend(plan, extras, query, key, value)
+        return allgather.attend(plan, whole, extras, query, key, value)
     if method == "allgather":
         calls = [local.calls_of(band, held, keys.length, extras.slopes is not None) for held in queries.ranks]
-        return allgather.attend(allgather.plan(groups[0], keys, calls, options, 2), extras, query, key, value)
+        return allgather.attend(allgather.plan(groups[0], keys, calls, options, 2), whole, extras, query, key, value)
     if method == "ring":
         plan = ring.plan(groups[0], queries, keys, band, options, matters)
-        return ring.attend(plan, extras, query, key, value)
-    if method == "ulysses":
-        plan = ulysses.plan(groups[0], queries, keys, query.shape[1], 2)
-        return ulysses.attend(plan, extras, has_rows, query, key, value, whole_call(options, band, bottom_right))
+        return ring.attend(plan, whole, extras, query, key, value)
     across, inside = groups
-    around = ring.plan(
-        across, joined(queries, across.size, inside.size), joined(keys, across.size, inside.size), band, options,
-        matters,
-    )  # fmt: skip
+    outer = [joined(layout, across.size, inside.size) for layout in layouts]
+    around, whole = ring.plan(across, *outer, band, options, matters), by_heads(across, *outer)
     of_queries, of_keys = (within(layout, across.rank, inside.size) for layout in layouts)
     plan = ulysses.plan(inside, of_queries, of_keys, query.shape[1], 2)
     return ulysses.attend(
-        plan, extras, has_rows, query, key, value, lambda q, k, v, own: ring.attend(around, own, q, k, v)
+        plan, extras, has_rows, query, key, value, lambda q, k, v, own: ring.attend(around, whole, own, q, k, v)
     )

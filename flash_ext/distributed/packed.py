@@ -161,41 +161,44 @@ def context_parallel_attention_varlen(
     )
     state = draw(query, key, value, groups) if options.dropout_p > 0 else None
     extras = Extras(mask, bias, alibi_slopes, sinks, state)
+    whole = _by_heads(groups[0], layout, band, cu_seqlens, max_seqlen, options)
     if chosen.method == "ulysses":
-        out, lse = _whole(groups[0], layout, band, cu_seqlens, max_seqlen, options, extras, (query, key, value))
+        out, lse = whole(query, key, value, extras)
     elif chosen.method == "ring":
         around = packed_ring.plan(groups[0], layout, band, cu_seqlens, max_seqlen, options, alibi_slopes is not None)
-        out, lse = ring.attend(around, extras, query, key, value)
+        out, lse = ring.attend(around, whole, extras, query, key, value)
     elif chosen.method == "usp":
         across, inside = groups
-        around = packed_ring.plan(
-            across, joined(layout, across.size, inside.size), band, cu_seqlens, max_seqlen, options,
-            alibi_slopes is not None,
-        )  # fmt: skip
+        outer = joined(layout, across.size, inside.size)
+        around = packed_ring.plan(across, outer, band, cu_seqlens, max_seqlen, options, alibi_slopes is not None)
+        whole = _by_heads(across, outer, band, cu_seqlens, max_seqlen, options)
         of_rows = within(layout, across.rank, inside.size)
         out, lse = ulysses.attend(
             ulysses.plan(inside, of_rows, of_rows, query.shape[1], 0), extras, _HAS_NO_ROWS, query, key, value,
-            lambda q, k, v, own: ring.attend(around, own, q, k, v),
+            lambda q, k, v, own: ring.attend(around, whole, own, q, k, v),
         )  # fmt: skip
     else:
         calls = [_calls(layout, rank, band, cu_seqlens, max_seqlen) for rank in range(groups[0].size)]
         plan = allgather.plan(groups[0], layout, calls, options, 0)
-        out, lse = allgather.attend(plan, extras, query, key, value)
+        out, lse = allgather.attend(plan, whole, extras, query, key, value)
     return (out, lse) if return_lse else out
 
 
-def _whole(
-    group: Group, layout: Layout, band: Band, cu_seqlens: Tensor, max_seqlen: int, options: Options, extras: Extras,
-    tensors: tuple[Tensor, Tensor, Tensor],
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _by_heads(
+    group: Group, layout: Layout, band: Band, cu_seqlens: Tensor, max_seqlen: int, options: Options
+) -> ulysses.Attend:  # fmt: skip
     rows = slice(0, layout.length)
     sides = {"window_left": band.left, "window_right": band.right}
     lengths = {"cu_seqlens_q": cu_seqlens, "max_q": max_seqlen, "max_k": max_seqlen}
-    call = Call(rows, rows, rows, sides | lengths)
-    return ulysses.attend(
-        ulysses.plan(group, layout, layout, tensors[0].shape[1], 0), extras, _HAS_NO_ROWS, *tensors,
-        lambda q, k, v, own: local.forward(q, k, v, own, call, options),
-    )  # fmt: skip
+    whole = Call(rows, rows, rows, sides | lengths)
+
+    def call(q: Tensor, k: Tensor, v: Tensor, own: Extras) -> tuple[Tensor, Tensor]:
+        return ulysses.attend(
+            ulysses.plan(group, layout, layout, q.shape[1], 0), own, _HAS_NO_ROWS, q, k, v,
+            lambda q, k, v, own: local.forward(q, k, v, own, whole, options),
+        )  # fmt: skip
+
+    return call
 
 
 def _calls(layout: Layout, rank: int, band: Band, cu_seqlens: Tensor, max_seqlen: int) -> list[Call]:

@@ -26,6 +26,7 @@ from flash_ext.distributed import local, slopes
 from flash_ext.distributed.exchange import accumulate_dtype
 from flash_ext.distributed.local import Call, Extras, Options
 from flash_ext.distributed.pairs import Pair
+from flash_ext.distributed.ulysses import Attend
 
 ROWS = 2  # the dimension of query, key and value that has their rows
 
@@ -130,6 +131,22 @@ class Gradients:
             local.cut(local.cut(self.dbias, -2, call.rows), -1, call.keys).add_(grads[3])
         if self.dslopes is not None:
             self.dslopes += grads[4]
+
+
+def differentiable(
+    again: Attend, extras: Extras, of_results: tuple[Tensor | None, Tensor | None], inputs: Sequence[Tensor | None],
+    needed: Sequence[bool],
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """The gradients of (q, k, v, bias, slopes, sinks) in a backward whose own graph is wanted (create_graph=True):
+    those of ``again``, the same call in operations that have derivatives of every order."""
+    # NOTE: views, because one tensor may be several of them.
+    q, k, v, bias, slopes, sinks = own = [None if t is None else t.view_as(t) for t in inputs]
+    results = again(q, k, v, replace(extras, bias=bias, slopes=slopes, sinks=sinks))
+    there = [(result, grad) for result, grad in zip(results, of_results, strict=True) if grad is not None]
+    wanted = [t for t, need in zip(own, needed, strict=True) if need]
+    found = torch.autograd.grad([of[0] for of in there], wanted, [of[1] for of in there], create_graph=True)
+    grads = iter(found)
+    return tuple(next(grads) if need else None for need in needed)
 
 
 def rows_of(tensor: Tensor | None, part: slice) -> Tensor | None:

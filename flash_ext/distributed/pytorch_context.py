@@ -73,7 +73,7 @@ def forward(values: dict[str, Any], state: Tensor | None, group: Any, balance: s
     """out and lse of this rank's rows; ``values``: the operator's arguments, with this rank's shards."""
     query, key, value = _inputs(values)
     plan = _plan(query, key, values, group, balance)
-    return allgather.attend(plan, Extras(state=state), query, key, value)
+    return allgather.attend(plan, None, Extras(state=state), query, key, value)
 
 
 def backward(

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from flash_ext.distributed import slopes
-from flash_ext.distributed.allgather import refuse_second_derivative
 from flash_ext.distributed.exchange import Group, Transfer, as_rows
 from flash_ext.distributed.layout import Band, Layout, Segment
 from flash_ext.distributed.local import Extras, Options
 from flash_ext.distributed.pairs import Matters, Pair, in_order, pairs_of
-from flash_ext.distributed.partial import ROWS, Gradients, Joined, Setting, batched, packed
+from flash_ext.distributed.partial import ROWS, Gradients, Joined, Setting, batched, differentiable, packed
+from flash_ext.distributed.ulysses import Attend
 
 DROPOUT_STEP = 16  # positions at which a part of the map of dropout may begin
 
@@ -36,6 +36,7 @@ class Plan:
     keys: Layout
     pairs: list[list[Pair]]  # of each rank's keys
     setting: Setting
+    again: Attend | None = None  # the same in differentiable operations, for a backward whose graph is wanted
 
     def source(self, step: int) -> int:
         return (self.group.rank - step) % self.group.size
@@ -125,10 +126,12 @@ class Ring(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-        refuse_second_derivative("ring")
         plan: Plan = ctx.plan
         q, k, v, bias, alibi_slopes, sinks, out, lse, exact, *of_parts = ctx.saved_tensors
         _, _, *wanted, of_sinks = ctx.needs_input_grad
+        if torch.is_grad_enabled():
+            inputs, needed = (q, k, v, bias, alibi_slopes, sinks), ctx.needs_input_grad[2:]
+            return None, None, *differentiable(plan.again, ctx.extras, (grad_out, grad_lse), inputs, needed)
         gradients = Gradients(
             plan.setting, replace(ctx.extras, bias=bias, slopes=alibi_slopes, sinks=sinks), (grad_out, grad_lse), q,
             (out, lse, exact), of_parts, wanted,
@@ -165,10 +168,19 @@ class Ring(torch.autograd.Function):
         )  # fmt: skip
 
 
-def attend(plan: Plan, extras: Extras, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """out and lse of this rank's rows, differentiable once."""
+def attend(
+    plan: Plan, again: Attend, extras: Extras, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """out and lse of this rank's rows."""
     bare = replace(extras, bias=None, slopes=None, sinks=None)
     if not plan.setting.packed:
+        plan = replace(plan, again=again)
         return Ring.apply(plan, bare, q, k, v, extras.bias, extras.slopes, extras.sinks)
+
+    def batched_again(q: Tensor, k: Tensor, v: Tensor, own: Extras) -> tuple[Tensor, Tensor]:
+        out, lse = again(*map(packed, (q, k, v)), own)
+        return batched(out), lse.unsqueeze(0)
+
+    plan = replace(plan, again=batched_again)
     out, lse = Ring.apply(plan, bare, *map(batched, (q, k, v)), extras.bias, extras.slopes, extras.sinks)
     return packed(out), lse.squeeze(0)

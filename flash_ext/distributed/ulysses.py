@@ -209,7 +209,7 @@ def attend(
         bias=_scores_to_heads(plan, extras.bias, has_rows["bias"]),
         slopes=cut(extras.slopes, -1, plan.own_heads),
         sinks=cut(extras.sinks, -1, plan.own_heads),
-        first_head=plan.own_heads.start,
+        first_head=extras.first_head + plan.own_heads.start,
     )
     group = [heads // max(x.shape[1], 1) for x in (k, v)]
     of_keys = [key_heads(plan.heads, count) for count in group]

@@ -195,20 +195,48 @@ def dropout_of_one_rank(world: World) -> None:
 
 @case
 def second_derivatives(world: World) -> None:
-    whole = whole_problem(13)
-    parts = {n: fd.shard_sequence(t, world.group, 2).detach().requires_grad_() for n, t in whole.items()}
+    """Of every method, of all that has gradients; one tensor may be query, key and value."""
+    bias, slopes, sinks = rand(4, 13, 13), torch.rand(4).requires_grad_(), rand(4).requires_grad_()
+    where = fd.positions(13, world.group)
 
-    def second(out: Tensor, tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        grads = torch.autograd.grad(out.square().sum(), list(tensors.values()), create_graph=True)
-        return torch.autograd.grad(sum(g.square().sum() for g in grads), list(tensors.values()))
+    def second(out: Tensor, lse: Tensor, tensors: list[Tensor]) -> tuple[Tensor, ...]:
+        loss = out.square().sum() + (lse * lse.detach()).sum()
+        grads = torch.autograd.grad(loss, tensors, create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in grads[:3]), tensors)
 
-    expected = second(flash_ext.attention(**whole, causal=True), whole)
-    got = second(fd.context_parallel_attention(**parts, group=world.group, method="ulysses", causal=True), parts)
-    for mine, all_of_it in zip(got, expected, strict=True):
-        torch.testing.assert_close(mine, fd.shard_sequence(all_of_it, world.group, 2))
-    for method in ("allgather", "ring"):
-        out = fd.context_parallel_attention(**parts, group=world.group, method=method)
-        refused("has no second derivative", lambda out=out: second(out, parts), RuntimeError)
+    def first_rows(t: Tensor, dim: int) -> Tensor:
+        return t.index_select(dim, where)
+
+    whole = list(whole_problem(13).values())
+    for options in ({"causal": True}, {"window": (5, 3), "alibi_slopes": slopes, "sinks": sinks, "bias": bias}):
+        shared = [options[name] for name in ("alibi_slopes", "sinks") if name in options]
+        results = flash_ext.attention(*whole, **options, return_lse=True)
+        expected = second(*results, [*whole, *shared])
+        for method in ("ulysses", "allgather", "ring", *(("usp",) if world.size == 4 else ())):
+            group = packed_cases.place_of(world, method)
+            parts = [first_rows(t.detach(), 2).requires_grad_() for t in whole]
+            given = options | ({"bias": bias[:, where]} if "bias" in options else {})
+            results = fd.context_parallel_attention(*parts, group, method=method, **given, return_lse=True)
+            got = second(*results, [*parts, *shared])
+            for mine, all_of_it in zip(got[:3], expected, strict=False):
+                torch.testing.assert_close(mine, first_rows(all_of_it, 2), msg=lambda m, method=method: method + m)
+            for mine, all_of_it in zip(got[3:], expected[3:], strict=True):
+                torch.distributed.all_reduce(mine, group=world.group)
+                torch.testing.assert_close(mine, all_of_it)
+    cu = torch.tensor([0, 5, 13], dtype=torch.int32)
+    tokens = rand(13, 4, 8).requires_grad_()
+    out = flash_ext.attention_varlen(tokens, tokens, tokens, cu_seqlens_q=cu, max_q=8, causal=True)
+    (grad,) = torch.autograd.grad(out.square().sum(), tokens, create_graph=True)
+    (expected_of_one,) = torch.autograd.grad(grad.square().sum(), tokens)
+    for method in ("ulysses", "allgather", "ring", *(("usp",) if world.size == 4 else ())):
+        own = first_rows(tokens.detach(), 0).requires_grad_()
+        group = packed_cases.place_of(world, method)
+        out = fd.context_parallel_attention_varlen(
+            own, own, own, cu, group, max_seqlen=8, method=method, causal=True
+        )  # fmt: skip
+        (grad,) = torch.autograd.grad(out.square().sum(), own, create_graph=True)
+        (got_of_one,) = torch.autograd.grad(grad.square().sum(), own)
+        torch.testing.assert_close(got_of_one, first_rows(expected_of_one, 0))
 
 
 @case
