@@ -67,7 +67,7 @@ def refusal(method: str, facts: Facts) -> str | None:
     if method != "ulysses" and not facts.dropout_has_map:
         return (
             f"method={method!r} takes dropout_p where all chunks of the ranks begin at multiples of 16 tokens, and no "
-            "window cuts keys off; use 'ulysses'"
+            "window to the right cuts rows off; use 'ulysses'"
         )
     if method == "allgather" and facts.packed and facts.scores:
         return "method='allgather' takes no mask, bias or dropout_p for packed sequences; use 'ulysses'"

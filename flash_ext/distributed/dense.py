@@ -362,7 +362,7 @@ def run(
         plan = allgather.plan_by_distance(groups[0], queries, keys, band, options)
         return allgather.attend(plan, whole, extras, query, key, value)
     if method == "allgather":
-        calls = [local.calls_of(band, held, keys.length, extras.slopes is not None) for held in queries.ranks]
+        calls = [local.calls_of(band, held, keys.length, extras.slopes is not None, drops) for held in queries.ranks]
         return allgather.attend(allgather.plan(groups[0], keys, calls, options, 2), whole, extras, query, key, value)
     if method == "ring":
         plan = ring.plan(groups[0], queries, keys, band, options, matters)

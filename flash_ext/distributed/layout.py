@@ -130,19 +130,27 @@ class Band:
 
 @dataclass(frozen=True)
 class Part:
-    """Rows and keys of one call, and its band with the first row at the first key. Outside it nothing is seen."""
+    """Rows and keys of one call, and its band with the first row at the first key, or with ``bottom_right`` the last
+    row at the last key. Outside it nothing is seen."""
 
     queries: slice  # positions in the sequence
     keys: slice
     left: int | None
     right: int | None
+    bottom_right: bool = False
+
+    @property
+    def sides(self) -> dict[str, int | bool | None]:
+        """For the operator."""
+        return {"window_left": self.left, "window_right": self.right, "bottom_right": self.bottom_right}
 
 
-def visible(band: Band, queries: Segment, keys: Segment) -> Part | None:
+def visible(band: Band, queries: Segment, keys: Segment, step: int = 1) -> Part | None:
     """The part of queries x keys that is not hidden as a whole, with sides that are not negative; None: all is hidden.
 
     With d = queries.start + offset - keys.start, row a sees keys a + d - left to a + d + right. Rows and keys at the
-    edges that see nothing are cut off, after which -right <= d <= left.
+    edges that see nothing are cut off, after which -right <= d <= left. ``step``: the keys begin at a multiple of it,
+    if their segment does, with some that nothing sees; the band is told from the other corner then.
     """
     left, right = band.left, band.right
     rows, cols = queries.size, keys.size
@@ -154,8 +162,13 @@ def visible(band: Band, queries: Segment, keys: Segment) -> Part | None:
     rows, cols = last_row - first_row, last_key - first_key
     if rows <= 0 or cols <= 0 or (left is not None and right is not None and left + right < 0):
         return None
+    unseen = min((keys.start + first_key) % step, first_key)
+    first_key, cols = first_key - unseen, cols + unseen
     d += first_row - first_key
     left = None if left is None or left - d >= rows - 1 else left - d
     right = None if right is None or right + d >= cols - 1 else right + d
     query0, key0 = queries.start + first_row, keys.start + first_key
-    return Part(slice(query0, query0 + rows), slice(key0, key0 + cols), left, right)
+    from_corner = left is not None and left < 0
+    if from_corner:
+        left, right = left + cols - rows, None if right is None else right - (cols - rows)
+    return Part(slice(query0, query0 + rows), slice(key0, key0 + cols), left, right, from_corner)

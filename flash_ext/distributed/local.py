@@ -19,6 +19,7 @@ from flash_ext.ops import require_c
 
 _ops = torch.ops.flash_ext
 MINUS_INFINITY = float("-inf")
+DROPOUT_STEP = 16  # positions at which a part of the map of dropout may begin
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,7 @@ def backward(
     )  # fmt: skip
 
 
-def calls_of(band: Band, held: Sequence[Segment], keys: int, by_diagonal: bool) -> list[Call]:
+def calls_of(band: Band, held: Sequence[Segment], keys: int, by_diagonal: bool, drops: bool) -> list[Call]:
     """A call for each segment of a rank's queries, with all keys that it sees; none for one that sees nothing.
 
     ``by_diagonal``: slopes count the distance from the diagonal, so the keys of a call end where that of its last row
@@ -169,12 +170,12 @@ def calls_of(band: Band, held: Sequence[Segment], keys: int, by_diagonal: bool) 
     """
     calls = []
     for segment in held:
-        part = visible(band, segment, Segment(0, 0, keys))
+        part = visible(band, segment, Segment(0, 0, keys), DROPOUT_STEP if drops else 1)
         if part is None:
             continue
         first = segment.row + part.queries.start - segment.start
         rows = slice(first, first + part.queries.stop - part.queries.start)
-        sides = {"window_left": part.left, "window_right": part.right}
+        sides = part.sides
         if by_diagonal:
             if part.keys.stop != part.queries.stop + band.offset:
                 raise AssertionError("slopes of keys beyond the diagonal take more than one call")

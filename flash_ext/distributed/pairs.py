@@ -26,7 +26,7 @@ from torch import Tensor
 
 from flash_ext.distributed import slopes
 from flash_ext.distributed.layout import Band, Part, Segment
-from flash_ext.distributed.local import Call
+from flash_ext.distributed.local import DROPOUT_STEP, Call
 
 Segments = tuple[Segment, ...]  # side by side as rows, in the order of positions
 
@@ -67,13 +67,14 @@ def pairs_of(band: Band, rows: Sequence[Segment], keys: Sequence[Segment], matte
     rows, keys = _runs(rows), _runs(keys)
     if not rows or not keys or (band.left is not None and band.right is not None and band.left + band.right < 0):
         return []
-    if matters.distance:
+    if matters.distance or matters.rows:
+        step = DROPOUT_STEP if matters.rows else 1
         return [
             _of_part(band, of_rows, of_keys, part)
             for of_rows, of_keys in product(rows, keys)
-            for part in slopes.parts_of(band, of_rows, of_keys, True)
+            for part in slopes.parts_of(band, of_rows, of_keys, matters.distance, step)
         ]
-    of_rows, of_keys = _ways(rows, matters.rows), _ways(keys, matters.keys)
+    of_rows, of_keys = _ways(rows), _ways(keys, apart=matters.keys)
     best: list[Pair] | None = None
     for key_way, row_way in product(of_keys, of_rows):
         found = [_one_call(band, *both) for both in product(row_way, key_way)]
@@ -99,7 +100,7 @@ def in_order(pairs: Sequence[Pair]) -> list[Pair]:
     return found
 
 
-def _ways(segments: Segments, apart: bool) -> list[list[Segments]]:
+def _ways(segments: Segments, apart: bool = False) -> list[list[Segments]]:
     each = [(segment,) for segment in segments]
     return [each] if apart or len(segments) == 1 else [[segments], each]
 
@@ -184,7 +185,5 @@ def _of_part(band: Band, rows: Segment, keys: Segment, part: Part) -> Pair:
 def _pair(row: int, key: int, part: Part, diagonal: int) -> Pair:
     """``part``: of several segments its positions are those of the first one, and go on; nothing asks for them then."""
     sizes = [positions.stop - positions.start for positions in (part.queries, part.keys)]
-    sides = {"window_left": part.left, "window_right": part.right}
-    return Pair(
-        Call(slice(row, row + sizes[0]), part.keys, part.queries, sides), slice(key, key + sizes[1]), diagonal
-    )  # fmt: skip
+    call = Call(slice(row, row + sizes[0]), part.keys, part.queries, part.sides)
+    return Pair(call, slice(key, key + sizes[1]), diagonal)

@@ -62,10 +62,10 @@ def _plan(query: Tensor, key: Tensor, values: dict[str, Any], group: Any, balanc
     )  # fmt: skip
     if options.dropout_p > 0 and not ring.has_dropout_map(band, queries, keys, by_distance=False):
         raise RuntimeError(
-            f"dropout_p in {CONTEXT} takes chunks of the ranks that begin at multiples of 16 tokens, and no window to "
-            "the left"
+            f"dropout_p in {CONTEXT} takes chunks of the ranks that begin at multiples of 16 tokens, and no window "
+            "to the right"
         )
-    calls = [local.calls_of(band, held, keys.length, by_diagonal=False) for held in queries.ranks]
+    calls = [local.calls_of(band, held, keys.length, False, options.dropout_p > 0) for held in queries.ranks]
     return allgather.plan(ranks, keys, calls, options, 2)
 
 

@@ -22,12 +22,10 @@ from torch import Tensor
 from flash_ext.distributed import slopes
 from flash_ext.distributed.exchange import Group, Transfer, as_rows
 from flash_ext.distributed.layout import Band, Layout, Segment
-from flash_ext.distributed.local import Extras, Options
+from flash_ext.distributed.local import DROPOUT_STEP, Extras, Options
 from flash_ext.distributed.pairs import Matters, Pair, in_order, pairs_of
 from flash_ext.distributed.partial import ROWS, Gradients, Joined, Setting, batched, differentiable, packed
 from flash_ext.distributed.ulysses import Attend
-
-DROPOUT_STEP = 16  # positions at which a part of the map of dropout may begin
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,9 @@ def has_dropout_map(band: Band, queries: Layout, keys: Layout, by_distance: bool
     """Whether all calls of all ranks, by gathered keys and in a ring, begin where a part of the map may."""
     segments = [segment for held in (*keys.ranks, (Segment(0, 0, keys.length),)) for segment in held]
     every = ((rows, of_keys) for held in queries.ranks for rows in held for of_keys in segments)
-    parts = [part for rows, of_keys in every for part in slopes.parts_of(band, rows, of_keys, by_distance)]
+    parts = [
+        part for rows, of_keys in every for part in slopes.parts_of(band, rows, of_keys, by_distance, DROPOUT_STEP)
+    ]
     return all(start % DROPOUT_STEP == 0 for part in parts for start in (part.queries.start, part.keys.start))
 
 

@@ -22,9 +22,12 @@ from flash_ext.distributed.layout import Band, Part, Segment, visible
 from flash_ext.distributed.local import Extras
 
 
-def parts_of(band: Band, rows: Segment, keys: Segment, apart: bool) -> list[Part]:
-    """What is seen of rows x keys; with ``apart`` in parts of which each is one of the three kinds above."""
-    part = visible(band, rows, keys)
+def parts_of(band: Band, rows: Segment, keys: Segment, apart: bool, step: int = 1) -> list[Part]:
+    """What is seen of rows x keys; with ``apart`` in parts of which each is one of the three kinds above.
+
+    ``step``: of ``visible``.
+    """
+    part = visible(band, rows, keys, step)
     if part is None:
         return []
     d = diagonal(band, part)
@@ -37,7 +40,7 @@ def parts_of(band: Band, rows: Segment, keys: Segment, apart: bool) -> list[Part
         halves = [(mine, _cut(theirs, piece)) for piece in _pieces(part.keys, d)]
     else:
         halves = [(_cut(mine, piece), theirs) for piece in _pieces(part.queries, -d)]
-    return [found for half in halves for found in parts_of(band, *half, apart)]
+    return [found for half in halves for found in parts_of(band, *half, apart, step)]
 
 
 def _pieces(positions: slice, at: int) -> tuple[slice, slice]:

@@ -162,7 +162,11 @@ def checkpointed_in_the_context(world: World) -> None:
 def dropout_of_one_rank(world: World) -> None:
     whole = whole_problem(32 * world.size)
     for method in ("ulysses", "allgather", "ring"):
-        for options in ({"causal": True}, {}, {"alibi_slopes": torch.linspace(0.1, 0.5, 4)}):
+        slopes = torch.linspace(0.1, 0.5, 4)
+        for options in (
+            {"causal": True}, {}, {"alibi_slopes": slopes}, {"causal": True, "window": (21, None)},
+            {"window": (37, None)}, {"window": (19, None), "alibi_slopes": slopes},
+        ):  # fmt: skip
 
             def call(options: dict[str, Any] = options, **t: Tensor) -> Tensor:
                 torch.manual_seed(3)
@@ -189,6 +193,13 @@ def dropout_of_one_rank(world: World) -> None:
             f"method='{method}' takes dropout_p where all chunks",
             lambda method=method: fd.context_parallel_attention(q, k, v, world.group, method=method, dropout_p=0.5),
         )
+        refused(
+            "and no window to the right",
+            lambda method=method: fd.context_parallel_attention(
+                *(t.detach()[:, :, :32] for t in whole.values()), world.group, method=method, window=(None, 3),
+                dropout_p=0.5,
+            ),
+        )  # fmt: skip
     torch.manual_seed(0)
     assert fd.context_parallel_attention(q, k, v, world.group, dropout_p=0.5).shape == q.shape
 

@@ -45,8 +45,9 @@ def seen_by(found: ring.Plan, queries: Layout, keys: Layout, matters: Matters) -
         if matters.rows:
             assert torch.equal(rows, torch.arange(pair.call.queries.start, pair.call.queries.stop))
         window = pair.call.band["window_left"], pair.call.band["window_right"]
+        align = "bottom_right" if pair.call.band["bottom_right"] else "top_left"
         assert all(side is None or side >= 0 for side in window)
-        seen[rows.unsqueeze(1), read] += reference.band_mask(len(rows), len(read), window=window)
+        seen[rows.unsqueeze(1), read] += reference.band_mask(len(rows), len(read), window=window, align=align)
         assert pair.first == (not touched[pair.call.rows].any())
         touched[pair.call.rows] = True
 
