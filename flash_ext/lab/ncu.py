@@ -2,7 +2,8 @@
 
 ``ncu`` profiles a process that launches each variant of a lesson once, and leaves a CSV of its raw page: a row of
 names, one of units, then one for each launch. Global memory is counted in the stage that looks for sectors, shared
-memory in wavefronts, which are the passes over its banks. Copies by cp.async are a kind of their own there: ldgsts.
+memory in wavefronts, which are the passes over its banks. Copies by cp.async (ldgsts) are among the loads of global
+memory there. Of shared memory they are requests of their own, whose wavefronts also move what comes: no passes then.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,16 +28,17 @@ LIMIT = 600  # seconds
 GLOBAL, WAVEFRONTS = "l1tex__t_{}_pipe_lsu_mem_global_op_{}", "l1tex__data_pipe_lsu_wavefronts_mem_shared_op_{}"
 EXECUTED = "smsp__inst_executed_op_{}_pred_on_any"  # by a warp of which some thread is active
 KINDS = {
-    ("global", False): ("ld", "ldgsts"),
+    ("global", False): ("ld",),
     ("global", True): ("st", "atom", "red"),
     ("shared", False): ("ld",),
-    ("shared", True): ("st", "ldgsts"),
+    ("shared", True): ("st",),
 }
+COPIES = EXECUTED.format("ldgsts")
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one launch: sums by space and whether it is a store; ``costs`` are sectors, or passes over shared memory."""
+    """Of one launch: sums by space and whether it is a store; ``costs`` are sectors, or passes if they are known."""
 
     requests: dict[tuple[str, bool], int]
     costs: dict[tuple[str, bool], int]
@@ -62,25 +64,19 @@ def needed() -> str:
 def request_metric(space: str, kind: str) -> str:
     if space == "global":
         return GLOBAL.format("requests", kind)
-    return EXECUTED.format(kind if kind == "ldgsts" else f"shared_{kind}")
+    return EXECUTED.format(f"shared_{kind}")
 
 
 def cost_metric(space: str, kind: str) -> str:
     return GLOBAL.format("sectors", kind) if space == "global" else WAVEFRONTS.format(kind)
 
 
-def by_patches(metric: str) -> str:
-    """The same, counted by instructions that ncu adds to a kernel: what some cards have of ldgsts instead."""
-    return "sm__sass_" + metric.replace("__", "_", 1)
-
-
 def pattern() -> str:
     """All metrics as one regular expression: of those that a card does not have, ncu says nothing."""
-    names = []
-    for (space, _), kinds in KINDS.items():
-        for metric in (of(space, kind) for kind in kinds for of in (request_metric, cost_metric)):
-            names += [metric, by_patches(metric)] if metric.startswith("l1tex") and "ldgsts" in metric else [metric]
-    return rf"regex:^({'|'.join(names)})\.sum$"
+    names = [
+        of(space, kind) for (space, _), kinds in KINDS.items() for kind in kinds for of in (request_metric, cost_metric)
+    ]
+    return rf"regex:^({'|'.join([*names, COPIES])})\.sum$"
 
 
 def command(ncu: str, lesson: Lesson, size: Sequence[int], log: Path) -> list[str]:
@@ -102,21 +98,19 @@ def rows(text: str) -> list[dict[str, str]]:
 
 def number(row: dict[str, str], metric: str) -> int:
     """Of a metric; a LabError where the card has none."""
-    for name in (metric, by_patches(metric)):
-        word = row.get(f"{name}.sum", "").replace(",", "")
-        if re.fullmatch(r"\d+(\.0*)?", word):
-            return int(float(word))
-    raise LabError(f"--ncu: this ncu and this card have no {metric}.sum; leave --ncu out.")
+    word = row.get(f"{metric}.sum", "").replace(",", "")
+    if not re.fullmatch(r"\d+(\.0*)?", word):
+        raise LabError(f"--ncu: this ncu and this card have no {metric}.sum; leave --ncu out.")
+    return int(float(word))
 
 
 def measured(row: dict[str, str]) -> Measured:
-    def sums(of: Iterable[str]) -> int:
-        return sum(number(row, metric) for metric in of)
-
-    return Measured(
-        {key: sums(request_metric(key[0], kind) for kind in kinds) for key, kinds in KINDS.items()},
-        {key: sums(cost_metric(key[0], kind) for kind in kinds) for key, kinds in KINDS.items()},
-    )
+    requests = {key: sum(number(row, request_metric(key[0], kind)) for kind in kinds) for key, kinds in KINDS.items()}
+    costs = {key: sum(number(row, cost_metric(key[0], kind)) for kind in kinds) for key, kinds in KINDS.items()}
+    if copies := number(row, COPIES):
+        requests["shared", True] += copies
+        del costs["shared", True]
+    return Measured(requests, costs)
 
 
 def refusal(text: str, status: int) -> str:

@@ -139,7 +139,8 @@ def both(row: Row, measured: Measured) -> dict[str, tuple[str, str]]:
     for title, store in (("ways, shared load", False), ("ways, shared store", True)):
         key, sites = ("shared", store), counts.of("shared", store)
         parts = sum(site.parts for site in sites) / max(1, sum(site.requests for site in sites))
-        found = measured.costs[key] / measured.requests[key] / parts if measured.requests[key] and parts else None
+        known = measured.requests[key] and parts and key in measured.costs
+        found = measured.costs[key] / measured.requests[key] / parts if known else None
         shown[title] = short(counts.ways(store)), short(found)
     return shown | {"requests": (row.requests(), f"{sum(measured.requests.values()):,}")}
 

@@ -30,6 +30,7 @@ PERMISSION = (
 DEPENDS_ON_THE_RUN = {("scan", "look_back")}
 JOINED = {
     ("scan", "blelloch"),
+    ("load_tile", "tail"),
     ("matmul", "shared"),
     ("matmul", "registers"),
     ("tiny_flash", "tile"),
@@ -37,11 +38,9 @@ JOINED = {
 }
 
 
-def raw_page(launches: list[dict[str, str]], patched: bool = False) -> str:
-    """As ncu prints it; what a launch does not name is 0. ``patched``: ldgsts under its other names."""
-    metrics = re.fullmatch(r"regex:\^\((.*)\)\\.sum\$", ncu.pattern())[1].split("|")
-    there = [metric for metric in metrics if "ldgsts" not in metric or metric.startswith("sm__sass") == patched]
-    there += ["smsp__inst_executed_op_ldgsts_pred_on_any"] if patched else []
+def raw_page(launches: list[dict[str, str]]) -> str:
+    """As ncu prints it; what a launch does not name is 0."""
+    there = re.fullmatch(r"regex:\^\((.*)\)\\.sum\$", ncu.pattern())[1].split("|")
     fixed = ["ID", "Process ID", "Process Name", "Host Name", "Kernel Name", "Context", "Stream"]
     lines = [[*fixed, *(f"{metric}.sum" for metric in there)], [""] * len(fixed) + ["inst"] * len(there)]
     for place, launch in enumerate(launches):
@@ -89,7 +88,6 @@ def test_the_command_line() -> None:
     for metric in (
         "l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum",
         "l1tex__t_requests_pipe_lsu_mem_global_op_atom.sum",
-        "sm__sass_l1tex_t_sectors_pipe_lsu_mem_global_op_ldgsts.sum",
         "l1tex__data_pipe_lsu_wavefronts_mem_shared_op_st.sum",
         "smsp__inst_executed_op_shared_ld_pred_on_any.sum",
         "smsp__inst_executed_op_ldgsts_pred_on_any.sum",
@@ -104,21 +102,13 @@ def test_every_kernel_of_a_lesson_has_the_name_that_is_profiled() -> None:
         assert len({one.source(variant).kernel.name for variant in one.variants}) == 1
 
 
-@pytest.mark.parametrize("patched", [False, True])
-def test_a_raw_page(patched: bool) -> None:
-    copies = {
-        "l1tex__t_requests_pipe_lsu_mem_global_op_ldgsts": "16",
-        "l1tex__t_sectors_pipe_lsu_mem_global_op_ldgsts": "256",
-        "l1tex__data_pipe_lsu_wavefronts_mem_shared_op_ldgsts": "64",
-    }
-    copies |= {ncu.by_patches(metric): number for metric, number in copies.items()} if patched else {}
-    copies["smsp__inst_executed_op_ldgsts_pred_on_any"] = "16"
-    plain, both = map(ncu.measured, ncu.rows(raw_page([padded_tile(), padded_tile(**copies)], patched)))
+def test_a_raw_page() -> None:
+    copies = {"smsp__inst_executed_op_ldgsts_pred_on_any": "16"}
+    plain, both = map(ncu.measured, ncu.rows(raw_page([padded_tile(), padded_tile(**copies)])))
     assert plain.requests == dict.fromkeys(ncu.KINDS, 8192)
     assert plain.costs == {**dict.fromkeys(ncu.KINDS, 8192), ("global", False): 32768, ("global", True): 32768}
-    assert both.requests[("global", False)] == 8208 and both.costs[("global", False)] == 33024
-    assert both.requests[("shared", True)] == 8208 and both.costs[("shared", True)] == 8256
-    assert both.requests[("global", True)] == both.requests[("shared", False)] == 8192
+    assert both.requests == {**plain.requests, ("shared", True): 8208}
+    assert both.costs == {key: cost for key, cost in plain.costs.items() if key != ("shared", True)}
 
 
 def test_a_metric_that_is_not_there_is_named() -> None:
@@ -214,8 +204,8 @@ def test_the_run_shows_and_writes_it(
 def test_a_gpu_measures_what_is_counted(name: str) -> None:
     """Requests and sectors of global memory exactly, those of shared memory where the compiler joins none.
 
-    Passes exactly where all threads ask for 4 bytes; a wider load of few words takes fewer on a card than by quarters.
-    How a copy by cp.async shares its passes with what it reads is not in the model.
+    A copy by cp.async that is told fewer bytes than it has room for took a sector more on an H200. Passes exactly where
+    all threads ask for 4 bytes; a wider load of few words takes fewer on a card than by quarters.
     """
     one = lesson(name)
     size = one.checked((), gpu=False)
@@ -230,14 +220,14 @@ def test_a_gpu_measures_what_is_counted(name: str) -> None:
             sites = counted.counts.of(*key)
             requests, told = sum(site.requests for site in sites), (variant.name, key)
             if key[0] == "global":
-                assert (requests, sum(site.sectors for site in sites)) == (
-                    measured.requests[key],
-                    measured.costs[key],
-                ), told
+                sectors = sum(site.sectors for site in sites)
+                assert measured.requests[key] == requests, told
+                assert measured.costs[key] >= sectors if copies else measured.costs[key] == sectors, told
                 continue
             passes = sum(site.passes for site in sites)
             assert measured.requests[key] <= requests if joined else measured.requests[key] == requests, told
-            if key[1] and copies:
+            if key not in measured.costs:
+                assert copies, told
                 continue
             exact = not joined and all(site.width == 4 for site in sites)
             assert measured.costs[key] == passes if exact else measured.costs[key] <= passes, told
