@@ -29,6 +29,7 @@ WITH_OTHER_ARGUMENTS = {
     "python -m flash_ext.profiling": "tests/tools/test_profiling.py",
     "python benchmarks/communication.py": "tests/tools/test_communication.py",
     "python benchmarks/context_parallel.py": "tests/tools/test_context_parallel_benchmark.py",
+    "python benchmarks/image_models.py": "tests/tools/test_image_models.py",
     "python benchmarks/lab_times.py": "tests/tools/test_lab_times.py",
     "python benchmarks/train_lm.py": "tests/tools/test_benchmarks.py",
     "torchrun --nproc-per-node 2 benchmarks/train_lm.py": "tests/tools/test_parallel.py",
