@@ -5,10 +5,11 @@
     python benchmarks/image_models.py --models vit swin --device cpu       small ones in float32, to see that it runs
     python benchmarks/image_models.py --out benchmarks/results/nvidia-h200/image-models
 
-A row is a model and what is done with it: `forward` under no_grad, or a `step`, forward and backward of every weight.
-Weights are random. `calls` is how many calls of attention flash_ext served in one forward. Memory is the most that a
-call allocated beyond what was there. Swin's attention needs timm's set_fused_attn(True, experimental=True): without it timm
-multiplies by itself, and neither PyTorch nor flash_ext is asked; that is the row `swin, timm's own`. MiB: torch's, ours.
+A row is a model and a pass: `forward` under no_grad, or a `step`, forward and backward of every weight.
+Weights are random. `calls` is how many calls of attention flash_ext served in one forward. MiB, torch's and ours, is
+the most that a call allocated beyond what was there. Swin's attention needs timm's set_fused_attn(True,
+experimental=True): without it timm multiplies by itself, and neither PyTorch nor flash_ext is asked; that is the row
+`swin, timm's own`.
 """
 
 from __future__ import annotations
