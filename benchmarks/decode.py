@@ -2,7 +2,7 @@
 
     python benchmarks/decode.py                      every case, bf16
     python benchmarks/decode.py --case 'pages|fp8'   those whose name a regular expression finds
-    python benchmarks/decode.py --peers flash_ext composite torch-cudnn
+    python benchmarks/decode.py --peers flash_ext composite torch-cudnn --out benchmarks/results/nvidia-h200
 
 GB/s counts the keys and values that the sequences have, once; the limit is a copy's, read and written, in this run.
 `composite` is the way of a call with a backend by name, which packs, gathers and converts; torch-cudnn is PyTorch's
@@ -15,13 +15,24 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from harness import BenchmarkError, Reporter, command_line, interleave, load_flash_ext, run_main, stdout_console
+from harness import (
+    BenchmarkError,
+    Reporter,
+    command_line,
+    interleave,
+    load_flash_ext,
+    make_folder,
+    provenance,
+    run_main,
+    stdout_console,
+)
 from limits import COPY_BYTES
-from tables import make_table
+from tables import Table, make_table, write_results
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 PEERS = ("flash_ext", "composite", "torch-cudnn")
@@ -75,6 +86,7 @@ class Args:
     peers: tuple[Literal[PEERS], ...] = ("flash_ext",)
     rounds: int = 5
     seconds: float = 0.05  # of a sample
+    out: Path | None = None  # folder for cache.csv, .md and .tex (None: only shown)
 
 
 def lengths_of(case: Case) -> torch.Tensor:
@@ -145,39 +157,58 @@ def copy_gbs(rounds: int) -> float:
     return 2 * COPY_BYTES / timing.median / 1e9
 
 
+def chosen_cases(pattern: str) -> list[Case]:
+    """Those in whose name the regular expression is found."""
+    try:
+        cases = [case for case in CASES if re.search(pattern, case.name)]
+    except re.error as error:
+        raise BenchmarkError(f"--case {pattern!r} is not a regular expression: {error}.") from None
+    if not cases:
+        raise BenchmarkError(f"--case {pattern!r} fits none of: {'; '.join(case.name for case in CASES)}.")
+    return cases
+
+
+def rows_of(case: Case, args: Args, limit: float, times: dict[tuple[str, str], float]) -> list[dict[str, Any]]:
+    """One a peer. `times`: seconds by case and peer of the cases before, to which these are added."""
+    rows, calls = [], peer_calls(case, args.peers, arguments_of(case, "cuda"))
+    for peer, timing in interleave(calls, "cuda", args.rounds, args.seconds).items():
+        row = {"case": case.name, "peer": peer, "us": "", "gbs": "", "of_copy": "", "over_base": ""}
+        row |= {"copy_gbs": f"{limit:.0f}", "failure": timing.failure}
+        if not timing.failure:
+            times[case.name, peer] = timing.median
+            gbs, base = bytes_of(case) / timing.median / 1e9, times.get((case.base, peer))
+            row |= {"us": f"{timing.median * 1e6:.1f}", "gbs": f"{gbs:.0f}", "of_copy": f"{gbs / limit:.3f}"}
+            row["over_base"] = f"{timing.median / base:.3f}" if base else ""
+        rows.append(row)
+    return rows
+
+
+def shown(rows: list[dict[str, Any]]) -> Table:
+    """The table of all cases."""
+    title = f"Decoding with a cache, bf16; a copy reaches {rows[0]['copy_gbs']} GB/s"
+    table = make_table("case", "peer", right=("us", "GB/s", "of a copy", "over base"), title=title)
+    for row in rows:
+        first = row["failure"][:40] or row["us"]
+        table.add_row(row["case"], row["peer"], first, row["gbs"], row["of_copy"], row["over_base"])
+    return table
+
+
 def main() -> None:
-    """Measures the cases and prints a table."""
+    """Measures the cases, prints a table and writes it."""
     args = command_line(Args)
     if not torch.cuda.is_available():
         raise BenchmarkError("decode.py needs a CUDA GPU, and PyTorch sees none here.")
-    try:
-        cases = [case for case in CASES if re.search(args.case, case.name)]
-    except re.error as error:
-        raise BenchmarkError(f"--case {args.case!r} is not a regular expression: {error}.") from None
-    if not cases:
-        raise BenchmarkError(f"--case {args.case!r} fits none of: {'; '.join(case.name for case in CASES)}.")
-    limit = copy_gbs(args.rounds)
-    columns = ("us", "GB/s", "of a copy", "over base")
-    table = make_table("case", "peer", right=columns, title=f"Decoding, bf16; a copy reaches {limit:.0f} GB/s")
+    cases, out, origin = chosen_cases(args.case), args.out and make_folder(args.out), provenance("cuda")
+    limit, rows = copy_gbs(args.rounds), []
     times: dict[tuple[str, str], float] = {}
     with Reporter("decode", len(cases)) as progress, torch.no_grad():
         for case in cases:
-            call = arguments_of(case, "cuda")
-            for peer, timing in interleave(
-                peer_calls(case, args.peers, call), "cuda", args.rounds, args.seconds
-            ).items():
-                if timing.failure:
-                    table.add_row(case.name, peer, timing.failure[:40], "", "", "")
-                    continue
-                times[case.name, peer] = timing.median
-                gbs = bytes_of(case) / timing.median / 1e9
-                base = times.get((case.base, peer))
-                over = f"{timing.median / base:.3f}" if base else ""
-                table.add_row(case.name, peer, f"{timing.median * 1e6:.1f}", f"{gbs:.0f}", f"{gbs / limit:.3f}", over)
-            del call
+            rows += rows_of(case, args, limit, times)
             torch.cuda.empty_cache()
             progress.advance(case.name)
-    stdout_console().print(table)
+    stdout_console().print(shown(rows))
+    if out:
+        print(write_results(out / "cache.csv", rows, origin, [shown(rows)], None))
 
 
 if __name__ == "__main__":
