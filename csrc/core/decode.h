@@ -83,11 +83,4 @@ struct DecodePlan {
   int64_t shared_bytes = 0, scratch_bytes = 0;
 };
 
-// batch_invariant: the bits of a sequence depend on no other one, nor on the capacity; of the sizes only len_q, heads_q
-// over heads_k and head_dim choose tiles and how keys are cut.
-[[gnu::visibility("default")]] DecodePlan plan_decode(const DecodeArgs& args, const DeviceInfo& device,
-                                                      bool batch_invariant);
-// On args.stream and the current device; scratch is of plan.scratch_bytes.
-[[gnu::visibility("default")]] void run_decode(const DecodeArgs& args, const DecodePlan& plan, void* scratch);
-
 }  // namespace flash_ext

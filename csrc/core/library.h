@@ -8,6 +8,7 @@
 #include <span>
 #include <vector>
 
+#include "core/decode.h"
 #include "core/kernel.h"
 
 namespace flash_ext {
@@ -33,6 +34,14 @@ void cpu_dropout_mask(const int64_t* rng_state, double p, int64_t batch_heads, i
 // with CUDA.
 constexpr int64_t kSinkRows = 64;
 [[gnu::visibility("default")]] void cuda_sink_gradient(const BackwardArgs& args, double* parts, int64_t count);
+
+// The decode kernel (decode.h). Only in a build with CUDA. batch_invariant: the bits of a sequence depend on no other
+// one, nor on the capacity; of the sizes only len_q, heads_q over heads_k and head_dim choose tiles and how keys are
+// cut.
+[[gnu::visibility("default")]] DecodePlan plan_decode(const DecodeArgs& args, const DeviceInfo& device,
+                                                      bool batch_invariant);
+// On args.stream and the current device; scratch is of plan.scratch_bytes.
+[[gnu::visibility("default")]] void run_decode(const DecodeArgs& args, const DecodePlan& plan, void* scratch);
 
 // What the CPU backend takes from its host. Without one it runs on one thread, by its own products.
 struct CpuHost {

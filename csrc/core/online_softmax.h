@@ -18,6 +18,8 @@
 
 namespace flash_ext {
 
+constexpr float kMinusInf = -std::numeric_limits<float>::infinity();
+
 template <class Real>
 struct OnlineSoftmax {
   static constexpr Real kEmpty = -std::numeric_limits<Real>::infinity();

@@ -55,4 +55,8 @@ FLASH_DEVICE Band make_band(const Problem& problem, const Sequence& sequence) {
   return make_band(problem, sequence.len_q, sequence.len_k);
 }
 
+FLASH_DEVICE TileBand make_tile_band(const Problem& problem, const Sequence& sequence) {
+  return TileBand::make(make_band(problem, sequence), sequence.len_k);
+}
+
 }  // namespace flash_ext

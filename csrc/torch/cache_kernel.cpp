@@ -5,7 +5,7 @@
 
 #include <cmath>
 
-#include "core/decode.h"
+#include "core/library.h"
 #include "torch/allocation.h"
 #include "torch/cache.h"
 #include "torch/cache_places.h"

@@ -18,11 +18,12 @@ pytestmark = [pytest.mark.kernels("sm80"), pytest.mark.no_gpu]
 CSRC = Path(__file__).parents[2] / "csrc"
 # Host code: what plans and launches.
 HOST = ("run", "instance")
+SHARED = ("band", "bias_gradient_plan", "decode", "dropout", "online_softmax", "score_mod", "sequences")
 HEADERS = [
-    *(CSRC / "core" / f"{name}.h" for name in ("band", "bias_gradient_plan", "dropout", "online_softmax", "score_mod")),
-    CSRC / "core" / "tile_schedule.h",
+    *(CSRC / "core" / f"{name}.h" for name in (*SHARED, "tile_schedule")),
+    *sorted((CSRC / "gpu").glob("*.h")),
     *sorted((CSRC / "gpu").rglob("*.cuh")),
-    *sorted(path for path in (CSRC / "kernels").glob("sm*/**/*.cuh") if not path.name.startswith(HOST)),
+    *sorted(path for path in (CSRC / "kernels").rglob("*.cuh") if not path.name.startswith(HOST)),
 ]
 
 
@@ -81,6 +82,16 @@ def test_a_header_compiles_alone(header: Path) -> None:
 
 def test_the_compiler_says_what_is_wrong() -> None:
     assert "no_such.cuh" in compile_at_run_time('#include "no_such.cuh"\n', "80")
+
+
+DECODE = ("__nv_bfloat16", "64", "decode::kFewRows"), ("decode::Fp8", "128", "decode::kManyRows")
+
+
+@pytest.mark.parametrize("parameters", DECODE, ids=lambda parameters: parameters[0])
+def test_a_decode_kernel_compiles(parameters: tuple[str, ...]) -> None:
+    source = '#include "kernels/decode/kernel.cuh"\nusing namespace flash_ext;\n'
+    for arch in ("80", "90a"):
+        assert not compile_at_run_time(source, arch, f"decode::decode_kernel<decode::Traits<{', '.join(parameters)}>>")
 
 
 # A bias of relative places that no option of a call has, and its derivative by the score.

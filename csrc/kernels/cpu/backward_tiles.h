@@ -125,7 +125,7 @@ class BackwardTileWorker {
   int evaluate(const Panel& panel, Range keys, bool d_scores, Acc*& d_bias, const SlopeSums<Acc>* slope,
                const BiasSink* sink = nullptr) {
     ScoreInputs<Acc> inputs;
-    TileBand band;
+    TileDiagonals band;
     const bool in_place =
         has_bias_in_place(panel, keys) && (d_bias == nullptr || (sink != nullptr && sink->to.col_stride == 1));
     GradientTile<Compute> tile = score_tile(panel, keys, inputs, band, in_place);
@@ -225,7 +225,7 @@ class BackwardTileWorker {
   }
 
   // S^T of a tile in at_.scores, and all that turns it into probabilities.
-  GradientTile<Compute> score_tile(const Panel& panel, Range keys, ScoreInputs<Acc>& inputs, TileBand& band,
+  GradientTile<Compute> score_tile(const Panel& panel, Range keys, ScoreInputs<Acc>& inputs, TileDiagonals& band,
                                    bool bias_in_place = false) {
     const int valid = static_cast<int>(keys.size());
     const bool in_place = few_ || few_keys_;
@@ -359,7 +359,7 @@ class BackwardTileWorker {
     for (int64_t key = seen.first / at_.block_n * at_.block_n; key < seen.last; key += at_.block_n) {
       const Range keys{key, std::min(key + at_.block_n, problem_.len_k)};
       ScoreInputs<Acc> inputs;
-      TileBand band;
+      TileDiagonals band;
       GradientTile<Compute> tile = score_tile(panel, keys, inputs, band);
       d_prob_tile(panel, keys, tile);
       keep_tile(panel, keys, tile);

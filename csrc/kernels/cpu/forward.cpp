@@ -177,7 +177,7 @@ class ForwardWorker {
                              at_.inputs.load(kernels_, args_, batch_, head, queries, tile_keys, /*transposed=*/false));
       tile.scale = Acc(1);
     }
-    const TileBand band = tile_band(band_, queries.first, key, rows, valid_cols);
+    const TileDiagonals band = tile_band(band_, queries.first, key, rows, valid_cols);
     if (valid_cols < cols || band_.is_boundary(queries, tile_keys)) tile.band = &band;
     if (at_.keep != nullptr) {
       const DropoutPlace& place = args_.dropout_place;

@@ -25,7 +25,7 @@ struct Columns {
   int first;
   int last;
 };
-[[gnu::always_inline]] inline Columns kept_columns(const TileBand& band, int r) {
+[[gnu::always_inline]] inline Columns kept_columns(const TileDiagonals& band, int r) {
   if (r >= band.rows) return {0, 0};
   const int first = clamp(band.low + r, 0, band.cols);
   return {first, clamp(band.high + r, first, band.cols)};

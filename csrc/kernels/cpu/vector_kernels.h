@@ -56,7 +56,7 @@ struct ComputeF64 {
 };
 
 // Element (r, c) of a tile is kept when low <= c - r < high, r < rows and c < cols. In a tile of S, r is the query.
-struct TileBand {
+struct TileDiagonals {
   int low = 0;
   int high = 0;
   int rows = 0;
@@ -85,8 +85,8 @@ struct SoftmaxTile {
   int rows = 0;
   int cols = 0;
   Acc scale = 1;
-  const TileBand* band = nullptr;  // null: every element is kept
-  const uint8_t* keep = nullptr;   // [rows, cols] dropout; null: none
+  const TileDiagonals* band = nullptr;  // null: every element is kept
+  const uint8_t* keep = nullptr;        // [rows, cols] dropout; null: none
   int ld_keep = 0;
   Acc keep_scale = 1;
   Acc* row_max = nullptr;  // [rows] in and out
@@ -117,12 +117,12 @@ struct GradientTile {
   int rows = 0;
   int cols = 0;
   Acc scale = 1;
-  const Acc* lse = nullptr;        // [cols], +inf for a query without keys
-  const Acc* delta = nullptr;      // [cols]
-  const Acc* d_lse = nullptr;      // [cols]; null: 0. Apart from delta: of one key dP - delta is 0, bit for bit
-  bool has_empty = false;          // there is a query without keys, or one of the padding
-  const TileBand* band = nullptr;  // null: every element is kept
-  const uint8_t* keep = nullptr;   // [rows, cols] dropout; null: none
+  const Acc* lse = nullptr;             // [cols], +inf for a query without keys
+  const Acc* delta = nullptr;           // [cols]
+  const Acc* d_lse = nullptr;           // [cols]; null: 0. Apart from delta: of one key dP - delta is 0, bit for bit
+  bool has_empty = false;               // there is a query without keys, or one of the padding
+  const TileDiagonals* band = nullptr;  // null: every element is kept
+  const uint8_t* keep = nullptr;        // [rows, cols] dropout; null: none
   Acc keep_scale = 1;
   const ScoreInputs<Acc>* inputs = nullptr;  // null: plain scores, or a bias where it lies:
   Source bias;                               // [cols, rows], rows and cols multiples of kPad; data null: none

@@ -173,11 +173,11 @@ inline int clamp_index(int64_t x) {
 }
 
 // The band of a tile of S at (query, key), with rows queries and cols keys inside the tensors.
-inline TileBand tile_band(const Band& band, int64_t query, int64_t key, int rows, int cols) {
+inline TileDiagonals tile_band(const Band& band, int64_t query, int64_t key, int rows, int cols) {
   return {clamp_index(band.lower + query - key), clamp_index(band.upper + query - key + 1), rows, cols};
 }
 // The same of a tile of S^T: rows are keys.
-inline TileBand tile_band_transposed(const Band& band, int64_t query, int64_t key, int rows, int cols) {
+inline TileDiagonals tile_band_transposed(const Band& band, int64_t query, int64_t key, int rows, int cols) {
   return {clamp_index(key - query - band.upper), clamp_index(key - query - band.lower + 1), rows, cols};
 }
 

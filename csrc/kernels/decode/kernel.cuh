@@ -8,6 +8,8 @@
 // by run.cuh. Invariant: scores are in log2; hidden ones are -inf, and rows of the cache that no query sees are zeros.
 #pragma once
 
+#include <cmath>
+
 #include "gpu/ptx/grid.cuh"
 #include "kernels/decode/merge.cuh"
 #include "kernels/decode/products.cuh"

@@ -4,6 +4,7 @@
 // torch/cache_kernel.cpp. Invariant: the order of the sum follows from the plan and the lengths alone.
 #include <atomic>
 
+#include "core/library.h"
 #include "gpu/host/launch.h"
 #include "gpu/ptx/grid.cuh"
 #include "kernels/decode/merge.cuh"

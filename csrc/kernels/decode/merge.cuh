@@ -7,6 +7,8 @@
 // something without keys has (-inf, 0) and zeros, and changes no bit of another.
 #pragma once
 
+#include <cmath>
+
 #include "kernels/decode/query.cuh"
 
 namespace flash_ext::decode {

@@ -73,7 +73,7 @@ struct BiasGradient {
   __device__ __forceinline__ void find() const {
     if (threadIdx.x == kThreads - 1) {
       mods = Mods::make(args.fwd, 0, 0, whole_sequence(problem()), base + layout.bias, base + layout.mask);
-      band = TileBand::make(problem(), whole_sequence(problem()));
+      band = make_tile_band(problem(), whole_sequence(problem()));
       diagonal = diagonal_of(problem(), whole_sequence(problem()));
       if (drops) dropout.get() = dropout_of(args.fwd, 0);
       measured[0] = measured[1] = emptied[0] = emptied[1] = -1;

@@ -93,7 +93,7 @@ struct BackwardBlock {
       dbias_box = box_of(problem, scratch.dbias_map.steps, b, head);
       dbias_box.col = static_cast<int>(key_tile) * kBlockN;
     }
-    band = TileBand::make(problem, at);
+    band = make_tile_band(problem, at);
     n_block = static_cast<int>(key_tile);
     first_key = n_block * kBlockN;
     key_from_diagonal = first_key - diagonal_of(problem, sequence);

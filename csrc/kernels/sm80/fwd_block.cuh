@@ -74,7 +74,7 @@ struct ForwardBlock {
     };
     if (is_mine(0)) {
       q = head_rows<T>(problem, args.q, b, head, at.row_q, at.len_q, problem.head_dim);
-      band = TileBand::make(problem, at);
+      band = make_tile_band(problem, at);
       diagonal = diagonal_of(problem, at);
       const Range keys = make_band(problem, at).keys({first, min(first + kBlockM, int64_t{at.len_q})}, at.len_k);
       first_key = static_cast<int>(keys.first) / kBlockN * kBlockN;

@@ -6,33 +6,12 @@
 // whichever of the two runs along the fragment's rows: kTransposed says that rows are keys.
 #pragma once
 
-#include <limits>
-
 #include "core/band.h"
+#include "core/online_softmax.h"
 #include "kernels/sm80/sequence.h"
 #include "kernels/sm80/tile.cuh"
 
 namespace flash_ext::sm80 {
-
-constexpr float kMinusInf = -std::numeric_limits<float>::infinity();
-
-// The band of a sequence whose lengths fit an int: key j is seen by query i when j - i is in [lower, upper] and j <
-// len_k.
-struct TileBand {
-  int lower, upper, len_k;
-
-  static __device__ __forceinline__ TileBand make(const Problem& problem, const Sequence& sequence) {
-    constexpr int64_t kFar = 1 << 30;  // refused lengths begin here
-    const Band band = make_band(problem, sequence);
-    const auto clamp = [](int64_t x) { return static_cast<int>(x < -kFar ? -kFar : (x > kFar ? kFar : x)); };
-    return {clamp(band.lower), clamp(band.upper), sequence.len_k};
-  }
-  // True when a tile has a pair that is not kept.
-  __device__ __forceinline__ bool is_boundary(int first_query, int queries, int first_key, int keys) const {
-    const int shift = first_key - first_query;
-    return first_key + keys > len_k || shift + keys - 1 > upper || shift - queries + 1 < lower;
-  }
-};
 
 // i + diagonal is the key beside query i, from which distances are counted.
 __device__ __forceinline__ int diagonal_of(const Problem& problem, const Sequence& sequence) {

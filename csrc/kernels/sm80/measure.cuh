@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   if (drops) dropout = dropout_of(args.fwd, b);
   const float dropout_scale = static_cast<float>(dropout.scale);
   const int diagonal = diagonal_of(problem, sequence);
-  const TileBand tile_band = TileBand::make(problem, sequence);
+  const TileBand tile_band = make_tile_band(problem, sequence);
   const int warp = threadIdx.x / 32, warp_key = warp * 16;
   constexpr int kN = kBlockM / 8;  // blocks of 8 queries
   __shared__ float lse_smem[kBlockM], sums[kWarps][3][kBlockM];

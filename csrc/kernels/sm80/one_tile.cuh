@@ -328,13 +328,17 @@ struct OneTile {
 
 // All warps do the same: 16 rows of S, P and dS each, later 16 keys of dK and dV. What an item goes through:
 //
-//   wait, __syncthreads (1)   Q, K, V and dO are there, and where the next item lies; nobody reads what the last one
-//   left begin to load             bias and mask, where they are new; then Q, K, V and dO of the next item S = Q K^T,
-//   dP = dO V^T (wait, __syncthreads)     bias and mask are there, where they are new P, dS                     in fp16
-//   a __syncthreads for the largest dS of all warps P and dS to shared memory
+// clang-format off
+//   wait, __syncthreads (1)   Q, K, V and dO are there, and where the next item lies; nobody reads what the last left
+//   begin to load             bias and mask, where they are new; then Q, K, V and dO of the next item
+//   S = Q K^T, dP = dO V^T
+//   (wait, __syncthreads)     bias and mask are there, where they are new
+//   P, dS                     in fp16 a __syncthreads for the largest dS of all warps
+//   P and dS to shared memory
 //   __syncthreads (2)         P and dS are there; V becomes the stage of the gradients
 //   dQ, dK, dV                the sum of the bias's gradient after the last item of a unit
 //   find                      the item after the next
+// clang-format on
 //
 // Shared memory: two stages of Q, K, V and dO; P; dS; three items, which are the last, this and the next; bias; mask.
 template <class Traits>
@@ -356,7 +360,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
             largest,
             smem,
             shared_address(smem),
-            TileBand::make(problem, whole_sequence(problem)),
+            make_tile_band(problem, whole_sequence(problem)),
             diagonal_of(problem, whole_sequence(problem)),
             static_cast<int>(problem.len_q),
             static_cast<int>(problem.len_k),

@@ -7,27 +7,13 @@
 // for O. Invariant: step() touches S only; O, on which wgmma may still work, is rescaled by the caller after its wait.
 #pragma once
 
-#include <limits>
-
 #include "core/band.h"
+#include "core/online_softmax.h"
 #include "gpu/ptx.cuh"
 
 namespace flash_ext::sm90 {
 
-constexpr float kMinusInf = -std::numeric_limits<float>::infinity();
 constexpr double kLog2e = 1.4426950408889634;
-
-// The band of a sequence whose lengths fit an int: key j is seen by query i when j - i is in [lower, upper] and j <
-// len_k.
-struct TileBand {
-  int lower, upper, len_k;
-
-  // True when a tile has a pair that is not kept.
-  __device__ __forceinline__ bool is_boundary(int first_query, int queries, int first_key, int keys) const {
-    const int shift = first_key - first_query;
-    return first_key + keys > len_k || shift + keys - 1 > upper || shift - queries + 1 < lower;
-  }
-};
 
 // row: of this thread's first half; its second half is row + 8. row_mask: of a row, the query (forward/work.cuh).
 template <int kCount>

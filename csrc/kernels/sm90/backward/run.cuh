@@ -72,11 +72,9 @@ void launch_backward(const BackwardArgs& args, const BackwardLaunch& how, void* 
   using Rows = BackwardTraits<typename Traits::T, Traits::kHeadDim, Walk::kOne, Added::kNothing, Traits::kPacked>;
   using Prepare = BackwardTraits<typename Traits::T, Traits::kHeadDim, Walk::kOne,
                                  Traits::kScored ? Added::kScores : Added::kNothing, Traits::kPacked>;
-  constexpr int kFar = 1 << 30;  // rows.cpp refuses lengths beyond half of it
   const Problem& problem = args.fwd.problem;
   const BackwardScratch scratch = backward_scratch<Traits>(problem, workspace);
   const Band band = Traits::kPacked ? make_band(problem, 0, 0) : make_band(problem);
-  const auto clamp = [](int64_t x) { return static_cast<int>(std::clamp<int64_t>(x, -kFar, kFar)); };
   typename Traits::Params params;
   const auto map = [&](const TensorView& view, int64_t heads, int64_t rows, int64_t cols, int box_rows) {
     if constexpr (Traits::kPacked) {
@@ -102,7 +100,7 @@ void launch_backward(const BackwardArgs& args, const BackwardLaunch& how, void* 
   params.dq = scratch.dq;
   params.turns = scratch.turns;
   params.schedule = narrow_schedule(problem, kBlockN, how.processors);
-  params.band = {clamp(band.lower), clamp(band.upper), static_cast<int>(problem.len_k)};
+  params.band = TileBand::make(band, static_cast<int>(problem.len_k));
   const int64_t tiles = params.schedule.size();
   const dim3 blocks = cuda::grid_of(Traits::kWalk == Walk::kOne ? tiles : std::min(tiles, how.grid));
   params.walks = how.grid < tiles;

@@ -3,8 +3,6 @@
 // Called by rows.cpp through kernels.h. Invariant: two_pass_scratch_bytes is what plan() asks for and what is used.
 #pragma once
 
-#include <algorithm>
-
 #include "gpu/host/launch.h"
 #include "kernels/sm90/backward/rows.cuh"
 #include "kernels/sm90/backward_two_pass/keys.cuh"
@@ -59,10 +57,9 @@ inline int64_t two_pass_scratch_bytes(const Problem& problem) {
 
 template <class Traits>
 void launch_two_pass(const BackwardArgs& args, int64_t processors, void* workspace) {
-  constexpr int kFar = 1 << 30, kBlock = Traits::kBlock;
+  constexpr int kBlock = Traits::kBlock;
   const Problem& problem = args.fwd.problem;
   const Band band = make_band(problem);
-  const auto clamp = [](int64_t x) { return static_cast<int>(std::clamp<int64_t>(x, -kFar, kFar)); };
   typename Traits::Params params;
   const auto map = [&](const TensorView& view, int64_t heads, int64_t rows, int64_t cols, int box_rows) {
     return make_tensor_map(problem, view, heads, rows, cols, box_rows, Promotion::k256);
@@ -84,7 +81,7 @@ void launch_two_pass(const BackwardArgs& args, int64_t processors, void* workspa
   params.head_dim_v = static_cast<int>(problem.head_dim_v);
   params.keys = backward_schedule(problem, Traits::kKeys, processors);
   params.queries = two_pass_queries(problem, processors);
-  params.band = {clamp(band.lower), clamp(band.upper), static_cast<int>(problem.len_k)};
+  params.band = TileBand::make(band, static_cast<int>(problem.len_k));
   params.len_q = static_cast<int>(problem.len_q);
   params.padded = static_cast<int>(two_pass_padded(problem));
   params.heads_q = static_cast<int>(problem.heads_q);

@@ -1,8 +1,6 @@
 // The host side of the gradient of a bias: which tiles, the order of items, the launches. Called by backward/run.cuh.
 #pragma once
 
-#include <algorithm>
-
 #include "core/plan_bias_gradient.h"
 #include "gpu/host/launch.h"
 #include "kernels/sm90/bias_gradient/kernel.cuh"
@@ -14,10 +12,9 @@ namespace flash_ext::sm90 {
 // stats: prepare_kernel's, of this shape with scores. partial: of bias_partial_elements() floats.
 template <class Traits>
 void run_bias_gradient(const BackwardArgs& args, const float* stats, float* partial) {
-  constexpr int kFar = 1 << 30, kBlock = Traits::kBlock;
+  constexpr int kBlock = Traits::kBlock;
   const Problem& problem = args.fwd.problem;
   const Band band = make_band(problem);
-  const auto clamp = [](int64_t x) { return static_cast<int>(std::clamp<int64_t>(x, -kFar, kFar)); };
   const auto map = [&](const TensorView& view, int64_t heads, int64_t rows, int64_t cols) {
     return make_tensor_map(problem, view, heads, rows, cols, kBlock, Promotion::k256);
   };
@@ -34,7 +31,7 @@ void run_bias_gradient(const BackwardArgs& args, const float* stats, float* part
   if (params.plan.parts > 1) params.plan.partial = partial;
   params.stats = stats;
   params.padded = static_cast<int>(block_count(problem.len_q, Traits::kStatsBlock) * Traits::kStatsBlock);
-  params.band = {clamp(band.lower), clamp(band.upper), static_cast<int>(problem.len_k)};
+  params.band = TileBand::make(band, static_cast<int>(problem.len_k));
   params.group = static_cast<int>(problem.heads_q / problem.heads_k);
   params.inner_batch = problem.batch_rank > 0 ? static_cast<int>(problem.batch_size[problem.batch_rank - 1]) : 1;
   params.reads_chunks = reads_chunks(problem, args.fwd.bias, 2);

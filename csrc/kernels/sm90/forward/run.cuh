@@ -39,10 +39,8 @@ inline PackedList prepare_packed(const ForwardArgs& args, int block_m, void* lis
 // of packed sequences.
 template <class Traits>
 void launch_forward(const ForwardArgs& args, const ForwardLaunch& how, void* workspace) {
-  constexpr int kFar = 1 << 30;  // lengths from here on are refused
   const Problem& problem = args.problem;
   const Band band = Traits::kPacked ? make_band(problem, 0, 0) : make_band(problem);
-  const auto clamp = [](int64_t x) { return static_cast<int>(std::clamp<int64_t>(x, -kFar, kFar)); };
   Splits splits = how.splits;
   // A query that all heads repeat has no rows to share tiles with.
   if (args.q.head_stride == 0) splits.head_rows = 0;
@@ -65,7 +63,7 @@ void launch_forward(const ForwardArgs& args, const ForwardLaunch& how, void* wor
   params.out = map(args.out, problem.heads_q, rows_q, problem.head_dim_v, 16, 1);
   params.out_view = make_out_view(problem, args.out);
   params.schedule = order.schedule;
-  params.band = {clamp(band.lower), clamp(band.upper), static_cast<int>(problem.len_k)};
+  params.band = TileBand::make(band, static_cast<int>(problem.len_k));
   params.tiles = cuda::grid_of(order.schedule.size() * std::max(splits.count, 1)).x;
   params.len_q = static_cast<int>(problem.len_q);
   const int group_size = head_rows > 0 ? static_cast<int>(problem.heads_q / problem.heads_k) : 1;
