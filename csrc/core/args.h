@@ -81,6 +81,11 @@ struct Problem {
   bool constant_lse = false;  // of backward: no score changes lse, so P need not sum to 1, and delta = -dlse
 };
 
+// How many batch elements the last leading dimension has: element b is number b % this in it.
+FLASH_DEVICE int inner_batch_of(const Problem& problem) {
+  return problem.batch_rank > 0 ? static_cast<int>(problem.batch_size[problem.batch_rank - 1]) : 1;
+}
+
 // Where packed sequences lie: sequence b has rows cu[b] to cu[b + 1], of which the first used[b] are in use. On the
 // device of q; read by sequence_of (core/sequences.h) alone.
 struct Sequences {

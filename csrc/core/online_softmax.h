@@ -18,6 +18,9 @@
 
 namespace flash_ext {
 
+// Float in inner loops. NOTE: a double that is multiplied there makes all of the product a double.
+constexpr double kLog2e = 1.4426950408889634;
+constexpr float kLog2eFloat = 1.4426950408889634f, kLn2Float = 0.6931471805599453f;
 constexpr float kMinusInf = -std::numeric_limits<float>::infinity();
 
 template <class Real>

@@ -38,7 +38,7 @@ __device__ __forceinline__ void wait_for_stage(int stages) {
 template <class Traits>
 __device__ __forceinline__ void modify(const DecodeArgs& args, typename Products<Traits>::Scores& s, int row, int key,
                                        const RowTable<Traits>& table, const TileKeys& seen) {
-  const float cap = args.softcap * kLog2e, to_cap = cap > 0.f ? 2.f * kLog2e / args.softcap : 0.f;
+  const float cap = args.softcap * kLog2eFloat, to_cap = cap > 0.f ? 2.f * kLog2eFloat / args.softcap : 0.f;
   const bool is_boundary = key < seen.all_first || key + Traits::kKeys > seen.all_last;
   key += 2 * sm80::lane_column();
   row += sm80::lane_row();

@@ -44,7 +44,7 @@ __device__ __forceinline__ void store_row(const DecodeArgs& args, int b, const Q
 __device__ __forceinline__ void finish_row(const DecodeArgs& args, const Segment& segment, const QueryRow& row, int col,
                                            float4 x, float max, float sum) {
   float keys = 1.f;
-  const float sink = args.sinks.at(segment.b, row.head, -INFINITY) * kLog2e;
+  const float sink = args.sinks.at(segment.b, row.head, -INFINITY) * kLog2eFloat;
   if (sink != -INFINITY) {
     const float top = fmaxf(max, sink);
     keys = merge_factor(max, top);
@@ -53,7 +53,7 @@ __device__ __forceinline__ void finish_row(const DecodeArgs& args, const Segment
   }
   if (args.lse != nullptr && col == 0) {
     args.lse[(int64_t{segment.b} * args.heads_q + row.head) * args.len_q + row.i] =
-        sum == 0.f ? -INFINITY : max * kLn2 + logf(sum);
+        sum == 0.f ? -INFINITY : max * kLn2Float + logf(sum);
   }
   float factor = sum == 0.f ? 0.f : keys * reciprocal_fast(sum);  // the sum is at least 1
   if (args.fp8 && factor != 0.f) factor *= args.v_descale.at(segment.b, segment.head, 1.f);

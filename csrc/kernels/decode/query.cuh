@@ -8,13 +8,12 @@
 // Invariant: rows that the tile has too many are zeros, and are not written.
 #pragma once
 
+#include "core/online_softmax.h"
 #include "kernels/decode/config.h"
 #include "kernels/decode/work.cuh"
 #include "kernels/sm80/fragments.cuh"
 
 namespace flash_ext::decode {
-
-constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
 // Of each row of the tile.
 template <class Traits>
@@ -64,7 +63,7 @@ __device__ __forceinline__ TileKeys keys_of_tile(const DecodeArgs& args, const D
 
 // What all scores are multiplied by: log2(e) is in it unless a softcap follows.
 __device__ __forceinline__ float score_factor(const DecodeArgs& args) {
-  return args.scale * (args.softcap == 0.f ? kLog2e : 1.f);
+  return args.scale * (args.softcap == 0.f ? kLog2eFloat : 1.f);
 }
 
 // A row of the warp, divided by the power of two of its largest number, as fp16. Returns that power.
@@ -129,7 +128,7 @@ class QueryLoad {
           (segment.b * args.q.slot_stride + from.i * args.q.row_stride + from.head * args.q.head_stride) / 2;
 #pragma unroll
       for (int i = 0; i < kWords; ++i) words_[k][i] = from.exists ? source[lane + 32 * i] : 0;
-      slopes_[k] = from.exists ? args.alibi.at(segment.b, from.head, 0.f) * kLog2e : 0.f;
+      slopes_[k] = from.exists ? args.alibi.at(segment.b, from.head, 0.f) * kLog2eFloat : 0.f;
     }
   }
 

@@ -19,7 +19,7 @@ struct BoxCopies {
 
 // Where the boxes of (batch element, head) start.
 __device__ __forceinline__ BoxStart box_of(const Problem& problem, const cuda::BoxSteps& steps, int64_t b, int head) {
-  const int batches = problem.batch_rank > 0 ? static_cast<int>(problem.batch_size[problem.batch_rank - 1]) : 1;
+  const int batches = inner_batch_of(problem);
   const int outer = static_cast<int>(b) / batches, inner = static_cast<int>(b) % batches;
   return {0, 0, head * steps.head, inner * steps.b0, outer * steps.b1};
 }

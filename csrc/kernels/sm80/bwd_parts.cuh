@@ -11,6 +11,7 @@
 #include "core/score_mod.h"
 #include "core/tile_schedule.h"
 #include "gpu/tensor_map.h"
+#include "gpu/warp.cuh"
 #include "kernels/sm80/far_rows.cuh"
 #include "kernels/sm80/long_sums.cuh"
 #include "kernels/sm80/score.cuh"
@@ -381,8 +382,7 @@ __device__ __forceinline__ void multiply_by_p(Operands<Frag, kM, kN>& ds, uint32
 // fn of the x of all threads and 0, in a fixed order, the same in every thread; `scratch` holds one float a warp.
 template <int kThreads, class Fn>
 __device__ __forceinline__ float block_reduce(float x, float* scratch, const Fn& fn) {
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) x = fn(x, __shfl_xor_sync(~0u, x, step));
+  x = warp_reduce(x, fn);
   __syncthreads();
   if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = x;
   __syncthreads();

@@ -283,7 +283,7 @@ struct Backward {
   __device__ __forceinline__ void exponentials(const Block& block, Scores& s, int query, const float* lse_row) const {
     if (kFolded && !is_rare<kBlockM>(lse_row, measured())) {
       for_each_column(
-          s, lse_row, [&](float lse) { return minimum(fmaf(lse, -kLog2e, Traits::kPShift), 1e30f); },
+          s, lse_row, [&](float lse) { return minimum(fmaf(lse, -kLog2eFloat, Traits::kPShift), 1e30f); },
           [&](float& x, float shift) { x = exp2_fast(fmaf(x, options.to_log2, shift)); });
     } else if (kFolded && !measured()) {
       exponentials_of_far_rows(s, lse_row, reinterpret_cast<const float2*>(block.beside_lse) + query, options.to_log2,
@@ -292,7 +292,7 @@ struct Backward {
       for_each_column(
           s, lse_row, [&](float lse) { return lse == kMinusInf ? 0.f : lse; },
           [&](float& x, float shift) {
-            x = exp2_fast((without_split_nan<Frag>(x, options.features) - shift) * kLog2e + Traits::kPShift);
+            x = exp2_fast((without_split_nan<Frag>(x, options.features) - shift) * kLog2eFloat + Traits::kPShift);
           });
       if (measured()) for_each_column(s, lse_row + 2 * kBlockM, [](float& x, float inverse) { x *= inverse; });
     }

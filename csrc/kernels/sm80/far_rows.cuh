@@ -135,7 +135,7 @@ __device__ __forceinline__ void exponentials_of_far_rows(float (&s)[kM][kN][4], 
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const float of_row = lse[n * 8 + i];
-      float2 row = {0.f, minimum(-of_row * kLog2e, 1e30f)};  // without keys lse = -inf, and scores are
+      float2 row = {0.f, minimum(-of_row * kLog2eFloat, 1e30f)};  // without keys lse = -inf, and scores are
       if (is_far(of_row)) row = rows[n * 8 + i];
 #pragma unroll
       for (int m = 0; m < kM; ++m) {

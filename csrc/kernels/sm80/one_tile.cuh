@@ -218,7 +218,7 @@ struct OneTile {
 #pragma unroll
     for (float& x : top) x = row_reduce(x, [](float x, float y) { return fmaxf(x, y); });
     for_each_row(s, [&](float& x, int i) {
-      x = exp2_fast((x - (top[i] == kMinusInf ? 0.f : top[i])) * kLog2e);
+      x = exp2_fast((x - (top[i] == kMinusInf ? 0.f : top[i])) * kLog2eFloat);
       sum[i] += x;
     });
 #pragma unroll
@@ -258,8 +258,7 @@ struct OneTile {
     if constexpr (Traits::kScaled) {
       float bound = 0.f;
       for_each_row(ds, [&](float x, int) { bound = fmaxf(bound, fabsf(x)); });
-#pragma unroll
-      for (int step = 16; step > 0; step /= 2) bound = fmaxf(bound, __shfl_xor_sync(~0u, bound, step));
+      bound = warp_max(bound);
       if (threadIdx.x % 32 == 0) largest[warp] = bound;
       __syncthreads();
 #pragma unroll

@@ -15,8 +15,6 @@
 
 namespace flash_ext::sm80 {
 
-constexpr float kLog2e = 1.4426950408889634f;
-
 // fn(value, i + offset - j); `distance` is that of the tile's first query and key.
 // NOTE: a place's distance from the tile's first one is a constant, and integers add exactly in float; a conversion
 // from integer a score takes as long as an ex2.
@@ -138,7 +136,7 @@ __device__ __forceinline__ float without_split_nan(float x, unsigned features) {
 // P of a score and the lse of its row, which is not -inf, in the kernels of backward that must find the same bits.
 template <class Frag>
 __device__ __forceinline__ float p_of_score(float score, float lse, unsigned features) {
-  return exp2_fast((without_split_nan<Frag>(score, features) - lse) * kLog2e);
+  return exp2_fast((without_split_nan<Frag>(score, features) - lse) * kLog2eFloat);
 }
 
 // C = A B^T of backward's scores. With a softcap a tile that the split made NaN of is multiplied again with large
@@ -170,9 +168,8 @@ struct ScoreOptions {
     const Problem& problem = args.problem;
     const bool is_raw =
         may_be_raw && !problem.has_bias && !problem.has_alibi && problem.softcap == 0.0 && problem.scale > 0.0;
-    return {features_of(args) | (is_raw ? kRaw : 0u),
-            static_cast<float>((is_raw ? problem.scale : 1.0) * 1.4426950408889634), static_cast<float>(problem.scale),
-            static_cast<float>(make_dropout(0, 0, problem.dropout_p).scale)};
+    return {features_of(args) | (is_raw ? kRaw : 0u), static_cast<float>((is_raw ? problem.scale : 1.0) * kLog2e),
+            static_cast<float>(problem.scale), static_cast<float>(make_dropout(0, 0, problem.dropout_p).scale)};
   }
 };
 
@@ -204,7 +201,7 @@ struct ScoreMods {
     scale = static_cast<float>(problem.scale);
     cap = static_cast<float>(c == 0.0 || c >= 1.0 / limit ? c : 1.0 / limit);
     inverse_cap = cap > 0.f ? 1.f / cap : 0.f;
-    const double factor = problem.scale / (c > 0.0 ? cap : 1.0) * (kApproximatesTanh ? 1.0 : 2.0 * kLog2e);
+    const double factor = problem.scale / (c > 0.0 ? cap : 1.0) * (kApproximatesTanh ? 1.0 : 2.0 * kLog2eFloat);
     to_cap = static_cast<float>(factor < -3e38 ? -3e38 : (factor > 3e38 ? 3e38 : factor));  // times 0 it is 0
   }
 

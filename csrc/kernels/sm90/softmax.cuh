@@ -13,8 +13,6 @@
 
 namespace flash_ext::sm90 {
 
-constexpr double kLog2e = 1.4426950408889634;
-
 // row: of this thread's first half; its second half is row + 8. row_mask: of a row, the query (forward/work.cuh).
 template <int kCount>
 __device__ __forceinline__ void mask_band(float (&s)[kCount], const TileBand& band, int row, int first_key,

@@ -5,6 +5,7 @@
 #include "core/online_softmax.h"
 #include "gpu/host/launch.h"
 #include "gpu/ptx/grid.cuh"
+#include "gpu/warp.cuh"
 #include "kernels/stages/combine.h"
 
 namespace flash_ext::cuda {
@@ -12,18 +13,6 @@ namespace {
 
 constexpr int kWarps = 4, kMaxParts = 128, kPartsALane = kMaxParts / 32, kMaxCols = 256;
 constexpr int64_t kFewRows = 2048;
-
-__device__ __forceinline__ float warp_max(float x) {
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
-  return x;
-}
-
-__device__ __forceinline__ float warp_sum(float x) {
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);
-  return x;
-}
 
 // kWarpsARow: 1 or kWarps, which then take every fourth part each.
 template <class T, int kWarpsARow>

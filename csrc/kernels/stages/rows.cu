@@ -5,6 +5,7 @@
 #include "core/score_mod.h"
 #include "gpu/arch.h"
 #include "gpu/host/launch.h"
+#include "gpu/warp.cuh"
 #include "kernels/sm80/far_rows.cuh"
 #include "kernels/stages/find_sequence.cuh"
 #include "kernels/stages/rows.h"
@@ -13,12 +14,6 @@ namespace flash_ext::cuda {
 namespace {
 
 constexpr int kWarps = 8;
-
-__device__ __forceinline__ float warp_sum(float x) {
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);
-  return x;
-}
 
 // A row of a view, for reading eight elements at a time where they are contiguous and aligned.
 template <class T>

@@ -9,6 +9,7 @@
 
 #include "core/library.h"
 #include "gpu/host/launch.h"
+#include "gpu/warp.cuh"
 
 namespace flash_ext {
 namespace {
@@ -39,8 +40,7 @@ __global__ void __launch_bounds__(32 * kWarps)
                  static_cast<Real>(d_out[row * args.d_out.row_stride + col * args.d_out.col_stride]);
       }
     }
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) delta += __shfl_xor_sync(~0u, delta, step);
+    delta = warp_sum(delta);
     if (args.d_lse != nullptr) delta -= static_cast<const Real*>(args.d_lse)[bh * problem.len_q + row];
     sum -= exp(sink - static_cast<double>(lse)) * static_cast<double>(delta);
   }

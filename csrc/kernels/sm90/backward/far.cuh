@@ -208,7 +208,7 @@ __device__ __forceinline__ void measure_rows(const BackwardArgs& args, const Que
             off += static_cast<float>(problem.softcap) * 0x1p-16f;
           }
           top[half].join(score, off + rounding);
-          if (pass == 1) sum[half] += exp2f(fminf(score - shift[half], 0.f) * static_cast<float>(kLog2e));
+          if (pass == 1) sum[half] += exp2f(fminf(score - shift[half], 0.f) * kLog2eFloat);
         }
       }
       __syncthreads();  // nobody reads what was told before
@@ -238,7 +238,7 @@ __device__ __forceinline__ void measure_rows(const BackwardArgs& args, const Que
         const float sink = sink_of<float>(args.fwd, tile.b, tile.head, 0);
         if (sink != kMinusInf) of_all.join(sink, 0.f);
         shift[half] = of_all.shift();
-        z += exp2f(fminf(sink - shift[half], 0.f) * static_cast<float>(kLog2e));
+        z += exp2f(fminf(sink - shift[half], 0.f) * kLog2eFloat);
         if (pass == 0 || warp > 0 || t > 0 || !is_far_row(of)) continue;
         stats[kLseStat * Traits::kBlockM + first + of] -= log2f(z);
         stats[kFarStat * Traits::kBlockM + first + of] = -shift[half];

@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kRowThreads, 2)
     float delta = lse == kMinusInf ? 0.f : (problem.constant_lse ? 0.f : sums[own_row]) - d_lse;
     if constexpr (Traits::kScored) delta *= static_cast<float>(1.0 - problem.dropout_p);
     // Of infinity and NaN NaN.
-    const float minus_lse = far ? lse - lse + Traits::kPShift : fmaf(lse, static_cast<float>(-kLog2e), Traits::kPShift);
+    const float minus_lse = far ? lse - lse + Traits::kPShift : fmaf(lse, -kLog2eFloat, Traits::kPShift);
     float* const to = tile_stats + own_row;
     to[kLseStat * Traits::kBlockM] = lse == kMinusInf ? kMinusInf : minus_lse;
     to[kFarStat * Traits::kBlockM] = !far ? kNotFar : lse == kMinusInf ? 0.f : -lse;

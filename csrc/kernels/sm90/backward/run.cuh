@@ -109,7 +109,7 @@ void launch_backward(const BackwardArgs& args, const BackwardLaunch& how, void* 
   params.m_blocks = scratch.m_blocks;
   params.heads_q = static_cast<int>(problem.heads_q);
   params.group_size = static_cast<int>(problem.heads_q / problem.heads_k);
-  params.inner_batch = problem.batch_rank > 0 ? static_cast<int>(problem.batch_size[problem.batch_rank - 1]) : 1;
+  params.inner_batch = inner_batch_of(problem);
   params.head_dim_v = static_cast<int>(problem.head_dim_v);
   params.scale = gradient_scale(problem);
   params.to_log2 = static_cast<float>(problem.scale * kLog2e);

@@ -86,7 +86,7 @@ void launch_two_pass(const BackwardArgs& args, int64_t processors, void* workspa
   params.padded = static_cast<int>(two_pass_padded(problem));
   params.heads_q = static_cast<int>(problem.heads_q);
   params.group_size = static_cast<int>(problem.heads_q / problem.heads_k);
-  params.inner_batch = problem.batch_rank > 0 ? static_cast<int>(problem.batch_size[problem.batch_rank - 1]) : 1;
+  params.inner_batch = inner_batch_of(problem);
   params.scale = gradient_scale(problem);
   params.softcap = SoftcapParams::of(problem, problem.scale);
   const bool is_natural = Traits::kScored && (problem.has_bias || problem.has_alibi || problem.softcap != 0.0);

@@ -33,7 +33,7 @@ void run_bias_gradient(const BackwardArgs& args, const float* stats, float* part
   params.padded = static_cast<int>(block_count(problem.len_q, Traits::kStatsBlock) * Traits::kStatsBlock);
   params.band = TileBand::make(band, static_cast<int>(problem.len_k));
   params.group = static_cast<int>(problem.heads_q / problem.heads_k);
-  params.inner_batch = problem.batch_rank > 0 ? static_cast<int>(problem.batch_size[problem.batch_rank - 1]) : 1;
+  params.inner_batch = inner_batch_of(problem);
   params.reads_chunks = reads_chunks(problem, args.fwd.bias, 2);
   // A part begins where the one before it ends, whatever the strides: of one query, at an odd number of keys.
   params.stores_wide = reads_chunks(problem, args.dbias, 2) && params.plan.part_elements % 2 == 0;

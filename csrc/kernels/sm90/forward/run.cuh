@@ -75,7 +75,7 @@ void launch_forward(const ForwardArgs& args, const ForwardLaunch& how, void* wor
                      group_size * head_rows, head_rows};
   }
   params.heads_q = static_cast<int>(problem.heads_q);
-  params.inner_batch = problem.batch_rank > 0 ? static_cast<int>(problem.batch_size[problem.batch_rank - 1]) : 1;
+  params.inner_batch = inner_batch_of(problem);
   params.scale = static_cast<float>(problem.scale);
   params.to_log2 = static_cast<float>(problem.scale * kLog2e);
   params.lse = static_cast<float*>(args.lse);
@@ -91,7 +91,7 @@ void launch_forward(const ForwardArgs& args, const ForwardLaunch& how, void* wor
     params.scores = make_scores(args, Traits::kBlockM, Traits::kBlockN, 0, kSmem.works - kSmem.scores);
     if (problem.has_bias || problem.has_alibi || problem.softcap != 0.0) {  // scores are in natural units then
       params.scale = 1.f;
-      params.to_log2 = kLog2e;
+      params.to_log2 = kLog2eFloat;
     }
   }
   params.counter = order.counted ? static_cast<uint32_t*>(workspace) : nullptr;
