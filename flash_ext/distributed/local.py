@@ -38,8 +38,8 @@ class Extras:
             self,
             mask=cut(self.mask, -3, heads),
             bias=cut(self.bias, -3, heads),
-            slopes=cut(self.slopes, -1, heads),
-            sinks=cut(self.sinks, -1, heads),
+            slopes=part_of_heads(self.slopes, heads),
+            sinks=part_of_heads(self.sinks, heads),
             first_head=self.first_head + heads.start,
         )
 
@@ -52,6 +52,11 @@ def cut(tensor: Tensor | None, dim: int, part: slice) -> Tensor | None:
     if tensor is None or tensor.dim() < -dim or tensor.shape[dim] == 1:
         return tensor
     return tensor.narrow(dim, part.start, part.stop - part.start)
+
+
+def part_of_heads(tensor: Tensor | None, heads: slice) -> Tensor | None:
+    """The part of slopes or sinks, which have every head of the call, where that is one head, too."""
+    return None if tensor is None else tensor.narrow(-1, heads.start, heads.stop - heads.start)
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,8 @@ class Call:
 class Options:
     """What all calls share. ``heads`` are those of the whole call, for the map of dropout.
 
-    ``backend``: where none is given, that of the thread of forward; autograd's has no choice of its own.
+    ``backend``: where none is given, that of the thread of forward; autograd's has no choice of its own. So is
+    ``deterministic`` what torch's switch is when this is made, in forward.
     """
 
     softcap: float = 0.0
@@ -83,6 +89,8 @@ class Options:
     def __post_init__(self) -> None:
         names = ("softcap", "dropout_p", "scale", "deterministic", "batch_invariant", "backend")
         object.__setattr__(self, "backend", self.backend or require_c().requested_backend())
+        if self.deterministic is None:
+            object.__setattr__(self, "deterministic", torch.are_deterministic_algorithms_enabled())
         object.__setattr__(self, "operator", {name: getattr(self, name) for name in names} | {"gqa": True})
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flash_ext.distributed.exchange import Exchange, Group, Transfer, accumulate_dtype, as_rows, from_rows
 from flash_ext.distributed.layout import Layout
-from flash_ext.distributed.local import Extras, cut
+from flash_ext.distributed.local import Extras, cut, part_of_heads
 
 Heads = tuple[slice, ...]  # of each rank
 Attend = Callable[[Tensor, Tensor, Tensor, Extras], tuple[Tensor, Tensor]]
@@ -207,8 +207,8 @@ def attend(
         extras,
         mask=_scores_to_heads(plan, extras.mask, has_rows["mask"]),
         bias=_scores_to_heads(plan, extras.bias, has_rows["bias"]),
-        slopes=cut(extras.slopes, -1, plan.own_heads),
-        sinks=cut(extras.sinks, -1, plan.own_heads),
+        slopes=part_of_heads(extras.slopes, plan.own_heads),
+        sinks=part_of_heads(extras.sinks, plan.own_heads),
         first_head=extras.first_head + plan.own_heads.start,
     )
     group = [heads // max(x.shape[1], 1) for x in (k, v)]

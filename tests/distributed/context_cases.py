@@ -17,6 +17,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import corner_cases
 import links_cases
 import packed_cases
 import ranks
@@ -418,7 +419,7 @@ def what_is_explained(world: World) -> None:
 
 
 def cases(size: int) -> dict[str, Callable[[World], None]]:
-    return CASES | packed_cases.cases(size) | links_cases.cases(size)
+    return CASES | packed_cases.cases(size) | links_cases.cases(size) | corner_cases.cases(size)
 
 
 if __name__ == "__main__":
