@@ -202,10 +202,12 @@ def measured(method: str, args: Args, tokens: int) -> dict[str, Any]:
 
 
 def explain(args: Args, tokens: int) -> None:
-    """Shows what "auto" takes on these ranks and why, with its estimates; a collective."""
+    """Shows what "auto" takes on these ranks and why, with its estimates; a collective, whose first call measures."""
     load_flash_ext()
-    from flash_ext.distributed import explain_context_parallel
+    from flash_ext.distributed import context_parallel_attention, explain_context_parallel
 
+    small = torch.zeros(1, 1, 1, args.head_dim, dtype=DTYPES[args.dtype], device=args.device)
+    context_parallel_attention(small, small, small, dist.group.WORLD)
     rows = tokens // dist.get_world_size()
     sizes = [(args.batch, heads, rows, args.head_dim) for heads in (args.heads, args.kv_heads)]
     q, k = (torch.empty(size, dtype=DTYPES[args.dtype], device="meta") for size in sizes)

@@ -125,6 +125,8 @@ def _chunks(plan: Plan, q: Tensor, k: Tensor, v: Tensor, whole: bool) -> list[tu
     """Heads of query, key and value that are computed at once; the same on every rank."""
     units = math.gcd(k.shape[1], v.shape[1])
     columns = sum(math.prod(t.shape) // max(t.shape[plan.rows_dim], 1) for t in (k, v))
+    if plan.options.batch_invariant and plan.rows_dim != 0:
+        columns //= max(k.shape[0], 1)
     count = 1 if whole else chunk_count(units, plan.length * columns * k.element_size())
     sizes = [t.shape[1] // count for t in (q, k, v)]
     chunks = [[slice(i * size, (i + 1) * size) for size in sizes] for i in range(count)]

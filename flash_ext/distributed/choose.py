@@ -4,11 +4,15 @@ The rule of "auto", of which ``explain_context_parallel`` prints the reason:
 
 1. a mesh of two dimensions: usp;
 2. query heads divide over the ranks: allgather where it sends no more in forward and does not refuse, else ulysses;
-3. else allgather, unless its keys and values do not fit (``RING_BYTES`` of one chunk of heads) or it refuses;
+3. else allgather, unless its keys and values do not fit (``RING_BYTES``) or it refuses;
 4. else ring, unless it refuses;
 5. else ulysses with uneven heads;
 6. where the links of the group were measured (links.py), another method that takes the call and fits is taken in place
-   of that one if its forward and backward are estimated (estimate.py) to take at most ``MARGIN`` of the time.
+   of that one if its forward and backward are estimated (estimate.py) to take at most ``MARGIN`` of the time. A ring's
+   estimate is shown, but neither takes nor gives way: what joining takes was not compared with it.
+
+With ``batch_invariant`` nothing of this may depend on the batch: step 3 goes by one batch element, packed sequences are
+those of ulysses, which computes whole ones, and links do not count. Nor do they with ``deterministic``.
 
 Bytes decide where estimates are close: measured figures differ from run to run, and with the method the last bits of a
 result. On 2 H100 with 131,072 tokens and 32/8 heads ulysses and allgather take the same time, but allgather half the
@@ -47,6 +51,8 @@ class Facts:
     scores: bool = False  # a mask, a bias or dropout
     band_is_packable: bool = True  # causal, or none and no slopes
     dropout_has_map: bool = True  # no dropout, or every part begins where a part of its map may
+    batch_invariant: bool = False
+    busiest: float = 1.0  # of the pairs that are seen, the largest share of a rank's rows, of the mean
 
     @property
     def total(self) -> int:
@@ -85,7 +91,7 @@ class Choice:
 
     ``sent``: bytes that a rank sends, (forward, backward), for each method; ``refused``: why a method cannot.
     ``links``: what was measured, if it was; ``seconds``: estimated with it, for each method that "auto" may take, of
-    forward and backward together: all of it, and what is exposed.
+    forward and backward together: all of it, and what is exposed. ``note``: of what was not measured.
     """
 
     method: str
@@ -94,6 +100,7 @@ class Choice:
     refused: dict[str, str] = field(default_factory=dict)
     links: Links | None = None
     seconds: dict[str, tuple[float, float]] = field(default_factory=dict)
+    note: str = ""
 
     def __str__(self) -> str:
         lines = [f"{self.method}: {self.why}"]
@@ -104,7 +111,8 @@ class Choice:
                 text += f", estimated {whole:,.4g} ms with {exposed:,.3g} ms exposed"
             lines.append(text)
         lines += [f"  {method:10} refuses: {why}" for method, why in self.refused.items()]
-        return "\n".join(lines if self.links is None else [*lines, f"  measured   {self.links}"])
+        measured = self.note if self.links is None else str(self.links)
+        return "\n".join([*lines, f"  measured   {measured}"] if measured else lines)
 
 
 def choose(method: str, facts: Facts, links: Links | None = None) -> Choice:
@@ -125,8 +133,8 @@ def choose(method: str, facts: Facts, links: Links | None = None) -> Choice:
         other: estimate.seconds(other, facts, links, sent[other], chunks)
         for other in sent if other in (name, "ulysses", "ring") or _gathered(facts) <= RING_BYTES
     }  # fmt: skip
-    best = min(seconds, key=lambda other: seconds[other][0])
-    if seconds[best][0] <= MARGIN * seconds[name][0]:
+    best = min((other for other in seconds if other != "ring"), key=lambda other: seconds[other][0])
+    if name != "ring" and seconds[best][0] <= MARGIN * seconds[name][0]:
         instead = seconds[name][0] / max(seconds[best][0], 1e-12)
         name, why = best, f"by the measured links {name} is estimated to take {instead:.3g} times as long"
     return Choice(name, why, sent, refused, links, seconds)
@@ -135,6 +143,8 @@ def choose(method: str, facts: Facts, links: Links | None = None) -> Choice:
 def _by_bytes(facts: Facts, refused: dict[str, str], sent: dict[str, tuple[int, int]]) -> tuple[str, str]:
     if len(facts.ranks) == 2:
         return "usp", "the mesh has two dimensions"
+    if facts.packed and facts.batch_invariant:
+        return "ulysses", "of packed sequences it alone computes whole ones, whose bits no neighbour changes"
     ranks, heads = facts.total, facts.heads[0]
     if heads % ranks == 0:
         why = f"{heads} heads of query divide over {ranks} ranks"
@@ -142,11 +152,14 @@ def _by_bytes(facts: Facts, refused: dict[str, str], sent: dict[str, tuple[int, 
             return "allgather", f"{why}, but the keys and values of all are less than the heads to exchange"
         return "ulysses", why
     why = f"{heads} heads of query do not divide over {ranks} ranks"
-    gathered = _gathered(facts)
+    gathered, of_one = _gathered(facts), ""
+    if facts.batch_invariant:
+        gathered, of_one = gathered // max(facts.batch, 1), " of one batch element"
     if "allgather" not in refused and gathered <= RING_BYTES:
-        return "allgather", f"{why}, and key and value take {gathered / 2**20:,.1f} MiB gathered"
+        return "allgather", f"{why}, and key and value{of_one} take {gathered / 2**20:,.1f} MiB gathered"
     if "ring" not in refused:
-        return "ring", f"{why}, and key and value gathered would take {gathered / 2**20:,.1f} MiB or are refused"
+        size = f"{gathered / 2**20:,.1f} MiB"
+        return "ring", f"{why}, and key and value{of_one} gathered would take {size} or are refused"
     return "ulysses", f"{why}, and the other methods refuse"
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,8 +19,8 @@ from flash_ext.attention import check_native
 from flash_ext.distributed import allgather, choose, local, ring, ulysses
 from flash_ext.distributed.agree import agree
 from flash_ext.distributed.exchange import Group
-from flash_ext.distributed.layout import Band, Layout, check_balance, joined, layout_of, within
-from flash_ext.distributed.links import Links, links_of
+from flash_ext.distributed.layout import Band, Layout, busiest, check_balance, joined, layout_of, within
+from flash_ext.distributed.links import Links, known_links, links_of
 from flash_ext.distributed.local import Call, Extras, Options
 from flash_ext.distributed.pairs import Matters
 from flash_ext.errors import AttentionError
@@ -248,13 +249,15 @@ def context_parallel_attention(
     sizes = (query.shape[0], query.shape[1], keys.length)
     has_rows = {name: _has_rows(name, owned, sizes) for name in ("mask", "bias")}
     band = Band.of(causal, window or (None, None), align == "bottom_right", queries.length, keys.length)
-    facts = facts_of(
-        query, key, value, sizes_of(groups), (queries, keys), band, alibi_slopes is not None, given["dropout_p"] > 0
-    )
-    chosen = choose.choose(method, facts, links_for(method, groups, query.device))
     options = Options(
         given["softcap"], given["dropout_p"], given["scale"], deterministic, batch_invariant, query.shape[1]
     )
+    # What others refuse does not count where "ulysses" was asked for, which has every map.
+    drops = options.dropout_p > 0 and method != "ulysses"
+    facts = facts_of(
+        query, key, value, sizes_of(groups), (queries, keys), band, alibi_slopes is not None, drops, batch_invariant
+    )
+    chosen = choose.choose(method, facts, links_for(method, groups, query, options))
     state = draw(query, key, value, groups) if options.dropout_p > 0 else None
     extras = Extras(mask, bias, alibi_slopes, sinks, state)
     out, lse = run(
@@ -264,14 +267,19 @@ def context_parallel_attention(
     return (out, lse) if return_lse else out
 
 
-def links_for(method: str, groups: Sequence[Group], device: torch.device) -> Links | None:
+def go_by_links(method: str, groups: Sequence[Group], options: Options) -> bool:
+    """Whether what was measured may decide: not where the bits of a result may not change from run to run."""
+    return method == "auto" and len(groups) == 1 and not (options.deterministic or options.batch_invariant)
+
+
+def links_for(method: str, groups: Sequence[Group], query: Tensor, options: Options) -> Links | None:
     """What "auto" estimates with; a collective the first time."""
-    return links_of(groups[0], device) if method == "auto" and len(groups) == 1 else None
+    return links_of(groups[0], query.device, query.dtype) if go_by_links(method, groups, options) else None
 
 
 def facts_of(
     query: Tensor, key: Tensor, value: Tensor, ranks: tuple[int, ...], layouts: tuple[Layout, Layout], band: Band,
-    slopes: bool, drops: bool,
+    slopes: bool, drops: bool, batch_invariant: bool,
 ) -> choose.Facts:  # fmt: skip
     queries, keys = layouts
     return choose.Facts(
@@ -283,6 +291,8 @@ def facts_of(
         itemsize=query.element_size(),
         seen=band.share(keys.length),
         dropout_has_map=not drops or ring.has_dropout_map(band, queries, keys, slopes),
+        batch_invariant=batch_invariant,
+        busiest=busiest(band, queries, keys.length),
     )
 
 
@@ -294,24 +304,26 @@ def _by_diagonal(band: Band, queries: Layout, keys: Layout) -> bool:
 def explain_context_parallel(
     query: Tensor, key: Tensor, value: Tensor, ranks: Any, *, method: str = "auto",
     balance: str = "zigzag", causal: bool = False, window: Window | None = None, align: str = "top_left",
-    alibi_slopes: Tensor | None = None, dropout_p: float = 0.0,
+    alibi_slopes: Tensor | None = None, dropout_p: float = 0.0, deterministic: bool | None = None,
+    batch_invariant: bool = False,
 ) -> choose.Choice:  # fmt: skip
     """Which method computes a call of ``context_parallel_attention``, why, what each one sends and what it refuses.
 
-    With a number of ranks nothing is computed or communicated, and bytes alone decide. With a group it is a collective,
-    and what its links carry, which "auto" measures once for a group, counts as in the call. Printed, it is a line for
-    each method.
+    Nothing is computed or communicated, so one rank may ask alone. With a number of ranks bytes alone decide. With a
+    group what its links carry counts as in the call, once the first call of "auto" in the group has measured it; this
+    does not. Printed, it is a line for each method.
 
     Args:
         query, key, value: this rank's tokens, as in the call; the others are taken to hold as many. They may be on the
             device "meta".
         ranks: how many there are, or (across, within) of a mesh; or the group or the mesh itself.
-        method, balance, causal, window, align, alibi_slopes, dropout_p: as in the call. No other option matters.
+        method, balance, causal, window, align, alibi_slopes, dropout_p, deterministic, batch_invariant: as in the call.
+            No other option matters.
 
     Returns:
         ``method``, ``why``, ``sent`` (bytes that a rank sends, forward and backward, for each method that takes the
-        call; an upper bound, since no band is counted), ``refused`` (why a method does not), and with a group ``links``
-        (what was measured) and ``seconds`` (estimated, for each method).
+        call; an upper bound, since no band is counted), ``refused`` (why a method does not), and with a group whose
+        links were measured ``links`` and ``seconds`` (estimated, for each method).
 
     Raises:
         AttentionError: a method that was asked for does not take the call.
@@ -321,21 +333,18 @@ def explain_context_parallel(
     groups = [] if isinstance(ranks, (int, tuple, list)) else groups_of(ranks)
     mesh = sizes_of(groups) or ((ranks,) if isinstance(ranks, int) else tuple(ranks))
     total = math.prod(mesh)
-    layouts = tuple(layout_of((t.shape[2],) * total, balance) for t in (query, key))
-    lengths = [layout.length for layout in layouts]
-    band = Band.of(causal, (left, right), align == "bottom_right", *lengths)
-    facts = facts_of(query, key, value, mesh, layouts, band, alibi_slopes is not None, dropout_p > 0)  # type: ignore[arg-type]
-    if not groups:
+    queries, keys = (layout_of((t.shape[2],) * total, balance) for t in (query, key))
+    band = Band.of(causal, (left, right), align == "bottom_right", queries.length, keys.length)
+    facts = facts_of(
+        query, key, value, mesh, (queries, keys), band, alibi_slopes is not None, dropout_p > 0, batch_invariant
+    )
+    options = Options(deterministic=deterministic, batch_invariant=batch_invariant)
+    if total == 1 or not go_by_links(method, groups, options):
         return choose.choose(method, facts)
-    return choose.choose(method, facts, links_for(method, groups, _device_of(query, groups[0])))
-
-
-def _device_of(query: Tensor, group: Group) -> torch.device:
-    """Where the group's data is; of tensors without memory the GPU, if it has a backend for that."""
-    if query.device.type != "meta":
-        return query.device
-    kinds = [torch.device(kind).type for kind in group.pg._device_types]
-    return torch.device("cuda" if "cuda" in kinds and torch.cuda.is_available() else "cpu")
+    links = known_links(groups[0], query.device, query.dtype)
+    chosen = choose.choose(method, facts, links)
+    note = "" if links else "nothing; the first call of method='auto' in the group measures its links, if it can"
+    return replace(chosen, note=note)
 
 
 def run(

@@ -127,6 +127,18 @@ class Band:
         """Which part of its keys a row sees, about."""
         return sum(0.5 if side is None else min(0.5, side / max(keys, 1)) for side in (self.left, self.right))
 
+    def count(self, query: float, keys: int) -> float:
+        """How many of the keys a row sees; of a segment by its middle, about."""
+        first = 0 if self.left is None else max(0, query + self.offset - self.left)
+        end = keys if self.right is None else min(keys, query + self.offset + self.right + 1)
+        return max(0, end - first)
+
+
+def busiest(band: Band, queries: Layout, keys: int) -> float:
+    """The largest share of the pairs that are seen which one rank's rows have, of the mean, about."""
+    work = [sum(of.size * band.count(of.start + (of.size - 1) / 2, keys) for of in held) for held in queries.ranks]
+    return max(work) * len(work) / sum(work) if any(work) else 1.0
+
 
 @dataclass(frozen=True)
 class Part:

@@ -25,7 +25,7 @@ from flash_ext.distributed import allgather, choose, local, packed_ring, ring, u
 from flash_ext.distributed.agree import agree
 from flash_ext.distributed.dense import cast, check_method, draw, groups_of, links_for, sizes_of, wants_gradient
 from flash_ext.distributed.exchange import Group
-from flash_ext.distributed.layout import Band, Layout, check_balance, joined, layout_of, within
+from flash_ext.distributed.layout import Band, Layout, busiest, check_balance, joined, layout_of, within
 from flash_ext.distributed.local import Call, Extras, Options
 from flash_ext.errors import AttentionError
 
@@ -148,17 +148,20 @@ def context_parallel_attention_varlen(
     layout = layout_of(tuple(own["length"] for own in owned), balance)
     band = Band.of(causal, window or (None, None), False, 0, 0)
     seen = band.share(layout.length) * min(1.0, max_seqlen / max(layout.length, 1))
+    # No row sees more keys than the longest sequence has, to either side.
+    reach = [max_seqlen if side is None else min(side, max_seqlen) for side in (band.left, band.right)]
     facts = choose.Facts(
         ranks=sizes_of(groups), batch=1, heads=(query.shape[1], key.shape[1], value.shape[1]),
         columns=(query.shape[2], value.shape[2]), lengths=(layout.length, layout.length),
         itemsize=query.element_size(), packed=True, seen=seen,
         scores=mask is not None or bias is not None or given["dropout_p"] > 0,
         band_is_packable=band.right == 0 or (band.left is None and band.right is None and alibi_slopes is None),
+        batch_invariant=batch_invariant, busiest=busiest(Band(*reach, 0), layout, layout.length),
     )  # fmt: skip
-    chosen = choose.choose(method, facts, links_for(method, groups, query.device))
     options = Options(
         given["softcap"], given["dropout_p"], given["scale"], deterministic, batch_invariant, query.shape[1]
     )
+    chosen = choose.choose(method, facts, links_for(method, groups, query, options))
     state = draw(query, key, value, groups) if options.dropout_p > 0 else None
     extras = Extras(mask, bias, alibi_slopes, sinks, state)
     whole = _by_heads(groups[0], layout, band, cu_seqlens, max_seqlen, options)

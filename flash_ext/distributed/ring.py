@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -57,6 +58,7 @@ def plan_of(
     return plan
 
 
+@lru_cache(maxsize=256)
 def has_dropout_map(band: Band, queries: Layout, keys: Layout, by_distance: bool) -> bool:
     """Whether all calls of all ranks, by gathered keys and in a ring, begin where a part of the map may."""
     segments = [segment for held in (*keys.ranks, (Segment(0, 0, keys.length),)) for segment in held]

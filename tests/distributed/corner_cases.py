@@ -102,7 +102,38 @@ def deterministic_is_that_of_forward(world: World) -> None:
                 told.clear()
 
 
-PROMISES = (one_head_with_what_all_heads_have, one_head_of_packed_sequences, deterministic_is_that_of_forward)
+def bits_without_neighbours(world: World) -> None:
+    """With ``batch_invariant`` a sequence has the same ones alone and beside others, forward and backward."""
+    for method in ("auto", "ulysses", "allgather", "ring"):
+        whole = [torch.randn(3, heads, 40 * world.size, 16).requires_grad_() for heads in (3, 1, 1)]
+        found = []
+        for batch in (slice(0, 3), slice(1, 2)):
+            parts = [fd.shard_sequence(t[batch].detach(), world.group, 2).requires_grad_() for t in whole]
+            given = {"method": method, "causal": True, "batch_invariant": True}
+            out = fd.context_parallel_attention(*parts, world.group, **given)
+            found.append((out, *torch.autograd.grad(out.square().sum(), parts)))
+        for beside, alone in zip(*found, strict=True):
+            assert torch.equal(beside[1:2], alone), method
+    # Packed, "auto" takes the method that computes whole sequences, wherever they lie.
+    size = world.size
+    whole = [torch.randn(100 * size, heads, 16).requires_grad_() for heads in (3, 1, 1)]
+    found = []
+    for rows, starts in ((slice(0, 100 * size), [0, 30 * size, 100 * size]), (slice(30 * size, None), [0, 70 * size])):
+        parts = [fd.shard_sequence(t[rows].detach(), world.group, 0).requires_grad_() for t in whole]
+        cu = torch.tensor(starts, dtype=torch.int32)
+        out = fd.context_parallel_attention_varlen(
+            *parts, cu, world.group, max_seqlen=70 * size, causal=True, batch_invariant=True
+        )  # fmt: skip
+        own = (out, *torch.autograd.grad(out.square().sum(), parts))
+        found.append([fd.unshard_sequence(t, world.group, 0) for t in own])
+    for beside, alone in zip(*found, strict=True):
+        assert torch.equal(beside[30 * size :], alone)
+
+
+PROMISES = (
+    one_head_with_what_all_heads_have, one_head_of_packed_sequences, deterministic_is_that_of_forward,
+    bits_without_neighbours,
+)  # fmt: skip
 
 
 def cases(size: int) -> dict[str, Callable[[World], None]]:

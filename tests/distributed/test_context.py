@@ -22,6 +22,7 @@ import torch
 from flash_ext import reference
 from flash_ext.distributed import allgather
 from flash_ext.distributed.layout import BALANCES, Band, Segment, even_layout, joined, layout_of, visible, within
+from flash_ext.distributed.local import Options
 
 pytestmark = pytest.mark.xdist_group("distributed")
 
@@ -111,7 +112,7 @@ def test_heads_are_cut_into_chunks_alike() -> None:
 
     for units in (1, 2, 3, 6, 8, 12):
         q, k = torch.empty(1, 2 * units, 5, 8, device="meta"), torch.empty(1, units, 5, 8, device="meta")
-        plan = SimpleNamespace(rows_dim=2, length=1 << 30)
+        plan = SimpleNamespace(rows_dim=2, length=1 << 30, options=Options())
         chunks = allgather._chunks(plan, q, k, k, False)
         assert len(chunks) == {1: 1, 2: 2, 3: 3, 6: 6, 8: 8, 12: 6}[units]
         assert [h for _, heads, _ in chunks for h in range(heads.start, heads.stop)] == list(range(units))
