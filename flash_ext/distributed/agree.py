@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -24,8 +25,10 @@ from flash_ext.distributed.exchange import Group
 from flash_ext.errors import AttentionError
 
 SIZE = 2048
-_seen: dict[Any, list[dict[str, Any]]] = {}
-_connected: set[Any] = set()
+# Of groups, the outermost and the innermost one: neither an id nor a name says which one it is once one was destroyed.
+_Said = dict[bytes, list[dict[str, Any]]]
+_seen: WeakKeyDictionary[dist.ProcessGroup, WeakKeyDictionary[dist.ProcessGroup, _Said]] = WeakKeyDictionary()
+_connected: WeakSet[dist.ProcessGroup] = WeakSet()
 
 
 def agree(
@@ -46,10 +49,10 @@ def agree(
         wrong = AttentionError(f"the arguments take {len(message)} bytes to describe; at most {SIZE} are exchanged")
         message = json.dumps({"error": str(wrong)}).encode()
     on_cpu = device.type == "cpu" or all(_has_cpu(group) for group in groups)
-    signature = (tuple((id(group.pg), group.pg.group_name, group.size) for group in groups), message)
+    seen = _seen.setdefault(groups[0].pg, WeakKeyDictionary()).setdefault(groups[-1].pg, {})
     may_skip = check is False or (check is None and not on_cpu)
-    if wrong is None and may_skip and signature in _seen:
-        return _seen[signature]
+    if wrong is None and may_skip and message in seen:
+        return seen[message]
     rows = _exchange(groups, message, torch.device("cpu") if on_cpu else device)
     if on_cpu and device.type != "cpu":
         _connect(groups, device)
@@ -58,7 +61,7 @@ def agree(
     _compare(rows)
     owned = [row["own"] for row in rows]
     if may_skip:
-        _seen[signature] = owned
+        seen[message] = owned
     return owned
 
 
@@ -70,10 +73,9 @@ def _connect(groups: Sequence[Group], device: torch.device) -> None:
     """NCCL connects a group in its first operation, in which all ranks must take part; what follows may leave some out,
     such as one without tokens."""
     for group in groups:
-        key = (id(group.pg), group.pg.group_name)
-        if key not in _connected:
+        if group.pg not in _connected:
             dist.all_reduce(torch.zeros(1, device=device), group=group.pg)
-            _connected.add(key)
+            _connected.add(group.pg)
 
 
 def _exchange(groups: Sequence[Group], message: bytes, device: torch.device) -> list[dict[str, Any]]:

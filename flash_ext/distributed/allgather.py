@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -59,11 +60,16 @@ def plan(group: Group, layout: Layout, calls: Sequence[list[Call]], options: Opt
 
 def plan_by_distance(group: Group, queries: Layout, keys: Layout, band: Band, options: Options) -> Plan:
     """With slopes on both sides of the diagonal, which the operator has in parts of a row's keys alone."""
-    every = (Segment(0, 0, keys.length),)
-    parts = [pairs_of(band, held, every, Matters(rows=options.dropout_p > 0, distance=True)) for held in queries.ranks]
+    parts = _by_distance(queries, keys.length, band, options.dropout_p > 0)
     found = plan(group, keys, [[pair.call for pair in of_rank] for of_rank in parts], options, 2)
     own = [replace(pair, read=found.exchange.place(pair.call.keys)) for pair in in_order(parts[group.rank])]
     return replace(found, calls=[], parts=own)
+
+
+@lru_cache(maxsize=256)
+def _by_distance(queries: Layout, keys: int, band: Band, drops: bool) -> list[list[Pair]]:
+    every = (Segment(0, 0, keys),)
+    return [pairs_of(band, held, every, Matters(rows=drops, distance=True)) for held in queries.ranks]
 
 
 class _Gathered:

@@ -181,7 +181,11 @@ def context_parallel_attention_varlen(
             lambda q, k, v, own: ring.attend(around, whole, own, q, k, v),
         )  # fmt: skip
     else:
-        calls = [_calls(layout, rank, band, cu_seqlens, max_seqlen) for rank in range(groups[0].size)]
+        own = groups[0].rank
+        calls = [
+            _calls(layout, rank, band, cu_seqlens if rank == own else None, max_seqlen)
+            for rank in range(groups[0].size)
+        ]  # fmt: skip
         plan = allgather.plan(groups[0], layout, calls, options, 0)
         out, lse = allgather.attend(plan, whole, extras, query, key, value)
     return (out, lse) if return_lse else out
@@ -204,19 +208,24 @@ def _by_heads(
     return call
 
 
-def _calls(layout: Layout, rank: int, band: Band, cu_seqlens: Tensor, max_seqlen: int) -> list[Call]:
-    """A call for each of a rank's segments, with the keys up to its end, or all."""
+def _calls(layout: Layout, rank: int, band: Band, cu_seqlens: Tensor | None, max_seqlen: int) -> list[Call]:
+    """A call for each of a rank's segments, with the keys up to its end, or all. Without ``cu_seqlens`` it says what is
+    read and no more."""
     calls = []
     for segment in layout.ranks[rank]:
         if segment.size == 0:
             continue
         end = segment.end if band.right == 0 else layout.length
-        lengths = {
-            "cu_seqlens_q": (cu_seqlens - segment.start).clamp(0, segment.size),
-            "cu_seqlens_k": cu_seqlens.clamp(max=end),
-            "max_q": min(max_seqlen, segment.size),
-            "max_k": min(max_seqlen, end),
-        }
-        sides = {"window_left": band.left, "window_right": band.right, "bottom_right": band.right == 0}
-        calls.append(Call(segment.rows, slice(0, end), slice(segment.start, segment.end), sides | lengths))
+        told: dict[str, Any] = {}
+        if cu_seqlens is not None:
+            told = {
+                "cu_seqlens_q": (cu_seqlens - segment.start).clamp(0, segment.size),
+                "cu_seqlens_k": cu_seqlens.clamp(max=end),
+                "max_q": min(max_seqlen, segment.size),
+                "max_k": min(max_seqlen, end),
+                "window_left": band.left,
+                "window_right": band.right,
+                "bottom_right": band.right == 0,
+            }
+        calls.append(Call(segment.rows, slice(0, end), slice(segment.start, segment.end), told))
     return calls

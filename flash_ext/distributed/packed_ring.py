@@ -20,7 +20,7 @@ Called by ``context_parallel_attention_varlen``. Invariant: nothing is read on t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from flash_ext.distributed.exchange import Group
 from flash_ext.distributed.layout import Band, Layout, Segment
 from flash_ext.distributed.local import Call, Options
 from flash_ext.distributed.pairs import Pair
+from flash_ext.distributed.partial import Setting
 from flash_ext.distributed.slopes import Between
 
 END = torch.iinfo(torch.int32).max
@@ -42,8 +43,8 @@ def plan(
     packed = _Packed(band, cu_seqlens, max_seqlen, slopes)
     held = sorted(layout.ranks[group.rank], key=lambda segment: segment.row)
     positions = [torch.arange(segment.start, segment.end, device=cu_seqlens.device) for segment in held]
-    pairs = [packed.pairs(held, of_rank) for of_rank in layout.ranks]
-    return ring.plan_of(group, layout, pairs, options, torch.cat(positions) < cu_seqlens[-1])
+    pairs = ring.by_source(group.rank, [packed.pairs(held, of_rank) for of_rank in layout.ranks])
+    return ring.Plan(group, layout, pairs, Setting(options, torch.cat(positions) < cu_seqlens[-1]))
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class _Packed:
     cu: Tensor
     longest: int
     slopes: bool
+    lengths: dict[tuple[Segment, ...], Tensor] = field(default_factory=dict)  # of the sequences in segments
 
     def pairs(self, rows: Sequence[Segment], keys: Sequence[Segment]) -> list[Pair]:
         """What the rows of one rank see of the keys of one rank."""
@@ -82,9 +84,11 @@ class _Packed:
         return self._tight([rows], [keys], between=self._between(rows, keys, in_front))
 
     def _lengths_in(self, segments: Sequence[Segment]) -> Tensor:
-        return torch.stack([(self.cu - segment.start).clamp(0, segment.size) for segment in segments]).sum(
-            0, dtype=torch.int32
-        )
+        which = tuple(segments)
+        if which not in self.lengths:
+            parts = [(self.cu - segment.start).clamp(0, segment.size) for segment in which]
+            self.lengths[which] = torch.stack(parts).sum(0, dtype=torch.int32)
+        return self.lengths[which]
 
     def _tight(
         self, rows: Sequence[Segment], keys: Sequence[Segment], right: int | None = None, left: int | None = None,

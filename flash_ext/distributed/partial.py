@@ -76,8 +76,8 @@ class Joined:
 
 
 class Gradients:
-    """Those of query, bias (in float) and slopes (in double), of those that are ``wanted``; those of keys and values
-    are added to what is given. Pairs come in the order in which they were joined."""
+    """Those of query, bias (in float) and slopes (in double) where they are ``wanted``; those of keys and values are
+    added to what is given. Pairs come in the order in which they were joined."""
 
     def __init__(
         self, setting: Setting, extras: Extras, of_results: tuple[Tensor | None, Tensor | None], q: Tensor,
@@ -90,10 +90,13 @@ class Gradients:
         self.of_parts = iter(of_parts)
         self.wide = accumulate_dtype(q.dtype)
         self.delta = _delta(self.grad_out, self.grad_lse, self.out, self.wide)
-        self.dq = torch.zeros_like(q, dtype=self.wide)
-        self.dbias, self.dslopes = (
-            torch.zeros_like(t, dtype=dtype) if want else None
-            for t, dtype, want in ((extras.bias, self.wide, wanted[3]), (extras.slopes, torch.float64, wanted[4]))
+        of_all = (
+            (q, self.wide, wanted[0]),
+            (extras.bias, self.wide, wanted[3]),
+            (extras.slopes, torch.float64, wanted[4]),
+        )
+        self.dq, self.dbias, self.dslopes = (
+            torch.zeros_like(t, dtype=dtype) if want else None for t, dtype, want in of_all
         )
 
     def add(self, pair: Pair, keys: Tensor, values: Tensor, dk: Tensor | None, dv: Tensor | None) -> None:

@@ -13,6 +13,7 @@ Called by ``context_parallel_attention`` and its packed form; inside Ulysses it 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -33,7 +34,7 @@ from flash_ext.distributed.ulysses import Attend
 class Plan:
     group: Group
     keys: Layout
-    pairs: list[list[Pair]]  # of each rank's keys
+    pairs: Sequence[Sequence[Pair]]  # of each rank's keys
     setting: Setting
     again: Attend | None = None  # the same in differentiable operations, for a backward whose graph is wanted
 
@@ -44,18 +45,22 @@ class Plan:
 def plan(
     group: Group, queries: Layout, keys: Layout, band: Band, options: Options, matters: Matters
 ) -> Plan:  # fmt: skip
-    pairs = [pairs_of(band, queries.ranks[group.rank], of_rank, matters) for of_rank in keys.ranks]
-    return plan_of(group, keys, pairs, options)
+    return Plan(group, keys, _pairs(group.rank, queries, keys, band, matters), Setting(options))
 
 
-def plan_of(
-    group: Group, keys: Layout, pairs: list[list[Pair]], options: Options, owned: Tensor | None = None
-) -> Plan:  # fmt: skip
-    plan = Plan(group, keys, [[] for _ in pairs], Setting(options, owned))
-    every = [(source, pair) for source in map(plan.source, range(group.size)) for pair in pairs[source]]
+@lru_cache(maxsize=256)
+def _pairs(rank: int, queries: Layout, keys: Layout, band: Band, matters: Matters) -> Sequence[Sequence[Pair]]:
+    return by_source(rank, [pairs_of(band, queries.ranks[rank], of_rank, matters) for of_rank in keys.ranks])
+
+
+def by_source(rank: int, pairs: Sequence[Sequence[Pair]]) -> Sequence[Sequence[Pair]]:
+    """The pairs of each rank's keys, with what they know of each other in the order of the steps."""
+    every = [(source, pair) for step in range(len(pairs)) for source in [(rank - step) % len(pairs)]
+             for pair in pairs[source]]  # fmt: skip
+    found: list[list[Pair]] = [[] for _ in pairs]
     for (source, _), pair in zip(every, in_order([pair for _, pair in every]), strict=True):
-        plan.pairs[source].append(pair)
-    return plan
+        found[source].append(pair)
+    return found
 
 
 @lru_cache(maxsize=256)
@@ -144,10 +149,11 @@ class Ring(torch.autograd.Function):
         for step in range(plan.group.size):
             keys.send_on(step)
             of_keys = keys.views(keys.buffer)
-            sums = keys.buffer.new_zeros(keys.buffer.shape, dtype=gradients.wide)
+            sums = keys.buffer.new_zeros(keys.buffer.shape, dtype=gradients.wide) if travels else None
+            of_sums = (None, None) if sums is None else keys.views(sums)
             for pair in plan.pairs[plan.source(step)]:
-                gradients.add(pair, *of_keys, *keys.views(sums))
-            if travels:
+                gradients.add(pair, *of_keys, *of_sums)
+            if sums is not None:
                 transfer.wait()
                 if arriving is not None:
                     sums += arriving
@@ -162,9 +168,9 @@ class Ring(torch.autograd.Function):
             transfer.wait()
             dk, dv = keys.views(arriving)
         dsinks = torch.ops.flash_ext.sinks_gradient(grad_out, grad_lse, out, lse, sinks) if of_sinks else None
-        dbias, dslopes = gradients.dbias, gradients.dslopes
+        dq, dbias, dslopes = gradients.dq, gradients.dbias, gradients.dslopes
         return (
-            None, None, gradients.dq.to(q.dtype) if wanted[0] else None, dk.to(k.dtype) if wanted[1] else None,
+            None, None, dq.to(q.dtype) if dq is not None else None, dk.to(k.dtype) if wanted[1] else None,
             dv.to(v.dtype) if wanted[2] else None, dbias.to(bias.dtype) if dbias is not None else None,
             dslopes.to(alibi_slopes.dtype) if dslopes is not None else None, dsinks,
         )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 import flash_ext
 from flash_ext import distributed as fd
+from flash_ext.distributed import agree, partial
 
 
 def one_head_with_what_all_heads_have(world: World) -> None:
@@ -130,9 +132,46 @@ def bits_without_neighbours(world: World) -> None:
         assert torch.equal(beside[30 * size :], alone)
 
 
+def sums_of_gradients_that_are_wanted(world: World) -> None:
+    """Of query alone, or of key and value alone: no others are allocated, and a ring's do not travel."""
+    given: list[tuple[bool, ...]] = []
+    add = partial.Gradients.add
+
+    def recorded(self: partial.Gradients, pair: Any, k: Tensor, v: Tensor, dk: Any, dv: Any) -> None:
+        add(self, pair, k, v, dk, dv)
+        given.append((self.dq is not None, dk is not None, dv is not None))
+
+    parts = [fd.shard_sequence(t.detach(), world.group, 2) for t in whole_problem(16).values()]
+    expected = {}
+    for wanted in (range(3), (0,), (1, 2)):
+        leaves = [t.clone().requires_grad_(i in wanted) for i, t in enumerate(parts)]
+        out = fd.context_parallel_attention(*leaves, world.group, method="ring", causal=True)
+        given.clear()
+        partial.Gradients.add = recorded
+        try:
+            grads = torch.autograd.grad(out.square().sum(), [leaves[i] for i in wanted])
+        finally:
+            partial.Gradients.add = add
+        assert set(given) == {(0 in wanted, 1 in wanted, 2 in wanted)}, (wanted, given)
+        for i, grad in zip(wanted, grads, strict=True):
+            assert torch.equal(grad, expected.setdefault(i, grad))
+
+
+def nothing_is_left_of_a_group(world: World) -> None:
+    """A group that was destroyed says nothing of a later one, which may have its name and its place in memory."""
+    x, before = rand(1, 2, 4, 8), len(agree._seen)
+    group = torch.distributed.new_group(list(range(world.size)))
+    fd.context_parallel_attention(x, x, x, group, check=False)
+    assert len(agree._seen) == before + 1
+    torch.distributed.destroy_process_group(group)
+    del group
+    gc.collect()
+    assert len(agree._seen) == before
+
+
 PROMISES = (
     one_head_with_what_all_heads_have, one_head_of_packed_sequences, deterministic_is_that_of_forward,
-    bits_without_neighbours,
+    bits_without_neighbours, sums_of_gradients_that_are_wanted, nothing_is_left_of_a_group,
 )  # fmt: skip
 
 

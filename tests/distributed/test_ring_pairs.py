@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_ext import reference
-from flash_ext.distributed import ring
+from flash_ext.distributed import allgather, packed, packed_ring, ring
 from flash_ext.distributed.layout import BALANCES, Band, Layout, even_layout, layout_of
 from flash_ext.distributed.local import Options
 from flash_ext.distributed.pairs import Matters, Pair
@@ -93,3 +94,44 @@ def test_calls_of_two_ranks() -> None:
     expected = [([1, 1], [1, 1]), ([2, 1], [1, 1]), ([3, 1], [1, 1]), ([3, 1], [1, 1])]
     for matters, of_ranks in zip(ALL, expected, strict=True):
         assert tuple(counts(plan(rank, layout, layout, Band(None, 0, 0), matters)) for rank in range(2)) == of_ranks
+
+
+def test_plans_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the same lengths, bands and options; also whether dropout has its map."""
+    made: list[Any] = []
+
+    def counted(do: Any) -> Any:
+        return lambda *given: (made.append(do), do(*given))[1]
+
+    for of, name in ((ring, "pairs_of"), (allgather, "pairs_of"), (ring.slopes, "parts_of")):
+        monkeypatch.setattr(of, name, counted(getattr(of, name)))
+    group: Any = SimpleNamespace(rank=1, size=4)
+    counts = []
+    for _ in range(2):
+        layout, band = even_layout(32 * 4 * 3, 4, "zigzag"), Band(None, None, 0)
+        ring.plan(group, layout, layout, band, Options(), Matters(distance=True))
+        allgather.plan_by_distance(group, layout, layout, band, Options())
+        assert ring.has_dropout_map(band, layout, layout, True)
+        counts.append(len(made))
+    assert counts[0] == counts[1] > 0
+
+
+class _Clamps(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "clamp" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_lengths_of_packed_sequences_are_made_once() -> None:
+    """Of a ring's segments once each; of other ranks' calls nothing but what they read."""
+    ranks = 8
+    cu, group = torch.tensor([0, 9, 100, 256], dtype=torch.int32), SimpleNamespace(rank=3, size=ranks)
+    layout = even_layout(256, ranks, "contiguous")
+    with _Clamps() as clamps:
+        packed_ring.plan(group, layout, Band(None, None, 0), cu, 256, Options(), False)  # type: ignore[arg-type]
+    assert clamps.count == ranks
+    own, other = (packed._calls(layout, 3, Band(None, 0, 0), given, 256) for given in (cu, None))
+    assert [(c.rows, c.keys, c.queries) for c in own] == [(c.rows, c.keys, c.queries) for c in other]
+    assert all(call.band == {} for call in other)
