@@ -127,13 +127,13 @@ def chunk_count(units: int, gathered: int) -> int:
     return count
 
 
-def _chunks(plan: Plan, q: Tensor, k: Tensor, v: Tensor, whole: bool) -> list[tuple[slice, slice, slice]]:
+def _chunks(plan: Plan, q: Tensor, k: Tensor, v: Tensor, all_heads: bool) -> list[tuple[slice, slice, slice]]:
     """Heads of query, key and value that are computed at once; the same on every rank."""
     units = math.gcd(k.shape[1], v.shape[1])
     columns = sum(math.prod(t.shape) // max(t.shape[plan.rows_dim], 1) for t in (k, v))
     if plan.options.batch_invariant and plan.rows_dim != 0:
         columns //= max(k.shape[0], 1)
-    count = 1 if whole else chunk_count(units, plan.length * columns * k.element_size())
+    count = 1 if all_heads else chunk_count(units, plan.length * columns * k.element_size())
     sizes = [t.shape[1] // count for t in (q, k, v)]
     chunks = [[slice(i * size, (i + 1) * size) for size in sizes] for i in range(count)]
     return [(q_heads, k_heads, v_heads) for q_heads, k_heads, v_heads in chunks]
@@ -157,10 +157,10 @@ class AllGather(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         extras = replace(extras, bias=bias, slopes=slopes, sinks=sinks)
         ctx.plan, ctx.mask, ctx.state = plan, extras.mask, extras.state
-        ctx.whole = bias is not None and ctx.needs_input_grad[5]
+        ctx.all_heads = bias is not None and ctx.needs_input_grad[5]
         dim, of_lse = plan.rows_dim, q.dim() - 2
         out, lse = local.empty_results(q, v.shape[-1], dim, sinks)
-        chunks = _chunks(plan, q, k, v, ctx.whole)
+        chunks = _chunks(plan, q, k, v, ctx.all_heads)
         of_parts: list[Tensor] = []
         following = _Gathered(plan, _heads(k, chunks[0][1]), _heads(v, chunks[0][2]))
         for i, (heads, _, _) in enumerate(chunks):
@@ -196,16 +196,17 @@ class AllGather(torch.autograd.Function):
             return None, None, *differentiable(ctx.plan.again, bare, of_results, inputs, ctx.needs_input_grad[2:])
         extras = Extras(ctx.mask, bias, slopes, sinks, ctx.state)
         grads = gradients(
-            ctx.plan, extras, (grad_out, grad_lse), (q, k, v), (out, lse), ctx.needs_input_grad[2:], ctx.whole, of_parts
-        )
+            ctx.plan, extras, (grad_out, grad_lse), (q, k, v), (out, lse), ctx.needs_input_grad[2:], ctx.all_heads,
+            of_parts,
+        )  # fmt: skip
         return None, None, *grads
 
 
 def gradients(
     plan: Plan, extras: Extras, of_results: tuple[Tensor | None, Tensor | None], inputs: tuple[Tensor, Tensor, Tensor],
-    results: tuple[Tensor, Tensor], needed: Sequence[bool], whole: bool = False, of_parts: Sequence[Tensor] = (),
+    results: tuple[Tensor, Tensor], needed: Sequence[bool], all_heads: bool = False, of_parts: Sequence[Tensor] = (),
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Those of (q, k, v, bias, slopes, sinks) that are needed; ``whole``: of all heads at once; ``of_parts``: what
+    """Those of (q, k, v, bias, slopes, sinks) that are needed; ``all_heads``: of all heads at once; ``of_parts``: what
     forward kept where it joined parts."""
     grad_out, grad_lse = of_results
     (q, k, v), (out, lse) = inputs, results
@@ -223,7 +224,7 @@ def gradients(
             if total is not None:
                 _heads(total, heads).copy_(part)
 
-    chunks = _chunks(plan, q, k, v, whole)
+    chunks = _chunks(plan, q, k, v, all_heads)
     following = _Gathered(plan, _heads(k, chunks[0][1]), _heads(v, chunks[0][2]))
     summed, of_chunks = None, iter(of_parts)
     for i, chunk in enumerate(chunks):

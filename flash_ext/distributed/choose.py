@@ -67,13 +67,13 @@ def refusal(method: str, facts: Facts) -> str | None:
             if method == "usp"
             else f"method={method!r} takes a group or a mesh of one dimension; 'usp' takes two"
         )
-    other = "'ulysses'" if method == "ring" else "a group of one dimension and 'ulysses'"
+    other = "a group of one dimension and 'ulysses'" if method == "usp" else "'ulysses'"
     if method in ("ring", "usp") and facts.packed and facts.scores:
         return f"method={method!r} takes no mask, bias or dropout_p for packed sequences; use {other}"
     if method != "ulysses" and not facts.dropout_has_map:
         return (
             f"method={method!r} takes dropout_p where all chunks of the ranks begin at multiples of 16 tokens, and no "
-            "window to the right cuts rows off; use 'ulysses'"
+            f"window to the right cuts rows off; use {other}"
         )
     if method == "allgather" and facts.packed and facts.scores:
         return "method='allgather' takes no mask, bias or dropout_p for packed sequences; use 'ulysses'"

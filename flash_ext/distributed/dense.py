@@ -19,7 +19,7 @@ from flash_ext.attention import check_native
 from flash_ext.distributed import allgather, choose, local, ring, ulysses
 from flash_ext.distributed.agree import agree
 from flash_ext.distributed.exchange import Group
-from flash_ext.distributed.layout import Band, Layout, busiest, check_balance, joined, layout_of, within
+from flash_ext.distributed.layout import Band, Layout, busiest, check_balance, layout_of, outer_layout, within
 from flash_ext.distributed.links import Links, known_links, links_of
 from flash_ext.distributed.local import Call, Extras, Options
 from flash_ext.distributed.pairs import Matters
@@ -364,23 +364,23 @@ def run(
 
         return call
 
-    whole = by_heads(groups[0], queries, keys)
+    again = by_heads(groups[0], queries, keys)
     if method == "ulysses":
-        return whole(query, key, value, extras)
+        return again(query, key, value, extras)
     if method == "allgather" and matters.distance and not _by_diagonal(band, queries, keys):
         plan = allgather.plan_by_distance(groups[0], queries, keys, band, options)
-        return allgather.attend(plan, whole, extras, query, key, value)
+        return allgather.attend(plan, again, extras, query, key, value)
     if method == "allgather":
         calls = [local.calls_of(band, held, keys.length, extras.slopes is not None, drops) for held in queries.ranks]
-        return allgather.attend(allgather.plan(groups[0], keys, calls, options, 2), whole, extras, query, key, value)
+        return allgather.attend(allgather.plan(groups[0], keys, calls, options, 2), again, extras, query, key, value)
     if method == "ring":
         plan = ring.plan(groups[0], queries, keys, band, options, matters)
-        return ring.attend(plan, whole, extras, query, key, value)
+        return ring.attend(plan, again, extras, query, key, value)
     across, inside = groups
-    outer = [joined(layout, across.size, inside.size) for layout in layouts]
-    around, whole = ring.plan(across, *outer, band, options, matters), by_heads(across, *outer)
+    outer = [outer_layout(layout, across.size, inside.size) for layout in layouts]
+    around, again = ring.plan(across, *outer, band, options, matters), by_heads(across, *outer)
     of_queries, of_keys = (within(layout, across.rank, inside.size) for layout in layouts)
     plan = ulysses.plan(inside, of_queries, of_keys, query.shape[1], 2)
     return ulysses.attend(
-        plan, extras, has_rows, query, key, value, lambda q, k, v, own: ring.attend(around, whole, own, q, k, v)
+        plan, extras, has_rows, query, key, value, lambda q, k, v, own: ring.attend(around, again, own, q, k, v)
     )

@@ -81,7 +81,7 @@ def even_layout(length: int, ranks: int, balance: str) -> Layout:
     return layout_of(tuple(length // ranks + (rank < length % ranks) for rank in range(ranks)), balance)
 
 
-def joined(layout: Layout, outer: int, inner: int) -> Layout:
+def outer_layout(layout: Layout, outer: int, inner: int) -> Layout:
     """The layout over the outer dimension of a mesh (outer, inner), where each row of ranks holds its tokens as one."""
     ranks = []
     for first in range(0, outer * inner, inner):

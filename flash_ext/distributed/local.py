@@ -161,7 +161,7 @@ def backward(
 ) -> Sequence[Tensor]:  # fmt: skip
     """The gradients of query, key, value, bias and slopes, of those that are wanted; out and lse are the call's own.
 
-    ``constant_lse``: rows have other keys, too; see ring.py. out is not read then.
+    ``constant_lse``: rows have other keys, too; see partial.py. out is not read then.
     """
     state = q.new_empty(0, dtype=torch.int64) if extras.state is None else extras.state
     return _ops.attention_backward(

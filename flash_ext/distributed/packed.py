@@ -25,7 +25,7 @@ from flash_ext.distributed import allgather, choose, local, packed_ring, ring, u
 from flash_ext.distributed.agree import agree
 from flash_ext.distributed.dense import cast, check_method, draw, groups_of, links_for, sizes_of, wants_gradient
 from flash_ext.distributed.exchange import Group
-from flash_ext.distributed.layout import Band, Layout, busiest, check_balance, joined, layout_of, within
+from flash_ext.distributed.layout import Band, Layout, busiest, check_balance, layout_of, outer_layout, within
 from flash_ext.distributed.local import Call, Extras, Options
 from flash_ext.errors import AttentionError
 
@@ -122,8 +122,9 @@ def context_parallel_attention_varlen(
         cu_seqlens: (sequences + 1,) int32, of the whole: from 0 to T, the same on all ranks; not read on the host.
         group: a ProcessGroup, or a DeviceMesh of one dimension; for "usp" of two, (across hosts, within a host).
         max_seqlen: the length of the longest sequence, or more.
-        method: "ulysses", which takes every option; "allgather", with causal=True or no window at all, and no mask,
-            bias or dropout_p; "ring" and "usp", which take any window, but none of those three either; or "auto".
+        method: "ulysses", which takes every option; "allgather", with causal=True, or with no window and no
+            alibi_slopes, and no mask, bias or dropout_p; "ring" and "usp", which take any window and slopes, but none
+            of those three either; or "auto".
         mask, bias: broadcastable to (sequences, Hq, max_seqlen, max_seqlen), all of it on every rank.
         alibi_slopes: (Hq,) or (sequences, Hq). sinks: (Hq,).
 
@@ -164,21 +165,21 @@ def context_parallel_attention_varlen(
     chosen = choose.choose(method, facts, links_for(method, groups, query, options))
     state = draw(query, key, value, groups) if options.dropout_p > 0 else None
     extras = Extras(mask, bias, alibi_slopes, sinks, state)
-    whole = _by_heads(groups[0], layout, band, cu_seqlens, max_seqlen, options)
+    again = _by_heads(groups[0], layout, band, cu_seqlens, max_seqlen, options)
     if chosen.method == "ulysses":
-        out, lse = whole(query, key, value, extras)
+        out, lse = again(query, key, value, extras)
     elif chosen.method == "ring":
         around = packed_ring.plan(groups[0], layout, band, cu_seqlens, max_seqlen, options, alibi_slopes is not None)
-        out, lse = ring.attend(around, whole, extras, query, key, value)
+        out, lse = ring.attend(around, again, extras, query, key, value)
     elif chosen.method == "usp":
         across, inside = groups
-        outer = joined(layout, across.size, inside.size)
+        outer = outer_layout(layout, across.size, inside.size)
         around = packed_ring.plan(across, outer, band, cu_seqlens, max_seqlen, options, alibi_slopes is not None)
-        whole = _by_heads(across, outer, band, cu_seqlens, max_seqlen, options)
+        again = _by_heads(across, outer, band, cu_seqlens, max_seqlen, options)
         of_rows = within(layout, across.rank, inside.size)
         out, lse = ulysses.attend(
             ulysses.plan(inside, of_rows, of_rows, query.shape[1], 0), extras, _HAS_NO_ROWS, query, key, value,
-            lambda q, k, v, own: ring.attend(around, whole, own, q, k, v),
+            lambda q, k, v, own: ring.attend(around, again, own, q, k, v),
         )  # fmt: skip
     else:
         own = groups[0].rank
@@ -187,7 +188,7 @@ def context_parallel_attention_varlen(
             for rank in range(groups[0].size)
         ]  # fmt: skip
         plan = allgather.plan(groups[0], layout, calls, options, 0)
-        out, lse = allgather.attend(plan, whole, extras, query, key, value)
+        out, lse = allgather.attend(plan, again, extras, query, key, value)
     return (out, lse) if return_lse else out
 
 

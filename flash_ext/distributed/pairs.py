@@ -13,7 +13,10 @@ All four are straight between corners, so they are compared there. In zigzag wit
 call a step: causal over all own tokens; all rows with another rank's head; or the tail's rows with all of its keys.
 
 What tells rows or keys apart that are seen alike (a mask, a bias, dropout, slopes) needs them side by side in the
-sequence, too. Called by ring.py. Invariant: every row sees each of its keys in one call.
+sequence, too.
+
+Called by ring.py, and by allgather.py where a row's keys come in several calls; packed_ring.py makes its own pairs.
+Invariant: every row sees each of its keys in one call.
 """
 
 from __future__ import annotations
@@ -70,7 +73,7 @@ def pairs_of(band: Band, rows: Sequence[Segment], keys: Sequence[Segment], matte
     if matters.distance or matters.rows:
         step = DROPOUT_STEP if matters.rows else 1
         return [
-            _of_part(band, of_rows, of_keys, part)
+            _pair_of_part(band, of_rows, of_keys, part)
             for of_rows, of_keys in product(rows, keys)
             for part in slopes.parts_of(band, of_rows, of_keys, matters.distance, step)
         ]
@@ -177,7 +180,7 @@ def _one_call(band: Band, rows: Segments, keys: Segments) -> list[Pair] | None:
     ), 0)]  # fmt: skip
 
 
-def _of_part(band: Band, rows: Segment, keys: Segment, part: Part) -> Pair:
+def _pair_of_part(band: Band, rows: Segment, keys: Segment, part: Part) -> Pair:
     row, key = (of.row + seen.start - of.start for of, seen in ((rows, part.queries), (keys, part.keys)))
     return _pair(row, key, part, slopes.diagonal(band, part))
 

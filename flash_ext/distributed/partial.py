@@ -56,11 +56,11 @@ class Joined:
 
     def add(self, pair: Pair, keys: Tensor, values: Tensor) -> None:
         call = pair.call
-        of_part = _of_pair(self.setting, pair, self.extras, self.out.dtype)
-        tensors = of_part.shown(rows_of(self.q, call.rows)), rows_of(keys, pair.read), rows_of(values, pair.read)
-        out, lse = _forward(self.setting, tensors, of_part.extras, call)
+        in_call = _slopes_in(self.setting, pair, self.extras, self.out.dtype)
+        tensors = in_call.shown(rows_of(self.q, call.rows)), rows_of(keys, pair.read), rows_of(values, pair.read)
+        out, lse = _forward(self.setting, tensors, in_call.extras, call)
         totals = rows_of(self.out, call.rows), rows_of(self.exact, call.rows)
-        parts = of_part.shown(out), of_part.moved(lse, 1)
+        parts = in_call.shown(out), in_call.moved(lse, 1)
         if pair.first:
             for total, part in zip(totals, parts, strict=True):
                 total.copy_(part)
@@ -101,30 +101,30 @@ class Gradients:
 
     def add(self, pair: Pair, keys: Tensor, values: Tensor, dk: Tensor | None, dv: Tensor | None) -> None:
         call, wanted = pair.call, self.wanted
-        of_part = _of_pair(self.setting, pair, self.extras, self.wide)
-        tensors = of_part.shown(rows_of(self.q, call.rows)), rows_of(keys, pair.read), rows_of(values, pair.read)
+        in_call = _slopes_in(self.setting, pair, self.extras, self.wide)
+        tensors = in_call.shown(rows_of(self.q, call.rows)), rows_of(keys, pair.read), rows_of(values, pair.read)
         added = wanted[3] or wanted[4]
         of_grads = rows_of(self.grad_out, call.rows), rows_of(self.grad_lse, call.rows)
         exact = rows_of(self.exact, call.rows)
-        results = rows_of(self.out, call.rows), of_part.moved(exact, -1).to(self.lse.dtype)
+        results = rows_of(self.out, call.rows), in_call.moved(exact, -1).to(self.lse.dtype)
         is_whole = pair.is_whole(self.extras.sinks)
         if not is_whole:
             results = results[0], next(self.of_parts)
-            own_lse = of_part.moved(results[1], 1)
-            of_rows = of_part.shown(of_grads[0]), of_part.shown(rows_of(self.delta, call.rows))
-            of_grads = _of_part(*of_rows, own_lse, exact)
+            own_lse = in_call.moved(results[1], 1)
+            of_rows = in_call.shown(of_grads[0]), in_call.shown(rows_of(self.delta, call.rows))
+            of_grads = _weighted(*of_rows, own_lse, exact)
             if added:
-                results = _forward(self.setting, tensors, of_part.extras, call)
+                results = _forward(self.setting, tensors, in_call.extras, call)
                 of_grads = of_grads[0], of_grads[1] + _delta(of_grads[0], None, results[0], self.wide)
         grads = _backward(
-            self.setting, of_grads, tensors, results, of_part.extras, call, of_part.wanted(wanted),
+            self.setting, of_grads, tensors, results, in_call.extras, call, in_call.wanted(wanted),
             constant_lse=not (is_whole or added),
         )  # fmt: skip
         if added:
             own_bias = self.extras.of_pairs(call.rows, call.keys).bias
-            grads = of_part.gradients(grads, own_bias, of_grads[1], results[1])
+            grads = in_call.gradients(grads, own_bias, of_grads[1], results[1])
         for total, rows, part, want in (
-            (self.dq, call.rows, of_part.shown(grads[0]), wanted[0]),
+            (self.dq, call.rows, in_call.shown(grads[0]), wanted[0]),
             (dk, pair.read, grads[1], wanted[1]),
             (dv, pair.read, grads[2], wanted[2]),
         ):
@@ -193,14 +193,14 @@ def _backward(
     return [*of_inputs, *found[3:]]
 
 
-def _of_pair(setting: Setting, pair: Pair, extras: Extras, wide: torch.dtype) -> slopes.OfPart:
+def _slopes_in(setting: Setting, pair: Pair, extras: Extras, wide: torch.dtype) -> slopes.InCall:
     call = pair.call
     bare = replace(extras, slopes=None, sinks=None)
     if setting.packed:
-        return replace(slopes.of_sequence(bare, extras.slopes, pair.between, wide), hidden=pair.hidden)
+        return replace(slopes.in_sequence(bare, extras.slopes, pair.between, wide), hidden=pair.hidden)
     own = bare.of_pairs(call.rows, call.keys)
     sizes = [part.stop - part.start for part in (call.rows, call.keys)]
-    return slopes.of_part(own, extras.slopes, pair.diagonal, *sizes, wide)
+    return slopes.in_part(own, extras.slopes, pair.diagonal, *sizes, wide)
 
 
 def _join(total: Tensor, total_lse: Tensor, out: Tensor, lse: Tensor) -> None:
@@ -230,7 +230,7 @@ def _delta(grad_out: Tensor | None, grad_lse: Tensor | None, out: Tensor, wide: 
     return delta if grad_lse is None else delta - grad_lse
 
 
-def _of_part(grad_out: Tensor | None, delta: Tensor, lse: Tensor, total: Tensor) -> tuple[Tensor | None, Tensor]:
+def _weighted(grad_out: Tensor | None, delta: Tensor, lse: Tensor, total: Tensor) -> tuple[Tensor | None, Tensor]:
     """The gradients of out and lse that a part of the rows' keys is given, beside lse for a constant."""
     weight = _weight(lse, total).to(delta.dtype)
     grad = None if grad_out is None else torch.mul(weight, grad_out, out=torch.empty_like(grad_out))

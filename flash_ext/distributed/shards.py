@@ -11,7 +11,7 @@ from torch import Tensor
 from flash_ext.distributed.agree import agree
 from flash_ext.distributed.dense import flat_rank, groups_of
 from flash_ext.distributed.exchange import Exchange, Group
-from flash_ext.distributed.layout import Layout, check_balance, even_layout, joined, layout_of, within
+from flash_ext.distributed.layout import Layout, check_balance, even_layout, layout_of, outer_layout, within
 from flash_ext.distributed.ulysses import Places, ToHeads
 from flash_ext.errors import AttentionError
 
@@ -91,7 +91,7 @@ def unshard_sequence(x: Tensor, mesh: Any, dim: int, balance: str = "zigzag") ->
     across, inside = groups
     whole = _gathered(whole, inside, within(layout, across.rank, inside.size), at)
     assert ranks == len(layout.ranks)
-    return _gathered(whole, across, joined(layout, across.size, inside.size), at).squeeze(0)
+    return _gathered(whole, across, outer_layout(layout, across.size, inside.size), at).squeeze(0)
 
 
 def _gathered(x: Tensor, group: Group, layout: Layout, dim: int) -> Tensor:

@@ -8,7 +8,9 @@ from key b. That is the operator's own distance where d is 0. Where all R rows l
 
 so that the key's share is a bias of one row, and the row's only moves the part's lse, of which merging makes a weight.
 A part that is neither is cut in two that are. Packed keys that are not the rows themselves lie on one side of them, and
-one sequence at most has some of both; where it begins stands on the device, and so do the shares. Called by ring.py.
+one sequence at most has some of both; where it begins stands on the device, and so do the shares.
+
+Called by pairs.py, packed_ring.py and partial.py, and by ring.py, which asks for parts alone.
 """
 
 from __future__ import annotations
@@ -68,7 +70,7 @@ class Between:
 
 
 @dataclass(frozen=True)
-class OfPart:
+class InCall:
     """What the slopes are in one call. ``to_key``, ``to_row``: the shares of the distance; None: the operator's own.
 
     ``every``: of each of packed sequences, where ``slopes`` are those of one; ``hidden``: rows without any key.
@@ -121,29 +123,29 @@ class OfPart:
         return [*grads[:3], of_bias, of_slopes]
 
 
-def of_part(extras: Extras, slopes: Tensor | None, d: int, rows: int, keys: int, wide: torch.dtype) -> OfPart:
+def in_part(extras: Extras, slopes: Tensor | None, d: int, rows: int, keys: int, wide: torch.dtype) -> InCall:
     """``extras``: those of the part, without slopes."""
     if slopes is None:
-        return OfPart(extras)
+        return InCall(extras)
     if d == 0:
-        return OfPart(replace(extras, slopes=slopes), slopes)
+        return InCall(replace(extras, slopes=slopes), slopes)
     a, b = torch.arange(rows, device=slopes.device), torch.arange(keys, device=slopes.device)
     behind = d >= keys - 1
     to_key, to_row = (keys - 1 - b, a + d - keys + 1) if behind else (b, -d - a)
     of_key = -slopes.to(wide)[..., None, None] * to_key.to(wide)
     bias = of_key if extras.bias is None else extras.bias.to(wide) + of_key
-    return OfPart(replace(extras, bias=bias), slopes, to_key.double(), to_row.double())
+    return InCall(replace(extras, bias=bias), slopes, to_key.double(), to_row.double())
 
 
-def of_sequence(extras: Extras, slopes: Tensor | None, between: Between | None, wide: torch.dtype) -> OfPart:
+def in_sequence(extras: Extras, slopes: Tensor | None, between: Between | None, wide: torch.dtype) -> InCall:
     """Of packed sequences. ``slopes``: (heads,) or (sequences, heads)."""
     if slopes is None:
-        return OfPart(extras)
+        return InCall(extras)
     if between is None:
-        return OfPart(replace(extras, slopes=slopes), slopes)
+        return InCall(replace(extras, slopes=slopes), slopes)
     every = slopes if slopes.dim() == 2 else None
     own = slopes if every is None else every.index_select(0, between.sequence).squeeze(0)
     bias = -own.to(wide)[:, None, None] * between.to_key.to(wide)
-    return OfPart(
+    return InCall(
         replace(extras, bias=bias), own, between.to_key.double(), between.to_row.double(), every, between.sequence
     )  # fmt: skip

@@ -161,9 +161,9 @@ def checkpointed_in_the_context(world: World) -> None:
 
 @case
 def dropout_of_one_rank(world: World) -> None:
-    whole = whole_problem(32 * world.size)
+    whole = whole_problem(32 * world.size, device=world.device)
     for method in ("ulysses", "allgather", "ring"):
-        slopes = torch.linspace(0.1, 0.5, 4)
+        slopes = torch.linspace(0.1, 0.5, 4, device=world.device)
         for options in (
             {"causal": True}, {}, {"alibi_slopes": slopes}, {"causal": True, "window": (21, None)},
             {"window": (37, None)}, {"window": (19, None), "alibi_slopes": slopes},
@@ -208,8 +208,9 @@ def dropout_of_one_rank(world: World) -> None:
 @case
 def second_derivatives(world: World) -> None:
     """Of every method, of all that has gradients; one tensor may be query, key and value."""
-    bias, slopes, sinks = rand(4, 13, 13), torch.rand(4).requires_grad_(), rand(4).requires_grad_()
-    where = fd.positions(13, world.group)
+    bias, slopes, sinks = (t.to(world.device) for t in (rand(4, 13, 13), torch.rand(4), rand(4)))
+    slopes.requires_grad_(), sinks.requires_grad_()
+    where = fd.positions(13, world.group, device=world.device)
 
     def second(out: Tensor, lse: Tensor, tensors: list[Tensor]) -> tuple[Tensor, ...]:
         loss = out.square().sum() + (lse * lse.detach()).sum()
@@ -219,7 +220,7 @@ def second_derivatives(world: World) -> None:
     def first_rows(t: Tensor, dim: int) -> Tensor:
         return t.index_select(dim, where)
 
-    whole = list(whole_problem(13).values())
+    whole = list(whole_problem(13, device=world.device).values())
     for options in ({"causal": True}, {"window": (5, 3), "alibi_slopes": slopes, "sinks": sinks, "bias": bias}):
         shared = [options[name] for name in ("alibi_slopes", "sinks") if name in options]
         results = flash_ext.attention(*whole, **options, return_lse=True)
@@ -235,8 +236,8 @@ def second_derivatives(world: World) -> None:
             for mine, all_of_it in zip(got[3:], expected[3:], strict=True):
                 torch.distributed.all_reduce(mine, group=world.group)
                 torch.testing.assert_close(mine, all_of_it)
-    cu = torch.tensor([0, 5, 13], dtype=torch.int32)
-    tokens = rand(13, 4, 8).requires_grad_()
+    cu = torch.tensor([0, 5, 13], dtype=torch.int32, device=world.device)
+    tokens = rand(13, 4, 8).to(world.device).requires_grad_()
     out = flash_ext.attention_varlen(tokens, tokens, tokens, cu_seqlens_q=cu, max_q=8, causal=True)
     (grad,) = torch.autograd.grad(out.square().sum(), tokens, create_graph=True)
     (expected_of_one,) = torch.autograd.grad(grad.square().sum(), tokens)

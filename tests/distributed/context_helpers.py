@@ -17,8 +17,8 @@ def rand(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64)
 
 
-def whole_problem(rows: int = 64, heads: tuple[int, int] = (4, 2)) -> dict[str, Tensor]:
-    return {name: rand(2, h, rows, 8).requires_grad_() for name, h in
+def whole_problem(rows: int = 64, heads: tuple[int, int] = (4, 2), device: str = "cpu") -> dict[str, Tensor]:
+    return {name: rand(2, h, rows, 8).to(device).requires_grad_() for name, h in
             (("query", heads[0]), ("key", heads[1]), ("value", heads[1]))}  # fmt: skip
 
 

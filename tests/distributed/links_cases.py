@@ -116,7 +116,7 @@ def a_rank_that_cannot_measure(world: World) -> None:
             raise torch.OutOfMemoryError("no memory is left")
         return attention(*given)
 
-    x = torch.ones(2, 4, 6, 8)
+    x = torch.ones(2, 4, 6, 8, device=world.device)
     with counted() as calls, replaced("_attention", fails):
         for _ in range(2):
             assert fd.context_parallel_attention(x, x, x, group).shape == x.shape

@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,12 +37,17 @@ class World:
         return values
 
 
-def run(file: str, size: int, folder: Path, device: str = "cpu") -> dict[str, list[str]]:
-    """What the ranks said about each case. device: "cuda" gives each rank a GPU, and NCCL beside gloo."""
+def run(
+    file: str, size: int, folder: Path, device: str = "cpu", only: Sequence[str] = ()
+) -> dict[str, list[str]]:  # fmt: skip
+    """What the ranks said about each case, or about those in ``only``.
+
+    device: "cuda" gives each rank a GPU, and NCCL beside gloo.
+    """
     # NOTE: a process that has asked CUDA's runtime for its devices may not fork; NVML may be asked.
     on_device = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     process = subprocess.run(
-        [sys.executable, "-W", "ignore", file, str(size), str(folder / f"store{size}")],
+        [sys.executable, "-W", "ignore", file, str(size), str(folder / f"store{size}"), *only],
         capture_output=True, text=True, timeout=300,
         env=os.environ | {"OMP_NUM_THREADS": "1", "RANKS_DEVICE": device} | on_device,
     )  # fmt: skip

@@ -84,6 +84,15 @@ def test_the_busiest_rank_is_estimated() -> None:
     assert slow.method == "ulysses" and choose.choose("auto", facts(ranks=(4,), heads=(4, 1, 1))).method == "allgather"
 
 
+def test_what_is_refused_names_another_way() -> None:
+    for method, ranks, other in (
+        ("ring", (2,), "; use 'ulysses'"), ("allgather", (2,), "; use 'ulysses'"),
+        ("usp", (2, 2), "; use a group of one dimension and 'ulysses'"),
+    ):  # fmt: skip
+        for refused in (facts(ranks=ranks, dropout_has_map=False), facts(ranks=ranks, packed=True, scores=True)):
+            assert (choose.refusal(method, refused) or "").endswith(other)
+
+
 def test_no_heads_are_estimated() -> None:
     for method in ("ulysses", "allgather", "ring"):
         assert estimate.seconds(method, facts(heads=(0, 4, 4)), FIGURES, (8, 8), 1)[0] >= 0

@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 
 import context_cases
+import gpu_cases
 import packed_cases
 import pytest
 import ranks
@@ -21,7 +22,7 @@ import torch
 
 from flash_ext import reference
 from flash_ext.distributed import allgather
-from flash_ext.distributed.layout import BALANCES, Band, Segment, even_layout, joined, layout_of, visible, within
+from flash_ext.distributed.layout import BALANCES, Band, Segment, even_layout, layout_of, outer_layout, visible, within
 from flash_ext.distributed.local import Options
 
 pytestmark = pytest.mark.xdist_group("distributed")
@@ -42,6 +43,12 @@ def test_case(said: Callable[[int], dict[str, list[str]]], size: int, name: str)
 def test_packed_sequences_on_two_gpus(tmp_path: Path) -> None:
     for name, told in ranks.run(packed_cases.__file__, 2, tmp_path, "cuda").items():
         assert set(told) == {ranks.RIGHT}, (name, told)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("name", gpu_cases.cases(2))
+def test_case_on_two_gpus(tmp_path: Path, name: str) -> None:
+    assert ranks.run(gpu_cases.__file__, 2, tmp_path, "cuda", [name]) == {name: [ranks.RIGHT] * 2}
 
 
 def test_a_dead_rank_ends_the_others(tmp_path: Path) -> None:
@@ -86,7 +93,7 @@ def test_layouts(balance: str) -> None:
         segments = sorted((s for held in layout.ranks for s in held if s.size), key=lambda s: s.start)
         assert [s.start for s in segments] == [0, *(s.end for s in segments)][: len(segments)]
         assert sum(s.size for s in segments) == layout.length == sum(lengths)
-        outer = joined(layout, 2, 2)
+        outer = outer_layout(layout, 2, 2)
         for rank in range(2):
             together = within(layout, rank, 2)
             ours = [p for s in outer.ranks[rank] for p in range(s.start, s.end)]
