@@ -22,6 +22,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SUITE = "bookworm"
 RUN_SECONDS = 1800
+# Where Debian has it, which is not on everybody's PATH.
+CHROOT = shutil.which("chroot", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin") or "chroot"
 # What a step has of the machine beside its layers: names, certificates, where packages come from.
 HOST_FILES = ("etc/resolv.conf", "etc/pip.conf", "etc/uv/uv.toml")
 HOST_VARIABLES = ("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
@@ -147,7 +149,7 @@ class Image:
         root = shlex.quote(str(self.root))
         script = (
             f"mount -t proc proc {root}/proc && mount --rbind /dev {root}/dev && "
-            f"exec chroot --userspec={user}:{user} {root} "
+            f"exec {CHROOT} --userspec={user}:{user} {root} "
             f"/usr/bin/env -i -C {self.folder} {shlex.join(f'{name}={value}' for name, value in env.items())} "
             f"{shlex.join(command)}"
         )
