@@ -18,13 +18,15 @@
 
 namespace flash_ext::decode {
 
+constexpr int kGroupBarrier = 1;  // a named barrier; those of the other groups are behind it
+
 // Until all threads of the group are here; what they wrote or copied is seen by all.
 template <class Traits>
 __device__ __forceinline__ void group_barrier() {
   if constexpr (Traits::kRowWarps == 1) {
     __syncwarp();
   } else {
-    named_barrier_sync(1 + threadIdx.x / Traits::kGroupThreads, Traits::kGroupThreads);
+    named_barrier_sync(kGroupBarrier + threadIdx.x / Traits::kGroupThreads, Traits::kGroupThreads);
   }
 }
 

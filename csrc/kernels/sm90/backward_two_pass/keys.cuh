@@ -139,7 +139,7 @@ __device__ __forceinline__ void consume_keys(const typename Traits::Params& para
     wait_s();
     for_tiles(total, step);
   }
-  named_barrier_sync(1 + consumer, 128);  // all four warps have finished with their rows of K and V
+  named_barrier_sync(kOwnBarrier + consumer, 128);  // all four warps have finished with their rows of K and V
   const int out_row = work.first_row + rows.warp_row;
   if (params.wants_dv) {
     store_rows<Traits, kKeys>(dv, value_scale<Traits>(params), tiles.v(), rows.warp_row, params.dv,

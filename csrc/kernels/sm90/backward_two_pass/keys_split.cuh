@@ -126,7 +126,7 @@ __device__ __forceinline__ void consume_one_gradient(const typename Traits::Para
     for_tiles(total, step);
   }
   // K is read by the first warpgroup alone, V by the second: each tile becomes its owner's staging.
-  named_barrier_sync(kValues ? 1 : 2, 128);
+  named_barrier_sync(kOwnBarrier + (kValues ? 0 : 1), 128);
   const TensorMap& map = kValues ? params.dv : params.dk;
   const float factor = kValues ? value_scale<Traits>(params) : params.scale / ds_scale;
   if (!(kValues ? params.wants_dv : params.wants_dk)) return;

@@ -17,6 +17,9 @@
 
 namespace flash_ext::sm90 {
 
+// Named barriers: this and those behind it are the consumer warpgroups' own.
+constexpr int kOwnBarrier = 1;
+
 struct TwoPassParams {
   TensorMap q, k, v, d_out, dk, dv, dq;
   const float* stats;   // [b, h_q, tiles of 64 queries, kQueryStats, 64], see backward/rows.cuh

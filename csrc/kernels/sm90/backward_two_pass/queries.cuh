@@ -259,7 +259,7 @@ __device__ __forceinline__ void consume_queries(const typename Traits::Params& p
     wait_scores();
     for_tiles(work.last - work.first, step);
   }
-  named_barrier_sync(1 + consumer, 128);  // all four warps have finished with Q
+  named_barrier_sync(kOwnBarrier + consumer, 128);  // all four warps have finished with Q
   store_rows<Traits, kBlock>(dq, params.scale / rows.ds_scale, tiles.q(consumer), rows.warp_row, params.dq,
                              work.box(params.dq.steps, work.head, rows.first_query + rows.warp_row));
 }

@@ -56,8 +56,10 @@ struct ForwardTraits
   static constexpr bool kPacked = false;
 };
 
-// Named barriers: 1 + w is the turn of consumer warpgroup w, 1 + consumers + w is its own.
+// Named barriers: consumer warpgroup w has kTurnBarrier + w for its turn and own_barrier + w for itself.
 constexpr int kTurnBarrier = 1;
+template <class Traits>
+constexpr int own_barrier = kTurnBarrier + Traits::kConsumers;
 
 template <class Traits>
 __device__ __forceinline__ void take_turn(int consumer) {
@@ -194,7 +196,7 @@ __device__ __forceinline__ void store_rows(float (&o_acc)[Traits::kHeadDim / 2],
   scale_rows<kHeadDim>(o_acc, inverse);
   if constexpr (Traits::kStaged) {
     // All four warps have finished with Q; its stage belongs to out now.
-    named_barrier_sync(kTurnBarrier + Traits::kConsumers + consumer, 128);
+    named_barrier_sync(own_barrier<Traits> + consumer, 128);
     const auto [map, at] = done.out_box(params, {done.head, row, true});
     stage_out<typename Traits::T, kHeadDim>(o_acc, rings.q.tile(stage), warp_row, map.map, at);
   } else if (is_part) {
