@@ -1,6 +1,6 @@
 // Sums and the like over the lanes of a warp.
 //
-// Called by kernels of every backend. Invariant: all lanes take part, and each has the same result, whose order is
+// Called by kernels of sm80 and stages. Invariant: all lanes take part, and each has the same result, whose order is
 // fixed.
 #pragma once
 

@@ -23,7 +23,7 @@ struct Fp8 {};
 
 constexpr int kFewRows = 16, kManyRows = 64;
 constexpr int kMaxStages = 4;
-// Of a run: less to merge is worth a longer one, but a tile of keys takes 0.7 us. Of a piece.
+// Of a run: less to merge is worth a longer one, but a tile of keys takes 0.7 us. And of a piece.
 constexpr int kLeastRunKeys = 128, kLeastPieceKeys = 256;
 
 template <class Cache_, int kHeadDim_, int kRows_>
