@@ -3,22 +3,24 @@
 The rule of "auto", of which ``explain_context_parallel`` prints the reason:
 
 1. a mesh of two dimensions: usp;
-2. query heads divide over the ranks: allgather where it sends no more in forward and does not refuse, else ulysses;
+2. query heads divide over the ranks: allgather where it sends no more, forward and backward together, and does not
+   refuse, else ulysses;
 3. else allgather, unless its keys and values do not fit (``RING_BYTES``) or it refuses;
 4. else ring, unless it refuses;
 5. else ulysses with uneven heads;
 6. where the links of the group were measured (links.py), another method that takes the call and fits is taken in place
    of that one if its forward and backward are estimated (estimate.py) to take at most ``MARGIN`` of the time. A ring's
-   estimate is shown, but neither takes nor gives way: what joining takes was not compared with it.
+   estimate is shown, but neither takes nor gives way: what joining takes is not in it.
 
 With ``batch_invariant`` nothing of this may depend on the batch: step 3 goes by one batch element, packed sequences are
 those of ulysses, which computes whole ones, and links do not count. Nor do they with ``deterministic``.
 
 Bytes decide where estimates are close: measured figures differ from run to run, and with the method the last bits of a
-result. On 2 H100 with 131,072 tokens and 32/8 heads ulysses and allgather take the same time, but allgather half the
-memory: its keys and values are few, and it copies nothing else. On more ranks what it sends grows, and nothing hides
-the first chunk (published runs of others: 8 H200, 64k tokens, 2 and 4 ranks, against one: ulysses -8 and +1 % of the
-speed, a ring -29 and -32 %; prime-rl #2418).
+result. On 2 H200 with 131,072 tokens and 32/8 heads ulysses takes 0.98 of the time of allgather, which takes half the
+memory: its keys and values are few, and it copies nothing else. With as many key heads as query heads allgather took
+1.39 times as long as ulysses for 16,384 tokens: its backward sends three times the bytes of its forward, gradients in
+float. On more ranks what it sends grows, and nothing hides the first chunk (published runs of others: 8 H200, 64k
+tokens, 2 and 4 ranks, against one: ulysses -8 and +1 % of the speed, a ring -29 and -32 %; prime-rl #2418).
 """
 
 from __future__ import annotations
@@ -148,7 +150,7 @@ def _by_bytes(facts: Facts, refused: dict[str, str], sent: dict[str, tuple[int, 
     ranks, heads = facts.total, facts.heads[0]
     if heads % ranks == 0:
         why = f"{heads} heads of query divide over {ranks} ranks"
-        if "allgather" in sent and sent["allgather"][0] <= sent["ulysses"][0]:
+        if "allgather" in sent and sum(sent["allgather"]) <= sum(sent["ulysses"]):
             return "allgather", f"{why}, but the keys and values of all are less than the heads to exchange"
         return "ulysses", why
     why = f"{heads} heads of query do not divide over {ranks} ranks"

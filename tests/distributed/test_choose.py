@@ -93,6 +93,13 @@ def test_what_is_refused_names_another_way() -> None:
             assert (choose.refusal(method, refused) or "").endswith(other)
 
 
+def test_bytes_of_both_passes_count() -> None:
+    """Two H200, 16,384 tokens, 32 heads of keys: allgather, which sends as much in forward, took 1.39 times as long."""
+    for heads, method in (((32, 32, 32), "ulysses"), ((32, 16, 16), "ulysses"), ((32, 8, 8), "allgather")):
+        taken = choose.choose("auto", facts(ranks=(2,), heads=heads, lengths=(1 << 14,) * 2))
+        assert taken.method == method, heads
+
+
 def test_no_heads_are_estimated() -> None:
     for method in ("ulysses", "allgather", "ring"):
         assert estimate.seconds(method, facts(heads=(0, 4, 4)), FIGURES, (8, 8), 1)[0] >= 0
