@@ -202,9 +202,10 @@ def test_the_run_shows_and_writes_it(
 @pytest.mark.skipif(ncu.find_ncu() is None, reason="needs ncu")
 @pytest.mark.parametrize("name", LESSON_NAMES)
 def test_a_gpu_measures_what_is_counted(name: str) -> None:
-    """Requests and sectors of global memory exactly, those of shared memory where the compiler joins none.
+    """Requests and sectors of global memory exactly, passes of shared memory where the compiler joins none.
 
-    A copy by cp.async that is told fewer bytes than it has room for took a sector more on an H200. Passes exactly where
+    Of shared memory an H200 reports up to 14 of 6,400 requests more, other ones in each run, with the same passes. A
+    copy by cp.async that is told fewer bytes than it has room for took a sector more on an H200. Passes exactly where
     all threads ask for 4 bytes; a wider load of few words takes fewer on a card than by quarters.
     """
     one = lesson(name)
@@ -225,7 +226,8 @@ def test_a_gpu_measures_what_is_counted(name: str) -> None:
                 assert measured.costs[key] >= sectors if copies else measured.costs[key] == sectors, told
                 continue
             passes = sum(site.passes for site in sites)
-            assert measured.requests[key] <= requests if joined else measured.requests[key] == requests, told
+            assert measured.requests[key] <= requests + requests // 200, told
+            assert joined or measured.requests[key] >= requests, told
             if key not in measured.costs:
                 assert copies, told
                 continue
