@@ -6,6 +6,8 @@
     python benchmarks/sweep.py attention.py --grid suite=scaling,flash,short --out benchmarks/out -- --no-check
     python benchmarks/sweep.py train_lm.py --grid size=small,medium,large,xl --out benchmarks/out \\
         --slurm-partition gpu --gpus 1 --timeout 30 -- --mode train-step
+    python benchmarks/sweep.py train_lm.py --grid parallel=ddp,zero1,fsdp --out benchmarks/out \\
+        --ranks 8 --slurm-partition gpu --gpus 8 -- --size medium
 
 Each combination of the --grid values is a point: the command with --NAME VALUE of each, and with what stands after --.
 A point's CSV and log lie in a folder of its own below --out. The same command again runs only the points that have not
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).resolve().parent
 FINISHED, RESULT, LOG = "finished", "result.csv", "log.txt"  # in a point's folder
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 POLL_S = 0.2
 MOST_COLUMNS, WIDEST_CELL = 14, 24  # of the table on the terminal
 
@@ -66,7 +69,10 @@ def run_point(command: tuple[str, ...], folder: str, environment: dict[str, str 
     if status < 0:
         return f"killed by signal {-status}"
     if status:
-        return (log.read_text().strip().splitlines() or [f"exit status {status}"])[-1]
+        lines = log.read_text().strip().splitlines() or [f"exit status {status}"]
+        # What a script says of itself stands above what torchrun says of its ranks.
+        scripts = tuple(f"{Path(word).name}: " for word in command if word.endswith(".py"))
+        return next((line for line in lines if line.startswith(scripts)), lines[-1])
     Path(folder, FINISHED).touch()
     return ""
 
@@ -77,10 +83,11 @@ def points_of(args: Args) -> list[Point]:
     for values in itertools.product(*(values for _, values in args.grid)):
         words = [f"{name}={value}" for name, value in zip(names, values, strict=True)]
         chosen = [part for word in words for part in ("--" + word.split("=")[0], word.split("=", 1)[1])]
-        line = shlex.join([commit, args.script.name, *chosen, *args.rest])
+        ranks = () if args.ranks is None else (*TORCHRUN, str(args.ranks))
+        line = shlex.join([commit, *ranks, args.script.name, *chosen, *args.rest])
         mark = hashlib.sha256(line.encode()).hexdigest()[:8]
         folder = args.out / "points" / f"{'_'.join(words).replace('/', '-')}-{mark}".replace("=", "-")
-        command = (sys.executable, str(args.script), *chosen, *args.rest, "--out", str(folder / RESULT))
+        command = (sys.executable, *ranks, str(args.script), *chosen, *args.rest, "--out", str(folder / RESULT))
         points.append(Point(" ".join(words), command, folder))
     return points
 
@@ -182,6 +189,7 @@ class Args:
     out: Annotated[Path, arg(metavar="DIR")]  # sweep.csv, .md, .tex, .png, points/ and jobs/ go here
     at_once: int | None = None  # points that run at the same time (None: 1, on Slurm 16)
     timeout: Annotated[int, arg(metavar="MINUTES")] = 60  # of one point
+    ranks: int | None = None  # of a point, started by torchrun on one host (None: the script alone)
     slurm_partition: str | None = None  # run on Slurm, in this partition (None: on this machine)
     slurm_account: str | None = None  # whom to charge on Slurm
     gpus: int = 1  # GPUs of a point on Slurm
@@ -201,8 +209,8 @@ def parse(argv: list[str]) -> Args:
     if not args.grid:
         raise BenchmarkError("--grid NAME=V,V is missing: it says which arguments to run over.")
     args.at_once = args.at_once if args.at_once is not None else 16 if args.slurm_partition else 1
-    for name in ("at_once", "timeout"):
-        if getattr(args, name) < 1:
+    for name in ("at_once", "timeout", "ranks"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
             raise BenchmarkError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1.")
     args.out = make_folder(args.out)  # as it was given: it is part of the commands that results name
     return args

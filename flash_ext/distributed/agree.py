@@ -84,7 +84,7 @@ def _exchange(groups: Sequence[Group], message: bytes, device: torch.device) -> 
         parts = [torch.empty_like(rows) for _ in range(group.size)]
         dist.all_gather(parts, rows, group=group.pg)
         rows = torch.cat(parts)
-    text = bytes(rows.cpu().numpy())
+    text = bytes(rows.tolist())  # NOTE: torch comes without NumPy
     return [json.loads(text[i : i + SIZE]) for i in range(0, len(text), SIZE)]
 
 

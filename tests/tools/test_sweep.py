@@ -60,6 +60,7 @@ def test_a_killed_point_is_a_row_and_runs_again_alone(tmp_path, monkeypatch):
         (("nobody.py", "--grid", "a=1"), "nobody.py is neither a benchmark in benchmarks/ nor a file."),
         (("train_lm.py", "--grid", "a"), "'a' is not of the form NAME=VALUE,VALUE"),
         (("train_lm.py", "--grid", "a=1", "--at-once", "0"), "--at-once 0 must be at least 1."),
+        (("train_lm.py", "--grid", "a=1", "--ranks", "0"), "--ranks 0 must be at least 1."),
         (("train_lm.py", "--grid", "a=1", "--slurm-partition", "gpu"), "there is no sbatch here, so no Slurm."),
     ],
 )
@@ -94,3 +95,24 @@ def test_the_points_of_a_grid(bench, tmp_path):
     assert folder.parent == tmp_path / "points" and len({point.folder for point in points}) == 2
     args.rest = ["--steps", "2"]
     assert bench.sweep.points_of(args)[0].folder != folder
+
+
+# Rank 0 of several writes the result; a value that it does not take ends all
+RANKS = """
+import os, sys
+arguments = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+if arguments["--value"] == "3":
+    sys.exit("ranks.py: no value 3")
+if os.environ["RANK"] == "0":
+    with open(arguments["--out"], "w") as file:
+        file.write(f"ranks,ms\\n{os.environ['WORLD_SIZE']},10\\n")
+"""
+
+
+def test_a_point_of_several_ranks(tmp_path):
+    script, out = tmp_path / "ranks.py", tmp_path / "out"
+    script.write_text(RANKS)
+    done = start("sweep.py", script, "--grid", "value=1,3", "--out", out, "--ranks", "2")
+    assert done.returncode == 1, done.stderr
+    rows = rows_of(out / "sweep.csv")
+    assert [(row["ranks"], row["failure"]) for row in rows] == [("2", ""), ("", "ranks.py: no value 3")]

@@ -53,3 +53,12 @@ def test_an_unknown_page(page: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_every_page_with_python_is_found() -> None:
     found = {try_pages.name_of(path) for path in try_pages.PAGES if try_pages.program_of(path)}
     assert {"README", "use/api", "use/transformers", "use/distributed", "learn/index", "learn/profiling"} <= found
+
+
+def test_a_page_of_a_package_is_left_out_without_it(
+    page: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page.write_text(PAGE.replace("EXPECTED", "5"))
+    monkeypatch.setattr(try_pages, "NEEDS", {"page": "no_such_package"})
+    assert try_pages.main([]) == 0 and "left out: no_such_package" in capsys.readouterr().out
+    assert try_pages.main(["page"]) == 1
