@@ -75,12 +75,18 @@ __device__ __forceinline__ void modify(const DecodeArgs& args, typename Products
   }
 }
 
+// The first row of a thread's warp.
+template <class Traits>
+__device__ __forceinline__ int first_row_of(int thread) {
+  return thread / 32 % Traits::kRowWarps * 16 * Traits::kM;
+}
+
 // What a warp has of a segment, to shared memory.
 template <class Traits>
 __device__ __forceinline__ void store_group(const typename Products<Traits>::Out& o,
-                                            const sm80::SoftmaxRows<Traits::kM>& softmax, int row, float* to,
-                                            float2* sums) {
-  const int group = static_cast<int>(threadIdx.x) / Traits::kGroupThreads;
+                                            const sm80::SoftmaxRows<Traits::kM>& softmax, float* to, float2* sums) {
+  const int thread = static_cast<int>(no_hoist(threadIdx.x));
+  const int group = thread / Traits::kGroupThreads, row = first_row_of<Traits>(thread);
 #pragma unroll
   for (int m = 0; m < Traits::kM; ++m) {
 #pragma unroll
@@ -109,7 +115,8 @@ template <class Traits>
 struct Tiles {
   KeyRows<Traits> rows;
   uint32_t ring;  // of this group
-  int stages, first_key, count;
+  int stages;
+  int first_key = 0, count = 0;
   int next = 0, next_stage = 0;  // to be copied
 
   __device__ __forceinline__ int key(int t) const { return first_key + t * Traits::kTileKeys; }
@@ -123,12 +130,23 @@ struct Tiles {
     }
     cp_async_commit();
   }
-  // All places but one. What `meanwhile` asks for comes behind the first tile and before the others.
-  __device__ __forceinline__ void begin(const auto& meanwhile) {
+  // The stages - 1 tiles that are under way before the walk: the first `places` of them, and what `meanwhile` asks for
+  // behind the first one.
+  __device__ __forceinline__ void begin(int key, int tiles, int places, const auto& meanwhile) {
+    first_key = key;
+    count = tiles;
+    next = next_stage = 0;
     rows.look_up(first_key);
-    copy_next();
-    meanwhile();
-    for (int i = 1; i < stages - 1; ++i) copy_next();
+#pragma unroll 1
+    for (int i = 0; i == 0 || i < places; ++i) {
+      if (i < places) copy_next();
+      if (i == 0) meanwhile();
+    }
+  }
+  // The others.
+  __device__ __forceinline__ void begin_rest(int places) {
+#pragma unroll 1
+    for (int i = places; i < stages - 1; ++i) copy_next();
   }
 };
 
@@ -162,14 +180,35 @@ __device__ __forceinline__ void attend(const DecodeArgs& args, Tiles<Traits>& ti
   cp_async_wait_all();
 }
 
+// A segment of a block, and what there is to know of it.
+struct Turn {
+  Segment segment;
+  SequenceKeys keys;
+  int2 place;           // what Walk::place says of it
+  bool exists = false;  // else the block has come to its end
+
+  Turn() = default;
+  __device__ __forceinline__ Turn(const DecodeArgs& args, const DecodePlan& plan, Walk& walk, int tile_keys)
+      : keys(keys_of_sequence(args, walk.b())), place(walk.place()), exists(true) {
+    segment = walk.next(args, plan, tiles_of(keys, tile_keys));
+  }
+};
+
 // What a block keeps of its place while it attends. NOTE: in registers it made the kernels of 64 rows spill.
 template <class Traits>
 struct BlockState {
   RowTable<Traits> table;
-  sm80::SharedValue<Walk> walk;
+  TileKeys seen;
+  sm80::SharedValue<Walk> walk;  // thread 0's
   sm80::SharedValue<Segment> segment;
+  sm80::SharedValue<Turn> next;
 };
 
+// A block's walk over its segments. Keys of the next one are copied while the groups merge what they have of this one,
+// for which the last place of the ring and Q's have room, or where out is larger one place more:
+//
+//   shared memory   | stage 0 | ... | stage n - 1 | Q |
+//                             | ... out of groups, sums |
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     decode_kernel(const __grid_constant__ DecodeArgs args, const __grid_constant__ DecodePlan plan,
@@ -178,44 +217,59 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   if (plan.dependent) grid_dependency_launch();
 #endif
   __shared__ BlockState<Traits> state;
+  Walk walk(args, plan, Traits::kTileKeys);
+  if (!walk.has_more()) return;
   char* const ring = dynamic_shared_128();
   char* const query = ring + plan.shared_bytes - Traits::kQueryBytes;
-  const int row = static_cast<int>(threadIdx.x) / 32 % Traits::kRowWarps * 16 * Traits::kM;  // of the warp
-  Products<Traits> products{{shared_address(query)}, row};
-  Walk walk(args, plan, Traits::kTileKeys);
-  while (walk.has_more()) {
-    const int2 place = walk.place();
-    const SequenceKeys keys = keys_of_sequence(args, walk.b());
-    const Segment segment = walk.next(args, plan, tiles_of(keys, Traits::kTileKeys));
-    const TileKeys seen = keys_of_tile<Traits>(args, plan, keys, segment);
-    const int group = static_cast<int>(threadIdx.x) / Traits::kGroupThreads;
-    Tiles<Traits> tiles{KeyRows<Traits>(args, segment.b, segment.head, seen.first, seen.last),
-                        shared_address(ring) + group * Traits::kStageBytes, plan.stages,
-                        keys.first + segment.tile * Traits::kTileKeys + group * Traits::kKeys, segment.tiles};
-    QueryLoad<Traits> query_load;
-    tiles.begin([&] { query_load.begin(args, plan, segment); });
-    query_load.finish(args, plan, keys, segment, products.tile, state.table);
+  const int group = static_cast<int>(threadIdx.x) / Traits::kGroupThreads;
+  Products<Traits> products{{shared_address(query)}, first_row_of<Traits>(static_cast<int>(threadIdx.x))};
+  Tiles<Traits> tiles{KeyRows<Traits>(args), shared_address(ring) + group * Traits::kStageBytes, plan.stages};
+  TileKeys seen;
+  QueryLoad<Traits> query_load;
+  const auto begin = [&](const Turn& turn, int places) {
+    const Segment& segment = turn.segment;
+    seen = keys_of_tile<Traits>(args, plan, turn.keys, segment);
+    tiles.rows.begin(segment.b, segment.head, seen.first, seen.last);
+    tiles.begin(turn.keys.first + segment.tile * Traits::kTileKeys + group * Traits::kKeys, segment.tiles, places,
+                [&] { query_load.begin(args, plan, segment); });
+  };
+  if (threadIdx.x == 0) {
+    state.next.get() = Turn(args, plan, walk, Traits::kTileKeys);
+    state.walk.get() = walk;
+  }
+  __syncthreads();  // the first turn is there
+  const Turn& turn = state.next.get();
+  begin(turn, plan.stages - 1);
+  while (true) {
+    if (threadIdx.x == 0) state.seen = seen;
+    query_load.finish(args, plan, turn.keys, turn.segment, products.tile, state.table);
     __syncthreads();  // Q and the table are there
     if (threadIdx.x == 0) {
+      const Segment segment = turn.segment;
       if (plan.tells_places && segment.tile == 0) {
-        parts.places[(segment.b * args.heads_k + segment.head) * plan.row_tiles + segment.row_tile] = place;
+        parts.places[(segment.b * args.heads_k + segment.head) * plan.row_tiles + segment.row_tile] = turn.place;
       }
-      state.walk.get() = walk;
       state.segment.get() = segment;
+      Walk& ahead = state.walk.get();
+      state.next.get() = ahead.has_more() ? Turn(args, plan, ahead, Traits::kTileKeys) : Turn();
     }
     products.load_query();
     typename Products<Traits>::Out o;
     sm80::clear(o);
     sm80::SoftmaxRows<Traits::kM> softmax;
-    attend(args, tiles, products, o, softmax, state.table, seen);
-    __syncthreads();  // nobody reads Q, or reads or copies to the ring any more
-    auto* const merged = reinterpret_cast<float*>(ring);
-    auto* const sums = reinterpret_cast<float2*>(ring + Traits::kOutBytes);
-    store_group<Traits>(o, softmax, row, merged, sums);
+    attend(args, tiles, products, o, softmax, state.table, state.seen);
+    __syncthreads();  // nobody reads Q, or reads or copies to the ring any more; the next turn is there
+    const int before_sums = no_hoist(static_cast<int>(plan.shared_bytes)) - Traits::kSumBytes;
+    auto* const sums = reinterpret_cast<float2*>(ring + before_sums);
+    auto* const merged = reinterpret_cast<float*>(ring + before_sums - Traits::kOutBytes);
+    const int places = min((before_sums - Traits::kOutBytes) / Traits::kRingBytes, plan.stages - 1);
+    store_group<Traits>(o, softmax, merged, sums);
+    if (turn.exists) begin(turn, places);
     __syncthreads();  // what the groups have is there
     write_segment<Traits>(args, plan, state.segment.get(), merged, sums, parts);
-    walk = state.walk.get();
-    __syncthreads();  // nobody reads it, Q or the state any more
+    if (!turn.exists) return;
+    __syncthreads();  // nobody reads that any more
+    tiles.begin_rest(places);
   }
 }
 

@@ -20,17 +20,19 @@ class KeyRows {
   static_assert(kRowStep > 0 && Traits::kKeys % kRowStep == 0);
   using Tile = sm80::SmemTile<uint8_t, Traits::kRowBytes>;
 
-  __device__ __forceinline__ KeyRows(const DecodeArgs& args, int b, int head, int first, int last)
-      : args_(args),
-        table_(args.table == nullptr ? nullptr : args.table + b * args.table_stride),
-        first_(first),
-        last_(last) {
-    const int slot = table_ != nullptr || last <= first ? 0 : slot_of(args, b);
+  explicit __device__ __forceinline__ KeyRows(const DecodeArgs& args) : args_(args) {}
+
+  // Begins with sequence b, of which [first, last) are read.
+  __device__ __forceinline__ void begin(int b, int head, int first, int last) {
+    table_ = args_.table == nullptr ? nullptr : args_.table + b * args_.table_stride;
+    first_ = first;
+    last_ = last;
+    const int slot = table_ != nullptr || last <= first ? 0 : slot_of(args_, b);
     const auto start = [&](const CacheView& view) {
       return static_cast<const char*>(view.data) + (slot * view.slot_stride + head * view.head_stride) * kBytes;
     };
-    k_ = start(args.k);
-    v_ = start(args.v);
+    k_ = start(args_.k);
+    v_ = start(args_.v);
   }
 
   // Finds the pages of the tile that begins at `key`, for the next copy().
