@@ -279,6 +279,8 @@ def run(args: Args, text: Text) -> Trained:
         progress = stack.enter_context(Reporter(args.parallel, args.steps - result.start)) if rank == 0 else None
         if args.nvtx:
             stack.enter_context(mark_ranges(profiling().range))
+            # In the thread that calls it, backward launches its kernels inside the range "backward"
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         for index, (inputs, targets) in enumerate(islice(stream, result.start, args.steps), result.start):
             if args.nvtx and index == result.start + UNRECORDED_STEPS:
                 record_with_nsys(stack, args.device)

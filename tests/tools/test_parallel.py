@@ -11,6 +11,8 @@ from pathlib import Path
 
 import parallel_cases
 import pytest
+import torch
+import torch.distributed as dist
 from commands import BENCHMARKS, ROOT, rows_of
 
 pytest.importorskip("tyro")
@@ -157,3 +159,22 @@ def test_a_checkpoint_of_another_run_is_refused(bench, monkeypatch, tmp_path):
     (tmp_path / "settings.json").write_text(bench.parallel.json.dumps(other))
     with pytest.raises(bench.harness.BenchmarkError, match="it was written with size small, not tiny"):
         bench.parallel.resume(None, args)
+
+
+def test_nvtx_ranges_hold_what_backward_launches(bench, monkeypatch, tmp_path):
+    """Nsight Systems counts a kernel for the thread that launched it, which is autograd's own on a GPU otherwise."""
+    threads, step = [], bench.parallel.step
+
+    def told(*given):
+        threads.append(torch._C._is_multithreading_enabled())
+        return step(*given)
+
+    monkeypatch.setattr(bench.parallel, "step", told)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        for nvtx in ((), ("--nvtx",)):
+            args = bench.train_lm.parse([*SMALL[:4], "--steps", "1", "--context", "16", "--parallel", "none", *nvtx])
+            bench.parallel.run(args, bench.parallel.load_text(args.data, args.context))
+    finally:
+        dist.destroy_process_group()
+    assert threads == [True, False]
