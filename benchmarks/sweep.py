@@ -95,7 +95,9 @@ def points_of(args: Args) -> list[Point]:
 def make_executor(args: Args) -> AutoExecutor:
     """submitit's executor: processes here, or jobs of Slurm where a partition is named."""
     if find_spec("submitit") is None:
-        raise BenchmarkError("submitit is not installed; it is in the extra: pip install 'flash-ext[bench]'.")
+        raise BenchmarkError(
+            "submitit is not installed; it is in the extra bench: pip install --no-build-isolation -e '.[bench]'."
+        )
     import submitit
 
     on_slurm = args.slurm_partition is not None

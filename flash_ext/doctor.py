@@ -81,13 +81,20 @@ def devices() -> Iterator[Finding]:
     else:
         yield Finding("driver", ABSENT, "libcuda.so.1 is not found", "install NVIDIA's driver, if there is a GPU")
     if not torch.cuda.is_available():
-        remedy = "install a torch for CUDA" if driver and not torch.version.cuda else ""
-        yield Finding("GPU", ABSENT, "torch sees none", remedy)
+        yield Finding("GPU", ABSENT, "torch sees none", remedy_for_no_gpu(driver))
         return
     for index in range(torch.cuda.device_count()):
         card = torch.cuda.get_device_properties(index)
         text = f"{card.name}, compute capability {card.major}.{card.minor}, {card.total_memory / 2**30:.0f} GiB"
         yield Finding(f"GPU {index}", OK, text)
+
+
+def remedy_for_no_gpu(driver: int) -> str:
+    if not driver:
+        return "none is needed: attention runs on the CPU; for a GPU, begin with its driver"
+    if not torch.version.cuda:
+        return "install a torch for CUDA"
+    return "see whether nvidia-smi lists one and CUDA_VISIBLE_DEVICES hides none; a container needs --gpus all"
 
 
 def tools() -> Iterator[Finding]:

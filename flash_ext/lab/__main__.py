@@ -14,7 +14,10 @@ NEEDED = ("matplotlib", "numpy", "rich", "tyro")
 
 def main(argv: Sequence[str] | None = None) -> None:
     if absent := [name for name in NEEDED if find_spec(name) is None]:
-        sys.exit(f"error: {', '.join(absent)} not installed; the lab needs its extra: pip install 'flash-ext[lab]'")
+        sys.exit(
+            f"error: {', '.join(absent)} not installed; install flash_ext with its extra lab, in a clone "
+            "pip install --no-build-isolation -e '.[lab]', of a wheel pip install 'FILE.whl[lab]'"
+        )
     from flash_ext.lab import commands
 
     commands.run((sys.argv[1:] if argv is None else argv) or ["list"])

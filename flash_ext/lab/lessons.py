@@ -84,7 +84,7 @@ class Lesson:
     flops: Callable[[Sequence[int]], int] | None = None  # where it is about arithmetic; then each variant has a peer
     counted: Callable[[Sequence[int]], int] = lambda size: COUNTED  # threads that the CPU executes; of more, a sample
     columns: Mapping[str, Callable[[Any, Sequence[int]], str]] = field(default_factory=dict)  # of a report.Row, a size
-    of: str = "floats"  # what the sizes count
+    of: str = "floats"  # what the sizes count; where they differ, all of them
     tables: Callable[[], Mapping[str, list[list[str]]]] = dict  # beside that of the variants, by title
     draw: Callable[[Sequence[Any], Path], None] | None = None  # another picture of report.Rows
 

@@ -55,7 +55,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         import tyro
     except ModuleNotFoundError:
-        sys.exit("error: tyro is not installed; it is in the extra: pip install 'flash-ext[profiling]'")
+        sys.exit(
+            "error: tyro is not installed; install flash_ext with its extra profiling, in a clone "
+            "pip install --no-build-isolation -e '.[profiling]', of a wheel pip install 'FILE.whl[profiling]'"
+        )
     config, prog = (tyro.conf.DisallowNone,), "python -m flash_ext.profiling"
     run = tyro.extras.subcommand_cli_from_dict(commands, args=argv, prog=prog, description=about, config=config)
     try:

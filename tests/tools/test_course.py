@@ -21,6 +21,16 @@ def test_every_exercise_has_its_answer_here() -> None:
     assert all(callable(globals()[name]) for name in asked)
 
 
+def test_every_step_has_something_to_run_what_to_see_and_an_exercise() -> None:
+    _, *steps = re.split(r"^## (?=\d+\. )", COURSE.read_text(), flags=re.MULTILINE)
+    assert [int(step.partition(".")[0]) for step in steps] == list(range(1, 11))
+    for step in steps:
+        title = step.partition("\n")[0]
+        assert re.search(r"^```(bash|python)\n", step, re.MULTILINE), title
+        assert step.count("**You should see**") == 1, title
+        assert step.count("**Exercise.**") == 1, title
+
+
 # 1
 
 
@@ -171,6 +181,18 @@ def test_bytes_of_attention() -> None:
     naive, ours = bytes_of_attention(1, 4, 1024, 16, 64)
     assert naive == (256 + 128 + 24) * 2**20
     assert ours == 32 * 2**20 + 256 * 2**10
+
+
+def test_what_the_snapshots_show() -> None:
+    """The peaks of step 9, and the line that holds P."""
+    step = COURSE.read_text().partition("\n## 9. ")[2].partition("\n## 10. ")[0]
+    peaks = []
+    for name in re.findall(r"^python -m flash_ext.profiling memory (\S+)$", step, re.MULTILINE):
+        shown = (COURSE.parents[2] / name).with_suffix(".txt").read_text()
+        peaks.append(re.findall(r"peak (\S+ GiB)", shown)[0])
+        held = re.findall(r"^ +(\S+ GiB) +(\d+)  \S+ naive_attention", shown, re.MULTILINE)
+        assert all(f"{size} in {blocks} blocks" in step for size, blocks in held) and bool(held) == ("naive" in name)
+    assert peaks == re.findall(r"peak (?:of|is) (\S+ GiB)", step) and len(peaks) == 2
 
 
 # 10

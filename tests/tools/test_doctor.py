@@ -36,6 +36,24 @@ def test_findings_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
     assert {finding["state"] for finding in found.values()} <= {doctor.OK, doctor.ABSENT}
 
 
+@pytest.mark.parametrize(
+    ("driver", "cuda", "remedy"),
+    [(0, "13.0", "begin with its driver"), (13000, None, "a torch for CUDA"), (13000, "13.0", "nvidia-smi")],
+)
+def test_without_a_gpu_it_says_what_to_do(
+    driver: int, cuda: str | None, remedy: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(doctor.ops, "_driver_version", lambda: driver)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(doctor, "examine", lambda: list(doctor.devices()))
+    assert doctor.main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (place,) = [index for index, line in enumerate(lines) if line.split()[:2] == ["absent", "GPU"] and "torch" in line]
+    assert lines[place].endswith("torch sees none")
+    assert lines[place + 1].lstrip().startswith("-> ") and remedy in lines[place + 1]
+
+
 @pytest.mark.parametrize("name", [name for device, name, _ in CASES if device == "cpu"])
 def test_wrong_numbers_are_found(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

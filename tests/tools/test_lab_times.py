@@ -96,7 +96,7 @@ def test_the_page_shows_arithmetic_and_several_cards(bench: SimpleNamespace, pag
     assert lines[0].endswith("| time, us | TFLOP/s | of cuBLAS |")
     assert lines[8].endswith("| 7000.0 | 2.45 | 4.8% |")
     assert " ".join(lines[10:]).strip() == (
-        "Times: NVIDIA H200, 2048 x 2048 x 2048 floats; cuBLAS at 50 TFLOP/s; cuBLAS in tf32 at 51 TFLOP/s; "
+        "Times: NVIDIA H200, 2048 x 2048 x 2048 (m x n x k); cuBLAS at 50 TFLOP/s; cuBLAS in tf32 at 51 TFLOP/s; "
         "commit aaaaaaaaaaaa with changes, torch 2.11.0, driver 580."
     )
     write(bench, tmp_path, lesson("matmul"), gpu="NVIDIA A100")

@@ -213,5 +213,6 @@ def test_without_the_extra_only_the_commands_are_missing() -> None:
     run = "import flash_ext.profiling.__main__ as commands; print('imported'); commands.main(['numerics'])"
     done = subprocess.run([sys.executable, "-c", f"{missing}; {run}"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "imported\n")
-    told = "error: tyro is not installed; it is in the extra: pip install 'flash-ext[profiling]'\n"
+    told = "error: tyro is not installed; install flash_ext with its extra profiling, in a clone pip install "
+    told += "--no-build-isolation -e '.[profiling]', of a wheel pip install 'FILE.whl[profiling]'\n"
     assert done.stderr.endswith(told)

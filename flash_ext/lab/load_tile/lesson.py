@@ -57,6 +57,7 @@ LESSON = Lesson(
         variant("cp_async", "The same chunks past the registers; the hardware fills a tail with zeros."),
     ),
     sizes={"rows": (256, 1 << 18), "d": (62, 126), "stride": (64, 128)},
+    of="(rows x d x stride)",
     inputs=inputs,
     elements=lambda size: whole(size[0], ROWS) * max(whole(size[1], 4), size[2]),
     moved=lambda size: 4 * (size[0] * size[1] + whole(size[0], ROWS) * whole(size[1], 4)),

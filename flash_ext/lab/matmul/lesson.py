@@ -77,6 +77,7 @@ LESSON = Lesson(
         variant("mma", "Tensor cores, on inputs rounded to tf32.", by_tiles(REGISTER_TILE, (128, 1)), TF32),
     ),
     sizes={"m": (128, 2048), "n": (128, 2048), "k": (128, 2048)},
+    of="(m x n x k)",
     inputs=inputs,
     elements=lambda size: max(size[i] * size[j] for i, j in ((0, 1), (0, 2), (1, 2))),
     moved=lambda size: 4 * (size[0] * size[1] + size[0] * size[2] + size[1] * size[2]),

@@ -86,6 +86,7 @@ LESSON = Lesson(
         variant("warp", "A query a warp: the bias by neighbours, too.", 128),
     ),
     sizes={"images": (1, 64), "windows": (2, 8), "heads": (2, 3)},
+    of="(images x windows a side x heads)",
     inputs=inputs,
     elements=elements,
     moved=lambda size: 4 * (4 * elements(size) + size[2] * TOKENS**2),

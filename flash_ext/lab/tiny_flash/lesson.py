@@ -52,6 +52,7 @@ LESSON = Lesson(
         variant("mma", "Tensor cores multiply, P stays in registers.", by_rows(64, (128, 1)), TF32),
     ),
     sizes={"heads": (1, 32), "tokens": (64, 2048)},
+    of="(heads x tokens)",
     inputs=inputs,
     elements=lambda size: HEAD_DIM * size[0] * size[1],
     moved=lambda size: 4 * 4 * HEAD_DIM * size[0] * size[1],
