@@ -222,8 +222,36 @@ def draw_context_parallel(rows: pd.DataFrame, path: Path) -> None:
         axes[0][0].set(xlabel="milliseconds, forward and backward", ylabel="")
 
 
+def draw_image_models(rows: pd.DataFrame, path: Path) -> None:
+    """PyTorch's time over flash_ext's: a group of bars a model, a bar a pass; above the line at 1 ours is less."""
+    ratios = (number(rows["torch_ms"]) / number(rows["flash_ext_ms"])).groupby([rows["model"], rows["pass"]]).last()
+    bars = ratios.unstack().reindex(index=rows["model"].unique(), columns=rows["pass"].unique())
+    with figure(path, 1, 1, size=(8, 3.5)) as axes:
+        axis = axes[0][0]
+        (bars - 1).plot.bar(ax=axis, width=BAR, rot=0, fontsize=8, grid=True, bottom=1)
+        axis.axhline(1, color="black", lw=1)
+        axis.set(xlabel="", ylabel="PyTorch / flash_ext")
+        axis.legend(fontsize=8)
+
+
+def draw_lab_times(rows: pd.DataFrame, path: Path) -> None:
+    """What each kernel of a lesson reaches of its limit: a panel for each table, the line is the limit."""
+    panels = list(rows.groupby("table", sort=False))
+    height = max(len(of_panel) for _, of_panel in panels)
+    with figure(path, 1, len(panels), size=(2 + 4 * len(panels), 1.4 + 0.3 * height)) as axes:
+        for axis, (_, of_panel) in zip(axes[0], panels, strict=True):
+            shares = number(of_panel["percent_of_limit"])
+            shares.set_axis(of_panel["variant"]).plot.barh(ax=axis, width=BAR, fontsize=8, grid=True)
+            axis.axvline(100, color="black", lw=1)
+            axis.invert_yaxis()
+            axis.set_title("{size} {of}".format(**of_panel.iloc[0]), fontsize=9)
+            axis.set(xlabel=f"% of {' or '.join(of_panel['limit'].unique())}", ylabel="")
+
+
 DRAWINGS: dict[str, Callable[[pd.DataFrame, Path], None]] = {  # by a column that only that kind of CSV has
     "each_step_ms": draw_steps,
+    "flash_ext_ms": draw_image_models,
+    "of": draw_lab_times,
     "Sq": draw_attention,
     "us": draw_host_overhead,
     "loss": draw_losses,

@@ -23,8 +23,10 @@ from typing import Annotated, Any, Literal
 
 import torch
 import tyro
+from figures import draw_image_models
 from harness import (
     BenchmarkError,
+    Reporter,
     command_line,
     interleave,
     load_flash_ext,
@@ -58,7 +60,7 @@ class Args:
     device: Annotated[Literal["cpu", "cuda", "auto"], tyro.conf.arg(help="cpu: small models in float32")] = "auto"
     batch: int | None = None  # images (None: 64 of timm's models, 8 of the others, 2 on a CPU)
     rounds: int = 7
-    out: Path | None = None  # folder for image_models.csv, .md and .tex (None: only shown)
+    out: Path | None = None  # folder for image_models.csv, .md, .tex and .png (None: only shown)
 
 
 def vit(batch: int, small: bool) -> Call:
@@ -173,8 +175,8 @@ def peak_mib(call: Callable[[], Any], device: str) -> str:
     return f"{(torch.cuda.max_memory_allocated() - before) / 2**20:.0f}"
 
 
-def rows_of(name: str, device: str, batch: int | None, rounds: int) -> list[dict[str, Any]]:
-    """One a pass."""
+def rows_of(name: str, device: str, batch: int | None, rounds: int) -> Iterator[dict[str, Any]]:
+    """One a pass, as it is measured."""
     small = device == "cpu"
     images = batch or (2 if small else 64 if name in ("vit", "swin", "swin, timm's own") else 8)
     dtype = torch.float32 if small else torch.bfloat16
@@ -187,7 +189,6 @@ def rows_of(name: str, device: str, batch: int | None, rounds: int) -> list[dict
     before = flash_ext.enabled_calls()
     enabled(pass_of(model, forward, "forward"))()
     served = flash_ext.enabled_calls() - before
-    rows = []
     for direction in PASSES:
         call = pass_of(model, forward, direction)
         peers = {"torch": call, "flash_ext": enabled(call)}
@@ -198,9 +199,18 @@ def rows_of(name: str, device: str, batch: int | None, rounds: int) -> list[dict
             if timing.failure:
                 raise BenchmarkError(f"{name}, {direction}, {peer}: {timing.failure}")
             row |= {f"{peer}_ms": f"{1e3 * timing.median:.3f}", f"{peer}_mib": peak_mib(peers[peer], device)}
-        rows.append(row)
+        yield row
     del model
     release_memory(device)
+
+
+def measure_all(args: Args, device: str) -> list[dict[str, Any]]:
+    rows = []
+    with Reporter("image models", len(PASSES) * len(args.models)) as progress:
+        for name in args.models:
+            for row in rows_of(name, device, args.batch, args.rounds):
+                rows.append(row)
+                progress.advance(f"{name}, {row['pass']}")
     return rows
 
 
@@ -222,10 +232,10 @@ def main() -> None:
         raise BenchmarkError(f"--models: {sorted(unknown)[0]} is none of {', '.join(NAMES)}.")
     device = pick_device(args.device)
     out, origin = args.out and make_folder(args.out), provenance(device)
-    rows = [row for name in args.models for row in rows_of(name, device, args.batch, args.rounds)]
+    rows = measure_all(args, device)
     stdout_console().print(shown(rows))
     if out:
-        print(write_results(out / "image_models.csv", rows, origin, [shown(rows)], None))
+        print(write_results(out / "image_models.csv", rows, origin, [shown(rows)], draw_image_models))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import BenchmarkError, command_line, load_flash_ext, make_folder, provenance, run_main, stdout_console
+from figures import draw_lab_times
+from harness import (
+    BenchmarkError,
+    Reporter,
+    command_line,
+    load_flash_ext,
+    make_folder,
+    provenance,
+    run_main,
+    stdout_console,
+)
 from tables import Table, make_table, write_results
 from tyro.conf import Positional
 
@@ -32,7 +42,7 @@ OTHER_SIZES = {"load_tile": {"load_tile 256 64 64": (1 << 18, 128, 128), "load_t
 @dataclass
 class Args:
     lessons: Positional[tuple[str, ...]] = LESSON_NAMES
-    out: Path | None = None  # folder for NAME.csv, .md and .tex (None: only shown)
+    out: Path | None = None  # folder for NAME.csv, .md, .tex and .png (None: only shown)
 
 
 def rows_of(lesson: Lesson, table: str, size: Sequence[int], times: Times) -> list[dict[str, Any]]:
@@ -76,6 +86,27 @@ def shown(rows: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
+def measure_all(chosen: Sequence[Lesson], out: Path | None, origin: dict[str, str]) -> tuple[list[Table], list[str]]:
+    """The tables, and what was written: a lesson's files as soon as it is measured."""
+    todo = [
+        (lesson, {lesson.name: lesson.checked((), gpu=True)} | OTHER_SIZES.get(lesson.name, {})) for lesson in chosen
+    ]
+    tables: list[Table] = []
+    written: list[str] = []
+    with Reporter("lab", sum(len(sizes) for _, sizes in todo)) as progress:
+        for lesson, sizes in todo:
+            found = []
+            for table, size in sizes.items():
+                found.append(measured(lesson, table, size))
+                progress.advance(table)
+            of_lesson = list(map(shown, found))
+            tables += of_lesson
+            if out:
+                rows = [row for rows in found for row in rows]
+                written.append(write_results(out / f"{lesson.name}.csv", rows, origin, of_lesson, draw_lab_times))
+    return tables, written
+
+
 def main() -> None:
     """Command line; see the top of this file."""
     args = command_line(Args)
@@ -84,17 +115,12 @@ def main() -> None:
         raise BenchmarkError("the lab's kernels are timed on a GPU, and PyTorch sees none here.")
     out, origin = args.out and make_folder(args.out), provenance("cuda")
     try:
-        for lesson in map(lessons.lesson, args.lessons):
-            sizes = {lesson.name: lesson.checked((), gpu=True)} | OTHER_SIZES.get(lesson.name, {})
-            found = [measured(lesson, table, size) for table, size in sizes.items()]
-            tables = list(map(shown, found))
-            for table in tables:
-                stdout_console().print(table)
-            if out:
-                path = out / f"{lesson.name}.csv"
-                print(write_results(path, [row for rows in found for row in rows], origin, tables, None))
+        tables, written = measure_all(list(map(lessons.lesson, args.lessons)), out, origin)
     except LabError as error:
         raise BenchmarkError(str(error)) from None
+    for table in tables:
+        stdout_console().print(table)
+    print(*written, sep="\n", end="\n" if written else "")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import flash_ext
 from flash_ext import reference
+from flash_ext.xformers import ops
 from flash_ext.xformers.ops import fmha, memory_efficient_attention
 from flash_ext.xformers.ops.fmha import attn_bias as biases
 
@@ -201,6 +202,31 @@ def test_dropout_dtype_and_lse(device: str) -> None:
         fmha.memory_efficient_attention_forward_requires_grad(**x, p=0.5)
 
 
+OPS = {
+    "MemoryEfficientAttentionCkOp": ("ck", "ck"),
+    "MemoryEfficientAttentionCutlassFwdFlashBwOp": ("cutlass", "flash"),
+    "MemoryEfficientAttentionCutlassOp": ("cutlass", "cutlass"),
+    "MemoryEfficientAttentionFlashAttentionOp": ("flash", "flash"),
+    "MemoryEfficientAttentionSplitKCkOp": ("ck_splitk", "ck"),
+}
+
+
+def test_ops_are_names_that_choose_nothing() -> None:
+    x = inputs_of(1, 7, 7, torch.float32, "cpu")
+    expected = memory_efficient_attention(**x)
+    for name, (forward, backward) in OPS.items():
+        op = getattr(ops, name)
+        assert op is getattr(fmha, name) and name in ops.__all__ and name in fmha.__all__
+        assert op == (getattr(fmha, forward).FwOp, getattr(fmha, backward).BwOp)
+        assert torch.equal(memory_efficient_attention(**x, op=op), expected)
+        assert torch.equal(fmha.memory_efficient_attention_forward(**x, op=op[0]), expected)
+    for module in ("ck", "ck_splitk", "cutlass", "cutlass_blackwell", "flash", "flash3", "triton_splitk"):
+        forward = getattr(fmha, module).FwOp
+        assert issubclass(forward, fmha.AttentionFwOpBase)
+        assert forward.NAME.startswith(module)
+        assert torch.equal(memory_efficient_attention(**x, op=(forward, None)), expected)
+
+
 def test_errors() -> None:
     q = torch.zeros(2, 4, 1, 8)
     with pytest.raises(ValueError, match="query has batch size 2; with BlockDiagonalMask it must be 1"):
@@ -221,14 +247,17 @@ import sys, torch, flash_ext
 sys.modules["xformers"] = flash_ext.xformers
 import xformers
 import xformers.ops as xops
-from xformers.ops import fmha, memory_efficient_attention
+from xformers.ops import MemoryEfficientAttentionFlashAttentionOp, fmha, memory_efficient_attention
 from xformers.ops.fmha.attn_bias import BlockDiagonalCausalMask, LowerTriangularMask
+from xformers.ops.fmha.cutlass import FwOp
 
 x = torch.randn(1, 12, 2, 8)
 bias = fmha.BlockDiagonalMask.from_seqlens([5, 7], device="cpu").make_causal()
 assert isinstance(bias, BlockDiagonalCausalMask)
 assert xops.memory_efficient_attention(x, x, x, attn_bias=bias).shape == x.shape
 assert memory_efficient_attention(x, x, x, xops.LowerTriangularMask()).shape == x.shape
+for op in (MemoryEfficientAttentionFlashAttentionOp, (FwOp, None)):
+    assert memory_efficient_attention(x, x, x, op=op).shape == x.shape
 try:
     from xformers.ops import SwiGLU
 except ImportError as error:

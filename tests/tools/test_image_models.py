@@ -21,6 +21,10 @@ def test_a_model(model: str, calls: int, tmp_path: Path) -> None:
     for row in rows:
         assert (row["model"], row["calls"], row["dtype"]) == (model, str(calls), "float32")
         assert float(row["torch_ms"]) > 0 and float(row["flash_ext_ms"]) > 0
+    progress = [line for line in done.stderr.splitlines() if line.startswith("image models ")]
+    assert progress == [f"image models 1/2 {model}, forward", f"image models 2/2 {model}, step"]
+    assert (tmp_path / "image_models.png").stat().st_size > 5000
+    assert done.stdout.splitlines()[-1].endswith(", image_models.tex, image_models.png")
     assert f"{float(rows[0]['torch_ms']) / float(rows[0]['flash_ext_ms']):.3f}" in done.stdout
 
 

@@ -12,9 +12,10 @@ from commands import ROOT, rows_of, start
 for name in ("numpy", "matplotlib", "pandas", "rich", "tyro"):
     pytest.importorskip(name)
 
-from flash_ext.lab.lessons import LESSON_NAMES, Lesson, lesson  # noqa: E402
+from flash_ext.lab.lessons import LESSON_NAMES, LabError, Lesson, lesson  # noqa: E402
 from flash_ext.lab.measure import Times  # noqa: E402
 
+KINDS = ("csv", "md", "tex", "png")
 ORIGIN = {"commit": "a" * 12, "dirty": "0", "torch": "2.11.0", "driver": "580", "gpu": "NVIDIA H200"}
 
 
@@ -65,6 +66,34 @@ def test_rows(bench: SimpleNamespace) -> None:
     last = bench.lab_times.rows_of(one, "matmul", (2048, 2048, 2048), times_of(one))[-1]
     assert (last["limit"], last["limit_tflops"], last["gbs"]) == ("cuBLAS in tf32", "51", "")
     assert last["tflops"] == f"{2 * 2048**3 / 7e-3 / 1e12:.4g}"
+
+
+def test_a_run_shows_its_progress_and_writes_after_each_lesson(
+    bench: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measured(one: Lesson, table: str, size: tuple[int, ...]) -> list[dict[str, str]]:
+        if one.name == "add":
+            raise LabError("add row_major differs from torch")
+        return bench.lab_times.rows_of(one, table, size, times_of(one))
+
+    monkeypatch.setattr(bench.lab_times, "measured", measured)
+    chosen = [lesson(name) for name in ("load_tile", "matmul")]
+    tables, written = bench.lab_times.measure_all(chosen, tmp_path, ORIGIN)
+    marks = ["load_tile", "load_tile 256 64 64", "load_tile 256 62 63", "matmul"]
+    told = capsys.readouterr().err.splitlines()
+    assert told == [f"lab {number}/4 {mark}" for number, mark in enumerate(marks, 1)]
+    assert len(tables) == 4 and [line.rpartition(" ")[2] for line in written] == ["load_tile.png", "matmul.png"]
+    assert all((tmp_path / f"{name}.png").stat().st_size > 5000 for name in ("load_tile", "matmul"))
+    with pytest.raises(LabError, match="differs"):
+        bench.lab_times.measure_all([lesson("swin"), lesson("add")], tmp_path / "wrong", ORIGIN)
+    assert {path.name for path in (tmp_path / "wrong").iterdir()} == {f"swin.{kind}" for kind in KINDS}
+
+
+def test_pictures_are_chosen_by_columns(bench: SimpleNamespace) -> None:
+    for folder, drawing in (("lab", "draw_lab_times"), ("image-models", "draw_image_models")):
+        for path in (ROOT / "benchmarks/results").glob(f"*/{folder}/*.csv"):
+            assert bench.figures.picture_of(bench.tables.read_csv(path)) is getattr(bench.figures, drawing)
+            assert path.with_suffix(".png").stat().st_size > 5000
 
 
 def test_other_sizes_can_be_and_have_a_table_on_the_page(bench: SimpleNamespace) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import flash_ext
 
-from . import attn_bias
+from . import attn_bias, ck, ck_splitk, cutlass, cutlass_blackwell, flash, flash3, triton_splitk
 from .attn_bias import (
     AttentionBias,
     BlockDiagonalCausalFromBottomRightMask,
@@ -25,9 +25,14 @@ from .attn_bias import (
     LowerTriangularMask,
     LowerTriangularMaskWithTensorBias,
 )
+from .common import AttentionBwOpBase, AttentionFwOpBase, AttentionOp, AttentionOpBase
 
 __all__ = [
     "AttentionBias",
+    "AttentionBwOpBase",
+    "AttentionFwOpBase",
+    "AttentionOp",
+    "AttentionOpBase",
     "BlockDiagonalCausalFromBottomRightMask",
     "BlockDiagonalCausalLocalAttentionFromBottomRightMask",
     "BlockDiagonalCausalLocalAttentionMask",
@@ -40,11 +45,31 @@ __all__ = [
     "LowerTriangularFromBottomRightMask",
     "LowerTriangularMask",
     "LowerTriangularMaskWithTensorBias",
+    "MemoryEfficientAttentionCkOp",
+    "MemoryEfficientAttentionCutlassBlackwellOp",
+    "MemoryEfficientAttentionCutlassFwdFlashBwOp",
+    "MemoryEfficientAttentionCutlassOp",
+    "MemoryEfficientAttentionFlashAttentionOp",
+    "MemoryEfficientAttentionSplitKCkOp",
     "attn_bias",
+    "ck",
+    "ck_splitk",
+    "cutlass",
+    "cutlass_blackwell",
+    "flash",
+    "flash3",
     "memory_efficient_attention",
     "memory_efficient_attention_forward",
     "memory_efficient_attention_forward_requires_grad",
+    "triton_splitk",
 ]
+
+MemoryEfficientAttentionCkOp = (ck.FwOp, ck.BwOp)
+MemoryEfficientAttentionCutlassBlackwellOp = (cutlass_blackwell.FwOp, cutlass_blackwell.BwOp)
+MemoryEfficientAttentionCutlassFwdFlashBwOp = (cutlass.FwOp, flash.BwOp)
+MemoryEfficientAttentionCutlassOp = (cutlass.FwOp, cutlass.BwOp)
+MemoryEfficientAttentionFlashAttentionOp = (flash.FwOp, flash.BwOp)
+MemoryEfficientAttentionSplitKCkOp = (ck_splitk.FwOp, ck.BwOp)
 
 Bias = Tensor | AttentionBias | None
 
