@@ -55,6 +55,14 @@ def test_the_curve_is_that_of_one_rank(folder, name):
     assert two == pytest.approx(one, rel=1e-4) and one[STEPS] < one[1] - 1
 
 
+def test_what_is_computed_again_is_of_the_whole_sequence(folder, tmp_path):
+    options = ("--parallel", "cp", "--checkpoint", "block", "--out", tmp_path)
+    process = begin([*TORCHRUN, BENCHMARKS / "train_lm.py", *SMALL, *options])
+    _, errors = process.communicate(timeout=600)
+    assert process.returncode == 0, errors
+    assert nats(tmp_path / "train_lm_parallel_curve.csv") == pytest.approx(nats(folder / "none_curve.csv"), rel=1e-4)
+
+
 @pytest.mark.parametrize("name", ["none", *STRATEGIES])
 def test_a_run_that_starts_from_a_checkpoint_goes_on_alike(folder, name):
     first, again = nats(folder / f"{name}_curve.csv"), nats(folder / f"{name}-again_curve.csv")
