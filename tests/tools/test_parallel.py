@@ -114,6 +114,13 @@ def test_a_run_that_loses_a_rank_goes_on_where_it_was(folder, tmp_path):
     assert saved == ["step-00000009", "step-00000012"]
 
 
+def test_help_names_every_strategy(bench, capsys):
+    with pytest.raises(SystemExit):
+        bench.train_lm.parse(["--help"])
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert f"on torchrun's ranks ({', '.join(bench.strategies.STRATEGIES)})" in text
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
