@@ -122,7 +122,8 @@ class Args:
     lr: float | None = None  # training: peak learning rate (None: one that suits the size)
     data: Annotated[Path | None, arg(metavar="FILE")] = None  # training: UTF-8 text (None: Python's own sources)
     sample: bool = True  # training: with --no-sample no text is generated at the end
-    # training: on torchrun's ranks (none, ddp, zero1, fsdp, tp), a table of what each rank does; --batch is of all
+    # training: on torchrun's ranks (none, ddp, zero1, fsdp, tp, cp, fsdp+cp), a table of what each rank does; --batch
+    # is of all
     parallel: Annotated[str | None, arg(metavar="NAME")] = None
     # --parallel: folder of checkpoints; the run goes on from the newest one there
     resume: Annotated[Path | None, arg(metavar="DIR")] = None

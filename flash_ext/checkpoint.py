@@ -1,8 +1,9 @@
 """torch.utils.checkpoint: what is computed again in backward is computed by the attention of its forward.
 
-Backward may run outside the scope that chose (``enable``, ``use_backend``, PyTorch's ``sdpa_kernel``), and for a GPU in
-a thread of its own. So each checkpoint takes the choice along from its forward. NOTE: both kinds are reached by their
-classes, so that names imported earlier and other callers within torch are reached, too.
+Backward may run outside the scope that chose (``enable``, ``use_backend``, PyTorch's ``sdpa_kernel``, the
+``context_parallel`` of ``flash_ext.distributed``), and for a GPU in a thread of its own. So each checkpoint takes the
+choice along from its forward. NOTE: both kinds are reached by their classes, so that names imported earlier and other
+callers within torch are reached, too.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from flash_ext import ops
+from flash_ext.control import Choice
 
 
 def checkpoint_ops() -> set[torch._ops.OpOverload]:
@@ -30,15 +32,11 @@ def checkpoint_ops() -> set[torch._ops.OpOverload]:
     }
 
 
-def _under(choice: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+def _under(choice: Choice, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def again(*args: Any, **kwargs: Any) -> Any:
-        c = ops.require_c()
-        before = c.set_choice(choice)
-        try:
+        with choice.again():
             return function(*args, **kwargs)
-        finally:
-            c.set_choice(before)
 
     return again
 
@@ -59,11 +57,11 @@ def register() -> None:
 
     @functools.wraps(init)
     def init_with_choice(self: Any, recompute_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        init(self, _under(ops.require_c().current_choice(), recompute_fn), *args, **kwargs)
+        init(self, _under(Choice(), recompute_fn), *args, **kwargs)
 
     @functools.wraps(forward)
     def forward_with_choice(ctx: Any, *args: Any) -> Any:
-        ctx.flash_ext_choice = ops.require_c().current_choice()
+        ctx.flash_ext_choice = Choice()
         return forward(ctx, *args)
 
     @functools.wraps(backward)

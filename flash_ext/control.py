@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 
@@ -45,6 +46,50 @@ class _State:
 
 # One for the process, kept where the operators are: an enable() before the package was imported again can be ended.
 _state: _State = vars(torch.ops.flash_ext).setdefault("_enabled", _State())
+
+
+class _Here(threading.local):
+    """What is chosen in Python for this thread alone."""
+
+    enabled: bool | None = None  # whether an enable() is on; goes before the process's, None: the process's
+    contexts: tuple[Any, ...] | None = None  # of context_parallel, the innermost last; None: none was entered here
+
+
+here = _Here()
+
+
+def is_enabled() -> bool:
+    """Whether an ``enable()`` is on, or was in the forward of what a checkpoint computes again in this thread."""
+    return bool(_state.scopes) if here.enabled is None else here.enabled
+
+
+class Choice:
+    """All that decides who computes attention in this thread, the arguments aside, as it stands when this is made."""
+
+    def __init__(self) -> None:
+        self._native = require_c().current_choice()
+        self._enabled, self._contexts = is_enabled(), here.contexts or ()
+        self._overrides = torch._C._get_torch_function_state()
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Within the context, in whichever thread, it stands as it did.
+
+        A context_parallel is entered again, because torch carries its mode into no backward. One that was entered since
+        is not asked.
+        """
+        c = require_c()
+        before = c.set_choice(self._native), here.enabled, here.contexts, torch._C._get_torch_function_state()
+        here.enabled, here.contexts = self._enabled, self._contexts[:-1]
+        try:
+            if self._contexts:
+                torch._C._set_torch_function_state(self._overrides)
+            with self._contexts[-1] if self._contexts else nullcontext():
+                yield
+        finally:
+            native, here.enabled, here.contexts, overrides = before
+            torch._C._set_torch_function_state(overrides)
+            c.set_choice(native)
 
 
 class _Enabled:

@@ -22,6 +22,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from flash_ext.distributed.exchange import Group, Transfer
 from flash_ext.ops import require_c
@@ -85,11 +86,14 @@ def _is_captured(device: torch.device) -> bool:
 
 @contextmanager
 def _without_choices(device: torch.device) -> Iterator[None]:
-    """Not by ``context_parallel``, which sees calls of torch, and in nothing else that the caller chose."""
+    """Not by ``context_parallel``, which sees calls of torch, nor seen by dispatch modes (selective checkpointing would
+    keep what is measured), and in nothing else that the caller chose.
+    """
     c = require_c()
     before = c.set_backend(None)
+    unseen, precision = _disable_current_modes(), torch.autocast(device.type, enabled=False)
     try:
-        with torch._C.DisableTorchFunction(), torch.no_grad(), torch.autocast(device.type, enabled=False):
+        with torch._C.DisableTorchFunction(), unseen, torch.no_grad(), precision:
             yield
     finally:
         c.set_backend(before)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from flash_ext.distributed.layout import Band, Segment, visible
 from flash_ext.errors import AttentionError
@@ -133,7 +134,8 @@ def check(
 ) -> None:  # fmt: skip
     """Has the operator check what a caller gives, by tensors without memory, before any rank waits for another one.
 
-    Of masks and biases the dtype alone: their shape is that of the whole call. Once for each signature.
+    Of masks and biases the dtype alone: their shape is that of the whole call. Once for each signature, and unseen by
+    dispatch modes: NOTE: selective checkpointing would keep its results for those of the call that is computed again.
     """
     options = {name: given[name] for name in ("softcap", "dropout_p", "scale", "deterministic", "batch_invariant")}
     of = [(t.shape, t.dtype) for t in (q, k, v)]
@@ -148,7 +150,7 @@ def check(
         extra |= {"cu_seqlens_q": torch.empty(lengths.shape, dtype=lengths.dtype, device="meta")}
         options |= {"max_q": 1, "max_k": 1}
     try:
-        with torch._C.DisableTorchFunction(), torch.no_grad():
+        with torch._C.DisableTorchFunction(), torch.no_grad(), _disable_current_modes():
             _ops.attention(*meta, **extra, **options, gqa=True)
     except RuntimeError as error:  # through torch.ops it is of the plain class
         raise AttentionError(str(error)) from None

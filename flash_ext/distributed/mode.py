@@ -9,6 +9,9 @@ The context is a torch function mode. It sees the calls of this thread, also by 
 and not those that C++ makes (``at::scaled_dot_product_attention``, or a compiled graph). Torch calls its own functions
 of Python with the mode off, and ``F.multi_head_attention_forward`` looks its attention up in ``F``; so that name stands
 for a function that asks this thread's context while any context is entered.
+
+NOTE: torch runs backward with the mode off, too, and for a GPU in another thread. For what a checkpoint computes again
+there, ``control.Choice`` enters its forward's context again.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from flash_ext import control
+from flash_ext.control import here, is_enabled
 from flash_ext.distributed.dense import check_method, context_parallel_attention, groups_of
 from flash_ext.distributed.layout import check_balance
 from flash_ext.distributed.packed import context_parallel_attention_varlen
@@ -31,7 +34,6 @@ _ops = torch.ops.flash_ext
 _ATTENTION = (_ops.attention.default, _ops.attention)
 _DROP_IN = (_ops.scaled_dot_product_attention.default, _ops.scaled_dot_product_attention)
 _SDPA = F.scaled_dot_product_attention
-_entered = threading.local()  # .modes: the contexts of this thread, the innermost last
 _lock, _count = threading.Lock(), 0
 _NATIVE = [argument.name for argument in _ops.attention.default._schema.arguments]
 
@@ -41,9 +43,9 @@ class context_parallel(TorchFunctionMode):
 
     That is ``flash_ext.attention``, ``attention_varlen`` (with the cu_seqlens of the whole), the drop-in and, while
     ``flash_ext.enable()`` is on, ``F.scaled_dot_product_attention`` as Python calls it, in modules of torch too. Masks
-    and biases are this rank's rows against all keys. Backward may run inside or outside, but what
-    ``torch.utils.checkpoint`` computes again must be inside. ``FlashAttention`` is refused. Every torch call in the
-    context passes through Python once more, some microseconds each.
+    and biases are this rank's rows against all keys. Backward may run inside or outside, in any thread; what
+    ``torch.utils.checkpoint`` computes again is sharded as its forward was. ``FlashAttention`` is refused. Every torch
+    call in the context passes through Python once more, some microseconds each.
 
     Args:
         mesh: a ProcessGroup, or a DeviceMesh of one or two dimensions.
@@ -62,7 +64,7 @@ class context_parallel(TorchFunctionMode):
     def __enter__(self) -> context_parallel:
         global _count
         super().__enter__()
-        _entered.modes = [*getattr(_entered, "modes", ()), self]
+        here.contexts = (*(here.contexts or ()), self)
         with _lock:
             _count += 1
             F.scaled_dot_product_attention = _ask_the_context
@@ -74,11 +76,14 @@ class context_parallel(TorchFunctionMode):
             _count -= 1
             if _count == 0:
                 F.scaled_dot_product_attention = _SDPA
-        _entered.modes = _entered.modes[:-1]
+        assert here.contexts is not None
+        here.contexts = here.contexts[:-1]
         super().__exit__(*error)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if here.contexts is not None and self not in here.contexts[-1:]:  # the forward of a checkpoint was not in it
+            return func(*args, **kwargs)
         if func in _ATTENTION:
             if "deterministic" not in kwargs and not torch.is_grad_enabled() and any(t.requires_grad for t in args[:3]):
                 raise AttentionError(
@@ -86,7 +91,7 @@ class context_parallel(TorchFunctionMode):
                     "use flash_ext.attention"
                 )
             return self._native(**(dict(zip(_NATIVE, args, strict=False)) | kwargs))
-        if func in _DROP_IN or (func is _SDPA and control._state.scopes):
+        if func in _DROP_IN or (func is _SDPA and is_enabled()):
             return self._drop_in(*args, **kwargs)
         return func(*args, **kwargs)
 
@@ -135,7 +140,6 @@ class context_parallel(TorchFunctionMode):
 
 def _ask_the_context(*args: Any, **kwargs: Any) -> Tensor:
     """``F.scaled_dot_product_attention`` while a context is entered, in this thread or another one."""
-    modes = getattr(_entered, "modes", ())
-    if modes and control._state.scopes:
-        return modes[-1]._drop_in(*args, **kwargs)
+    if here.contexts and is_enabled():
+        return here.contexts[-1]._drop_in(*args, **kwargs)
     return _SDPA(*args, **kwargs)

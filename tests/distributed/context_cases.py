@@ -21,6 +21,7 @@ import corner_cases
 import links_cases
 import packed_cases
 import ranks
+import recompute_cases
 from context_helpers import compare, rand, refused, whole_problem
 from ranks import World
 
@@ -142,21 +143,6 @@ def a_module_of_torch_in_the_context(world: World) -> None:
             return call(x)
 
     compare(world, call, inside, whole, dim=1)
-
-
-@case
-def checkpointed_in_the_context(world: World) -> None:
-    from torch.utils.checkpoint import checkpoint
-
-    whole = whole_problem(21)
-    parts = [fd.shard_sequence(t, world.group, 2).detach().requires_grad_() for t in whole.values()]
-    expected = torch.autograd.grad(flash_ext.attention(*whole.values(), causal=True).sum(), list(whole.values()))
-    with fd.context_parallel(world.group, method="allgather"):
-        out = checkpoint(lambda *t: flash_ext.attention(*t, causal=True), *parts, use_reentrant=False)
-        grads = torch.autograd.grad(out.sum(), parts)
-    where = fd.positions(21, world.group)
-    for mine, all_of_it in zip(grads, expected, strict=True):
-        torch.testing.assert_close(mine, all_of_it[:, :, where])
 
 
 @case
@@ -420,7 +406,13 @@ def what_is_explained(world: World) -> None:
 
 
 def cases(size: int) -> dict[str, Callable[[World], None]]:
-    return CASES | packed_cases.cases(size) | links_cases.cases(size) | corner_cases.cases(size)
+    return (
+        CASES
+        | packed_cases.cases(size)
+        | links_cases.cases(size)
+        | corner_cases.cases(size)
+        | recompute_cases.cases(size)
+    )
 
 
 if __name__ == "__main__":

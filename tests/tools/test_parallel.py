@@ -57,6 +57,14 @@ def test_the_curve_is_that_of_one_rank(folder, name):
     assert two == pytest.approx(one, rel=1e-4) and one[STEPS] < one[1] - 1
 
 
+def test_what_is_computed_again_is_of_the_whole_sequence(folder, tmp_path):
+    options = ("--parallel", "cp", "--checkpoint", "block", "--out", tmp_path)
+    process = begin([*TORCHRUN, BENCHMARKS / "train_lm.py", *SMALL, *options])
+    _, errors = process.communicate(timeout=600)
+    assert process.returncode == 0, errors
+    assert nats(tmp_path / "train_lm_parallel_curve.csv") == pytest.approx(nats(folder / "none_curve.csv"), rel=1e-4)
+
+
 @pytest.mark.parametrize("name", ["none", *STRATEGIES])
 def test_a_run_that_starts_from_a_checkpoint_goes_on_alike(folder, name):
     first, again = nats(folder / f"{name}_curve.csv"), nats(folder / f"{name}-again_curve.csv")
@@ -106,6 +114,13 @@ def test_a_run_that_loses_a_rank_goes_on_where_it_was(folder, tmp_path):
     assert curve == pytest.approx({step: whole[step] for step in steps}, rel=1e-4)
     saved = sorted(path.parent.name for path in (tmp_path / "saved").glob("step-*/.metadata"))
     assert saved == ["step-00000009", "step-00000012"]
+
+
+def test_help_names_every_strategy(bench, capsys):
+    with pytest.raises(SystemExit):
+        bench.train_lm.parse(["--help"])
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert f"on torchrun's ranks ({', '.join(bench.strategies.STRATEGIES)})" in text
 
 
 @pytest.mark.parametrize(
