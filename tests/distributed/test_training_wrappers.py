@@ -29,6 +29,12 @@ def test_case(said: Callable[[int], dict[str, list[str]]], size: int, name: str)
     assert said(size)[name] == [ranks.RIGHT] * size
 
 
+@pytest.mark.gpu(2)
+def test_cases_on_two_gpus(tmp_path: Path) -> None:
+    told = ranks.run(training_cases.__file__, 2, tmp_path, "cuda")
+    assert told == {name: [ranks.RIGHT] * 2 for name in training_cases.CASES}
+
+
 @pytest.mark.parametrize("name", ["ddp", "optimizer", "fsdp", "sharded_weight"])
 def test_they_are_short_enough_to_read(name: str) -> None:
     file = Path(__file__).resolve().parents[2] / f"flash_ext/distributed/{name}.py"

@@ -6,6 +6,7 @@ one process that has all of it. Warnings are errors.
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable
@@ -74,7 +75,8 @@ def same_model(kind: type[nn.Module], seed: int = 0) -> nn.Module:
 def batch(step: int) -> tuple[Tensor, Tensor]:
     """Tokens and targets of all ranks."""
     generator = torch.Generator().manual_seed(step)
-    return tuple(torch.randint(37, (BATCH, 6), generator=generator) for _ in "xy")
+    numbers = (torch.randint(37, (BATCH, 6), generator=generator, device="cpu") for _ in "xy")
+    return tuple(each.to(torch.get_default_device()) for each in numbers)
 
 
 def parts(step: int) -> list[tuple[Tensor, Tensor]]:
@@ -391,6 +393,9 @@ def strictly(function: Callable[[], None], world: World) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         torch.use_deterministic_algorithms(True)
+        if world.device != "cpu":
+            os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # without it cuBLAS may take any order
+            torch.set_default_device(world.device)
         function()
 
 
