@@ -28,7 +28,7 @@ from limits import float32_products
 from model import ATTENTIONS, SIZES, TransformerLM, mark_ranges, named_range
 from ranks import barrier, joined, record_with_nsys, slowest
 from stepping import profiling
-from strategies import STRATEGIES, Job, Sizes, none
+from strategies import STRATEGIES, Job, Sizes, kept_sizes, none
 from tables import Table, make_table, write_results
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -319,8 +319,12 @@ def sizes_of(args: Args, model: TransformerLM) -> Sizes:
     size, ranks = SIZES[args.size], dist.get_world_size()
     split = size.layers * (4 * size.d_model**2 + 3 * size.d_model * size.d_ff)
     weights = sum(parameter.numel() for parameter in model.parameters())
-    element = 4 if args.precision in ("fp32", "tf32") else 2
-    return Sizes(ranks, 4 * weights, 4 * split, args.batch * args.context * size.d_model * element, size.layers)
+    single = args.precision in ("fp32", "tf32")
+    activations = args.batch * args.context * size.d_model * (4 if single else 2)
+    # What autocast keeps, attention that keeps scores, and what is computed again has no arithmetic here.
+    known = single and args.checkpoint == "none" and args.attention in ("flash_ext", "sdpa")
+    shape = size.layers, size.heads, size.d_model, size.d_ff, args.batch, args.context
+    return Sizes(ranks, 4 * weights, 4 * split, activations, size.layers, **(kept_sizes(*shape) if known else {}))
 
 
 def rank_rows(args: Args, result: Trained, sizes: Sizes) -> list[dict[str, Any]]:
@@ -337,7 +341,8 @@ def rank_rows(args: Args, result: Trained, sizes: Sizes) -> list[dict[str, Any]]
     for kind, held in zip(KINDS, result.held, strict=True):
         name = kind.replace(" ", "_")
         row |= {f"{name}_bytes": held, f"{name}_should": round(should[kind])}
-    row |= {"saved_bytes": result.saved, "peak_bytes": "" if result.peak is None else result.peak}
+    row |= {"saved_bytes": result.saved, "saved_should": round(strategy.kept(sizes)) if sizes.inside else ""}
+    row["peak_bytes"] = "" if result.peak is None else result.peak
     rows: list[Any] = [None] * sizes.ranks
     dist.all_gather_object(rows, row)
     return rows
@@ -354,6 +359,7 @@ def rank_table(rows: list[dict[str, Any]], device: str) -> Table:
         pairs = [f"{ours / 1e6:.2f} / {should / 1e6:.2f}" for ours, should in held]
         times = [row[f"{name}_ms"] for name in PARTS]
         sent, saved = f"{row['sent_bytes'] / 1e6:.2f}", f"{row['saved_bytes'] / 1e6:.2f}"
+        saved += f" / {row['saved_should'] / 1e6:.2f}" if row["saved_should"] else ""
         peak = f"{row['peak_bytes'] / 1e6:.2f}" if row["peak_bytes"] else "-"
         table.add_row(str(row["rank"]), *times, row["exposed_ms"] or "-", sent, *pairs, saved, peak)
     return table

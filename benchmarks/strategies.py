@@ -120,6 +120,24 @@ class Sizes:
     split: int  # those of attention and MLP
     activations: int  # one tensor (batch, context, d_model)
     layers: int
+    outside: int = 0  # kept for backward outside of attention and MLP, and within them, of the whole batch; in float32
+    inside: int = 0
+    angles: int = 0  # of the rotary embedding, kept as well
+
+
+def kept_sizes(layers: int, heads: int, d_model: int, d_ff: int, batch: int, context: int) -> dict[str, int]:
+    """Bytes that model.TransformerLM keeps for backward in float32, with attention that keeps no scores.
+
+    A token keeps in a norm its input, the normed one, the result and a factor: 3 d + 1, in two norms a block and one
+    before the head; in attention the projection (3 d), query and key turned, out twice, and a log-sum-exp a head:
+    7 d + heads; in the MLP 4 d_ff; and its number, of 8 bytes.
+    """
+    tokens = 4 * batch * context
+    return {
+        "outside": tokens * (layers * (6 * d_model + 2) + 3 * d_model + 3),
+        "inside": tokens * layers * (7 * d_model + heads + 4 * d_ff),
+        "angles": 4 * context * d_model // heads,
+    }
 
 
 @dataclass(frozen=True)
@@ -130,6 +148,16 @@ class Strategy:
     held: Callable[[Sizes], tuple[float, float, float]]
     sent: Callable[[Sizes], float]  # bytes a step and rank
     splits: Literal["batch", "tokens", "nothing"] = "batch"  # what of a batch a rank gets a part of
+
+    def kept(self, s: Sizes) -> float:
+        """Bytes of activations that a rank keeps for backward.
+
+        Of split tokens 2 d a block and token less where `ulysses` exchanges heads: then value is no view of the
+        projection.
+        """
+        if self.splits == "nothing":
+            return s.outside + s.inside / s.ranks + s.angles
+        return (s.outside + s.inside) / s.ranks + (s.angles / s.ranks if self.splits == "tokens" else s.angles)
 
 
 def _ring(s: Sizes) -> float:

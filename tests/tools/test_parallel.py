@@ -85,7 +85,10 @@ def test_each_rank_holds_what_the_arithmetic_says(folder, name):
         assert sum(held) == pytest.approx(sum(should), abs=8)
     for row in rows:
         assert all(float(row[f"{part}_ms"]) > 0 for part in ("forward", "backward", "optimizer"))
-        assert int(row["saved_bytes"]) > 0 and row["peak_bytes"] == "" and row["commit"]
+        by_ulysses = 2 * 4 * 4 * 16 * 128 * 4 / 2 if "cp" in name else 0
+        differ = int(row["saved_should"]) - int(row["saved_bytes"])
+        assert differ == pytest.approx(0, abs=2e3) or differ == pytest.approx(by_ulysses, abs=2e3)
+        assert row["peak_bytes"] == "" and row["commit"]
         activations = 4 * 16 * 128 * 4
         sent = {"none": 0, "ddp": whole, "zero1": 1.5 * whole, "fsdp": 1.5 * whole, "tp": 4 * 4 * activations}
         sent |= {"cp": whole + 8 * 4 * activations / 4, "fsdp+cp": 1.5 * whole + 8 * 4 * activations / 4}
