@@ -167,7 +167,9 @@ DecodePlan plan_decode(const DecodeArgs& args, const DeviceInfo& device, bool ba
   // 256 rows 271 us against 218, 128 rows 167 against 215; of pages of 64, 256 rows 376 against 420.
   // In any layout the same with batch_invariant.
   const int64_t most_rows = args.fp8 || args.table != nullptr || batch_invariant ? 256 : 128;
-  constexpr int kManySequences = 256;  // of which each block of the merge would add up the lengths
+  // Beyond these the kernel tells the merge where parts are, else each block of the merge adds up the lengths. NOTE: up
+  // to 32 a lane has one, before the kernel has ended; of 256 that took 11 us longer than to be told (one H200).
+  constexpr int kManySequences = 32;
   DecodePlan plan;
   const int64_t rows = int64_t{args.len_q} * (args.heads_q / args.heads_k);
   const Unit* const unit = unit_of(args, rows > 16);
