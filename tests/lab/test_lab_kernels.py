@@ -101,6 +101,8 @@ def test_occupancy_is_what_the_driver_says(one: Lesson, variant: Variant) -> Non
 def test_run_tells_times(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     lab.main(["run", name, "--size", *SIZES[name][-1].split()])
     told = capsys.readouterr().out
+    for call in lesson(name).beside:
+        assert call.name in told or f"{call.name} is left out: " in told
     if lesson(name).flops:
         assert all(f"{variant.peer.name} does" in told for variant in lesson(name).variants)
         assert "TFLOP/s" in told and "GB/s" not in told
