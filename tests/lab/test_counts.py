@@ -292,6 +292,7 @@ def test_tiny_flash(name: str) -> None:
 # window has 4 and 3 rows and columns from the two ends of the image, so 28 queries see none of keys 32 to 48 and
 # 9 others none of keys 0 to 31.
 SWIN = {
+    "partition": (2 * (32 + 49 * 65), 2 * 32, 0, 0, 0),
     "row_each": (2 * (32 + 49 * 65), 2 * 32, 0, 0, 0),
     "shared": (2 * (32 + 49) + 2 * 49, 2 * 32, 2 * 49, 2 * 49 * 64, 2 * 49 * 32 * 4),
     "warp": (3 * 49 + 2 * 49 - 28 - 9, 49, 2 * 49, 49 * (2 * 32 + 49), 49 * (33 + 32) * 4),
