@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("numpy")
 pytest.importorskip("cuda.core", exc_type=ImportError, reason="needs cuda-core and what it binds")
 
-from lab_sizes import SIZES
+from lab_sizes import ON_A_GPU, SIZES
 
 from flash_ext.lab import __main__ as lab
 from flash_ext.lab import cuda
@@ -52,7 +52,7 @@ def test_a_torch_without_cuda_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "one, variant, size",
-    [(one, variant, size) for one, variant in CASES for size in SIZES[one.name]],
+    [(one, v, size) for one, v in CASES for size in (*SIZES[one.name], *ON_A_GPU.get(one.name, ()))],
     ids=lambda case: case if isinstance(case, str) else case.name,
 )
 def test_every_kernel_is_right(one: Lesson, variant: Variant, size: str) -> None:
