@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Times the kernels of the memory-access lab (python -m flash_ext.lab) on this GPU, for the page docs/learn/lab.md.
+"""Times the kernels of the memory-access lab (python -m flash_ext.lab) on this GPU, for docs/learn/lab/.
 
     python benchmarks/lab_times.py --out benchmarks/results/nvidia-h200/lab      all lessons, NAME.csv each
     python benchmarks/lab_times.py transpose --out benchmarks/results/nvidia-h200/lab
-    python tests/lab/test_page.py                                                shows them on the page
+    python tests/lab/test_page.py                                                shows them on the pages
 
 A row is a kernel at the size that a lesson has on a GPU, with a cold L2 cache, beside the limit of this card: what a
 copy by torch moves, or what a library does for the same product. Below a lesson's kernels are the calls that it has

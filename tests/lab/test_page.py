@@ -1,8 +1,8 @@
-"""Promise: the tables of docs/learn/lab.md are what a run counts and what a GPU took, and its pictures are there.
+"""Promise: each lesson has a page in docs/learn/lab/, whose tables are what a run counts and what a GPU took.
 
-A table's mark names its lesson, and its size where it is not the one for a machine without a GPU. Times come from
-benchmarks/results/<device>/lab/, where benchmarks/lab_times.py writes them; without a file there are none, and a kernel
-that came later has "-".
+And its picture is there. A table's mark names its lesson, and its size where it is not the one for a machine without a
+GPU. Times come from benchmarks/results/<device>/lab/, where benchmarks/lab_times.py writes them; without a file there
+are none, and a kernel that came later has "-".
 ``python tests/lab/test_page.py`` writes the tables anew.
 """
 
@@ -26,7 +26,8 @@ from flash_ext.lab.lessons import LESSON_NAMES, Lesson, Peer, lesson  # noqa: E4
 from flash_ext.lab.measure import count  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
-PAGE, RESULTS = ROOT / "docs/learn/lab.md", ROOT / "benchmarks/results"
+INDEX, RESULTS = ROOT / "docs/learn/lab.md", ROOT / "benchmarks/results"
+PAGES = {name: ROOT / f"docs/learn/lab/{name}.md" for name in LESSON_NAMES}
 OF_THE_COMPILER = ("registers", "occupancy", "limited")
 
 
@@ -108,7 +109,7 @@ def table(mark: str, results: Path = RESULTS) -> str:
     )
 
 
-MARKS = {mark: shown for _, mark, shown, _ in PLACE.findall(PAGE.read_text())}
+MARKS = {mark: shown for page in PAGES.values() for _, mark, shown, _ in PLACE.findall(page.read_text())}
 COUNTED = [mark for mark in MARKS if not mark.startswith("block_size ")]
 
 
@@ -135,15 +136,25 @@ def test_the_page_has_the_tiles_of_flash_ext() -> None:
 
 
 @pytest.mark.parametrize("name", LESSON_NAMES)
-def test_the_page_has_every_lesson(name: str) -> None:
-    text = PAGE.read_text()
-    assert name in MARKS and f"\n## {name}: " in text
-    picture = PAGE.parent / f"lab/{name}.png"
-    assert f"](lab/{name}.png)" in text and 1000 < picture.stat().st_size < 60_000
+def test_every_lesson_has_its_page(name: str) -> None:
+    """With its own tables, its command and its picture; the index names what it is about."""
+    text = PAGES[name].read_text()
+    about = re.match(rf"# {name}: (.*)\n", text)[1]
+    assert f"| [{name}](lab/{name}.md) | {about} |\n" in INDEX.read_text()
+    assert {mark.split()[0] for _, mark, _, _ in PLACE.findall(text)} == {name} and name in MARKS
+    assert f"```bash\npython -m flash_ext.lab run {name}\n```\n" in text
+    assert f"]({name}.png)" in text and 1000 < PAGES[name].with_suffix(".png").stat().st_size < 60_000
+
+
+def test_pages_follow_each_other() -> None:
+    found = [re.findall(r"^Next: \[(\w+)\]\(\1\.md\)\.$", page.read_text(), re.MULTILINE) for page in PAGES.values()]
+    assert found == [*([name] for name in LESSON_NAMES[1:]), []]
+    assert re.findall(r"^\| \[(\w+)\]", INDEX.read_text(), re.MULTILINE) == list(LESSON_NAMES)
 
 
 if __name__ == "__main__":
     new = other_tables() | {mark: table(mark) for mark in COUNTED}
-    PAGE.write_text(
-        PLACE.sub(lambda found: f"{found[1]}{new.get(found[2], found[3][:-1])}\n{found[4]}", PAGE.read_text())
-    )
+    for page in PAGES.values():
+        page.write_text(
+            PLACE.sub(lambda found: f"{found[1]}{new.get(found[2], found[3][:-1])}\n{found[4]}", page.read_text())
+        )
