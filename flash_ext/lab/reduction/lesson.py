@@ -47,7 +47,8 @@ def by_torch(x: Tensor) -> Callable[[], Tensor]:
 
 
 def by_cub(x: Tensor) -> Callable[[], Tensor]:
-    """cub::DeviceReduce, which the package cuda-cccl compiles by NVRTC; its memory is there before."""
+    """cub::DeviceReduce, which the package cuda-cccl compiles at run time; its memory is there before."""
+    major = (torch.version.cuda or "13").split(".")[0]
     try:
         from cuda.compute import OpKind, make_reduce_into
 
@@ -58,7 +59,8 @@ def by_cub(x: Tensor) -> Callable[[], Tensor]:
         )
         memory = torch.empty(reduce(temp_storage=None), dtype=torch.uint8, device=x.device)
     except Exception as error:  # without the package, of another version, without a driver: no base is common
-        raise LabError(f"CUB's reduction is left out: pip install 'cuda-cccl>=1.0', which says: {error}.") from None
+        needed = f"pip install 'cuda-cccl[minimal-cu{major}]>=1.0'"
+        raise LabError(f"CUB's reduction is left out: it needs {needed} ({error}).") from None
 
     def call() -> Tensor:
         reduce(temp_storage=memory)

@@ -13,6 +13,7 @@ from flash_ext.lab.lessons import GRID_Y, Call, Launch, Lesson, Peer, Variant
 
 WINDOW, SHIFT, HEAD_DIM = 7, 3, 32
 TOKENS = WINDOW * WINDOW
+CLOSE = 1e-4  # of the largest number: any order of sums in floats, but not tf32
 
 
 def launch(threads: int) -> Callable[[Sequence[int]], Launch]:
@@ -135,8 +136,11 @@ def variant(name: str, expect: str, threads: int, shift: int = SHIFT, file: str 
 
 def beside() -> tuple[Call, ...]:
     """Each of attention on windows that are there, then with all that is around it."""
-    alone = [Call(f"{name}, on windows", on_windows(attend), of_windows) for name, attend in ATTENTION.items()]
-    return (*alone, *(Call(f"{name}, whole", on_images(attend), attention) for name, attend in ATTENTION.items()))
+    alone = [Call(f"{name}, on windows", on_windows(attend), of_windows, CLOSE) for name, attend in ATTENTION.items()]
+    return (
+        *alone,
+        *(Call(f"{name}, whole", on_images(attend), attention, CLOSE) for name, attend in ATTENTION.items()),
+    )
 
 
 def elements(size: Sequence[int]) -> int:
