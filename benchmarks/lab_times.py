@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Times the kernels of the memory-access lab (python -m flash_ext.lab) on this GPU, for the page docs/learn/lab.md.
+"""Times the kernels of the memory-access lab (python -m flash_ext.lab) on this GPU, for docs/learn/lab/.
 
     python benchmarks/lab_times.py --out benchmarks/results/nvidia-h200/lab      all lessons, NAME.csv each
     python benchmarks/lab_times.py transpose --out benchmarks/results/nvidia-h200/lab
-    python tests/lab/test_page.py                                                shows them on the page
+    python tests/lab/test_page.py                                                shows them on the pages
 
 A row is a kernel at the size that a lesson has on a GPU, with a cold L2 cache, beside the limit of this card: what a
-copy by torch moves, or what a library does for the same product. A kernel whose result is wrong ends the run.
+copy by torch moves, or what a library does for the same product. Below a lesson's kernels are the calls that it has
+beside them; one that this machine cannot make is left out, with a sentence. A wrong result ends the run.
 """
 
 from __future__ import annotations
@@ -46,15 +47,17 @@ class Args:
 
 
 def rows_of(lesson: Lesson, table: str, size: Sequence[int], times: Times) -> list[dict[str, Any]]:
-    """One a variant; ``table`` is the page's mark of that table."""
+    """One a variant, then one a call beside them; ``table`` is the page's mark of that table."""
     rows = []
-    for variant in lesson.variants:
-        seconds, kind, scale = times.seconds[variant.name], "gbs", 1e9
+    found = [(variant.name, times.seconds[variant.name], variant.peer) for variant in lesson.variants]
+    found += [(name, seconds, lesson.peer) for name, seconds in times.beside.items()]
+    for name, seconds, peer in found:
+        kind, scale = "gbs", 1e9
         work, limit, rate = lesson.moved(size), "a copy", times.copy_rate
         if lesson.flops:
             kind, scale = "tflops", 1e12
-            work, limit, rate = lesson.flops(size), variant.peer.name, times.peer_rates[variant.peer]
-        row = {"table": table, "size": " x ".join(map(str, size)), "of": lesson.of, "variant": variant.name}
+            work, limit, rate = lesson.flops(size), peer.name, times.peer_rates[peer]
+        row = {"table": table, "size": " x ".join(map(str, size)), "of": lesson.of, "variant": name}
         row |= {
             "us": f"{1e6 * seconds:.3f}",
             "gbs": "",
@@ -71,7 +74,9 @@ def rows_of(lesson: Lesson, table: str, size: Sequence[int], times: Times) -> li
 def measured(lesson: Lesson, table: str, size: Sequence[int]) -> list[dict[str, Any]]:
     """The rows of one of the page's tables."""
     inputs = lesson.inputs(size)
-    return rows_of(lesson, table, size, time_all(lesson, size, inputs, references(lesson, inputs)))
+    times = time_all(lesson, size, inputs, references(lesson, inputs))
+    print(*times.left_out, sep="\n", end="\n" if times.left_out else "")
+    return rows_of(lesson, table, size, times)
 
 
 def shown(rows: Sequence[dict[str, Any]]) -> Table:

@@ -87,7 +87,8 @@ def run_lesson(name: str, size: tuple[str, ...] = (), out: Path | None = None, n
         counted = count(lesson, variant, numbers, inputs, right[variant.reference])
         seconds, peer_rate = times.seconds.get(variant.name), times.peer_rates.get(variant.peer)
         rows.append(report.row(lesson, variant, threads, counted, seconds, peer_rate))
-    table = report.cells(report.columns(lesson, numbers, rows, times.copy_rate), rows)
+    columns = report.columns(lesson, numbers, rows, times.copy_rate)
+    table = report.cells(columns, rows, report.calls(lesson, numbers, times))
     measured = {MEASURED: report.beside(rows, profiler.measure(lesson, numbers))} if ncu else {}
     title = f"{lesson.name}, {' x '.join(map(str, numbers))} {lesson.of}"
     print_table(title, table)
@@ -95,7 +96,7 @@ def run_lesson(name: str, size: tuple[str, ...] = (), out: Path | None = None, n
     for about, beside in (measured | lesson.tables()).items():
         print_table(about, beside)
         text += [f"## {about}", "", report.markdown(beside)]
-    notes = report.notes(rows, times.copy_rate)
+    notes = [*report.notes(rows, times.copy_rate), *times.left_out]
     print("\n".join(notes))
     if out:
         (out / f"{name}.md").write_text("\n".join([*text, *notes]) + "\n")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,6 +70,19 @@ class Variant:
 
 
 @dataclass(frozen=True)
+class Call:
+    """What a library has for the same work, timed on a GPU: a row beside those of the kernels, without counts.
+
+    ``prepare`` takes the inputs on the GPU and gives what is timed; a LabError of it says why the row is left out.
+    """
+
+    name: str
+    prepare: Callable[..., Callable[[], Tensor]]
+    reference: Callable[..., Tensor]  # of the inputs
+    close: float | None = None  # as a variant has it
+
+
+@dataclass(frozen=True)
 class Lesson:
     """Variants and what they share; ``sizes``: the names of the numbers of --size, each with its default."""
 
@@ -84,9 +98,15 @@ class Lesson:
     flops: Callable[[Sequence[int]], int] | None = None  # where it is about arithmetic; then each variant has a peer
     counted: Callable[[Sequence[int]], int] = lambda size: COUNTED  # threads that the CPU executes; of more, a sample
     columns: Mapping[str, Callable[[Any, Sequence[int]], str]] = field(default_factory=dict)  # of a report.Row, a size
+    beside: tuple[Call, ...] = ()
     of: str = "floats"  # what the sizes count; where they differ, all of them
     tables: Callable[[], Mapping[str, list[list[str]]]] = dict  # beside that of the variants, by title
     draw: Callable[[Sequence[Any], Path], None] | None = None  # another picture of report.Rows
+
+    @property
+    def peer(self) -> Peer | None:
+        """With which most variants, and what is beside them, are compared."""
+        return Counter(variant.peer for variant in self.variants).most_common(1)[0][0]
 
     def path(self, variant: Variant) -> Path:
         return FOLDER / self.name / f"{variant.file or variant.name}.cu"

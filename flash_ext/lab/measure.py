@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flash_ext.lab import cuda, simt
 from flash_ext.lab.counts import Counts
-from flash_ext.lab.lessons import LabError, Lesson, Peer, Variant
+from flash_ext.lab.lessons import Call, LabError, Lesson, Peer, Variant
 from flash_ext.lab.memory import Access
 
 
@@ -34,6 +34,8 @@ class Times:
     seconds: Mapping[str, float]
     peer_rates: Mapping[Peer | None, float]  # FLOP/s
     copy_rate: float | None  # bytes read and written in a second; None where it is about arithmetic
+    beside: Mapping[str, float] = field(default_factory=dict)  # seconds of each call beside the variants, by name
+    left_out: tuple[str, ...] = ()  # why others of these calls have none, a sentence each
 
 
 def chosen(count: int, threads: int, at_most: int) -> np.ndarray:
@@ -76,7 +78,7 @@ def count(
     return Counted(counts, out, len(blocks), all_blocks, work)
 
 
-def require_equal(lesson: Lesson, variant: Variant, out: Tensor, expected: Tensor) -> None:
+def require_equal(lesson: Lesson, variant: Variant | Call, out: Tensor, expected: Tensor) -> None:
     """A LabError where a kernel is not what torch says."""
     try:
         if variant.close is None:
@@ -101,12 +103,31 @@ def references(lesson: Lesson, inputs: Sequence[Tensor]) -> dict[Callable[..., T
     return {of: of(*inputs).contiguous() for of in {variant.reference for variant in lesson.variants}}
 
 
+def time_beside(
+    lesson: Lesson, inputs: Sequence[Tensor], right: Mapping[Callable[..., Tensor], Tensor], device: str = "cuda"
+) -> tuple[dict[str, float], tuple[str, ...]]:
+    """Seconds of each call that a lesson has beside its variants, by name, and why others are left out."""
+    on_device = tuple(tensor.to(device) for tensor in inputs)
+    seconds, left_out = {}, []
+    for call in lesson.beside:
+        try:
+            timed = call.prepare(*on_device)
+        except LabError as error:
+            left_out.append(str(error))
+            continue
+        expected = right[call.reference] if call.reference in right else call.reference(*inputs)
+        require_equal(lesson, call, timed(), expected.to(device))
+        seconds[call.name] = cuda.seconds(timed)
+    return seconds, tuple(left_out)
+
+
 def time_all(
     lesson: Lesson, size: Sequence[int], inputs: Sequence[Tensor], right: Mapping[Callable[..., Tensor], Tensor]
 ) -> Times:
-    """Every variant, its peer, and a copy, on the current GPU; ``right`` is what references gives of the inputs."""
+    """Every variant, its peer, a copy and what is beside, on the current GPU; ``right``: references of the inputs."""
     on_gpu = tuple(tensor.cuda() for tensor in inputs)
     peers = {variant.peer for variant in lesson.variants if variant.peer}
+    beside, left_out = time_beside(lesson, inputs, right)
     return Times(
         peer_rates={peer: lesson.flops(size) / cuda.seconds(functools.partial(peer.call, *on_gpu)) for peer in peers},
         seconds={
@@ -114,4 +135,6 @@ def time_all(
             for variant in lesson.variants
         },
         copy_rate=None if lesson.flops else cuda.copy_bytes_per_second(torch.cuda.current_device()),
+        beside=beside,
+        left_out=left_out,
     )

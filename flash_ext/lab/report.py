@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from flash_ext.lab import cuda
 from flash_ext.lab.counts import LIMITS, occupancy
 from flash_ext.lab.lessons import Lesson, Variant
-from flash_ext.lab.measure import Counted
+from flash_ext.lab.measure import Counted, Times
 from flash_ext.lab.ncu import Measured
 
 CAPABILITIES = " / ".join(LIMITS)
@@ -41,6 +41,14 @@ class Row:
         """Of the whole grid, where not all of it was executed in proportion."""
         number = f"{self.of_all(self.counted.counts.requests()):,.0f}"
         return number if self.part() == 1 else f"~{number}"
+
+
+@dataclass(frozen=True)
+class Timed:
+    """What is beside the variants; ``peer_rate`` as a row has it."""
+
+    seconds: float
+    peer_rate: float | None
 
 
 def row(
@@ -78,7 +86,7 @@ def once(words: Iterable[str]) -> str:
     return " / ".join(dict.fromkeys(words))
 
 
-def traffic(lesson: Lesson, size: Sequence[int], copy_rate: float) -> dict[str, Callable[[Row], str]]:
+def traffic(lesson: Lesson, size: Sequence[int], copy_rate: float) -> dict[str, Callable[[Row | Timed], str]]:
     """Bytes that must be moved in a second, beside those of a copy."""
     moved = lesson.moved(size)
     return {
@@ -87,13 +95,26 @@ def traffic(lesson: Lesson, size: Sequence[int], copy_rate: float) -> dict[str, 
     }
 
 
-def arithmetic(lesson: Lesson, size: Sequence[int], rows: Sequence[Row]) -> dict[str, Callable[[Row], str]]:
-    """Additions and multiplications in a second, beside those of each variant's peer; the first one is the title."""
+def arithmetic(lesson: Lesson, size: Sequence[int]) -> dict[str, Callable[[Row | Timed], str]]:
+    """Additions and multiplications in a second, beside those of each variant's peer; the lesson's is the title."""
     flops = lesson.flops(size)
     return {
         "TFLOP/s": lambda row: f"{flops / row.seconds / 1e12:.2f}",
-        f"of {rows[0].variant.peer.name}": lambda row: f"{flops / row.seconds / row.peer_rate:.1%}",
+        f"of {lesson.peer.name}": lambda row: f"{flops / row.seconds / row.peer_rate:.1%}",
     }
+
+
+def timed(lesson: Lesson, size: Sequence[int], copy_rate: float | None) -> dict[str, Callable[[Row | Timed], str]]:
+    """What a GPU took, by title."""
+    rates = arithmetic(lesson, size) if lesson.flops else traffic(lesson, size, copy_rate)
+    return {"time, us": lambda row: f"{1e6 * row.seconds:.1f}"} | rates
+
+
+def calls(lesson: Lesson, size: Sequence[int], times: Times) -> list[dict[str, str]]:
+    """Of each call beside the variants: its cells by title."""
+    titles = timed(lesson, size, times.copy_rate)
+    found = {name: Timed(seconds, times.peer_rates.get(lesson.peer)) for name, seconds in times.beside.items()}
+    return [{"variant": name} | {title: cell(one) for title, cell in titles.items()} for name, one in found.items()]
 
 
 def columns(
@@ -102,8 +123,7 @@ def columns(
     """What to show, by title: only what some row has."""
     shown: dict[str, Callable[[Row], str]] = {"variant": lambda row: row.variant.name}
     if all(row.seconds is not None for row in rows):
-        shown["time, us"] = lambda row: f"{1e6 * row.seconds:.1f}"
-        shown |= arithmetic(lesson, size, rows) if lesson.flops else traffic(lesson, size, copy_rate)
+        shown |= timed(lesson, size, copy_rate)
     shown |= {
         "sectors a load": lambda row: short(row.counted.counts.sectors(store=False)),
         "sectors a store": lambda row: short(row.counted.counts.sectors(store=True)),
@@ -156,9 +176,12 @@ def beside(rows: Sequence[Row], measured: Sequence[Measured]) -> list[list[str]]
     return [["variant", *titles], *lines]
 
 
-def cells(shown: dict[str, Callable[[Row], str]], rows: Sequence[Row]) -> list[list[str]]:
-    """With the titles first."""
-    return [list(shown), *([cell(row) for cell in shown.values()] for row in rows)]
+def cells(
+    shown: Mapping[str, Callable[[Row], str]], rows: Sequence[Row], beside: Sequence[Mapping[str, str]] = ()
+) -> list[list[str]]:
+    """With the titles first, and last what is beside the variants, which has cells of some titles."""
+    lines = [[cell(row) for cell in shown.values()] for row in rows]
+    return [list(shown), *lines, *([one.get(title, "-") for title in shown] for one in beside)]
 
 
 def markdown(table: Sequence[Sequence[str]]) -> str:

@@ -13,7 +13,7 @@ import torch
 for name in ("numpy", "matplotlib", "rich", "tyro"):
     pytest.importorskip(name)
 
-from lab_sizes import CASES  # noqa: E402
+from lab_sizes import CASES, THREADS  # noqa: E402
 
 from flash_ext.lab import __main__ as lab  # noqa: E402
 from flash_ext.lab import cuda  # noqa: E402
@@ -47,7 +47,7 @@ def test_every_variant_is_right_at_odd_sizes(name: str, size: str) -> None:
     numbers = one.checked(size.split(), gpu=False)
     inputs = one.inputs(numbers)
     for variant in one.variants:
-        counted = count(one, variant, numbers, inputs, variant.reference(*inputs).contiguous(), at_most=1 << 15)
+        counted = count(one, variant, numbers, inputs, variant.reference(*inputs).contiguous(), THREADS[name, size])
         assert counted.blocks == counted.all_blocks or max(numbers) >= 1000
 
 

@@ -176,16 +176,16 @@ def test_look_back() -> None:
     assert found.work.barriers == 3 * tiles
 
 
-# KiB of a tile of floats, and of how many there is room for beside 1 KiB each: in 164 and in 228 KiB, but 8 blocks of
+# KiB of a tile, and of how many there is room for beside 1 KiB each: in 164 and in 228 KiB, but 8 blocks of
 # 256 threads at most.
-BLOCKS = {8: (8, 8), 16: (8, 8), 32: (4, 6), 48: (3, 4)}
+BLOCKS = {8: (8, 8), 16: (8, 8), 24: (6, 8), 32: (4, 6), 48: (3, 4)}
 
 
 @pytest.mark.parametrize("variant", lesson("block_size").variants, ids=lambda variant: variant.name)
 def test_block_size(variant: Variant) -> None:
-    """48 rows of 256 floats are 12,288 floats, 96 requests of 16 bytes a thread on each of four sides."""
+    """48 rows of 256 floats or 512 halves are 48 KiB, 96 requests of 16 bytes a thread on each of four sides."""
     found = counted("block_size", variant.name, 48)
-    kib = variant.defines["ROWS"] * variant.defines["HEAD_DIM"] * 4 // 1024
+    kib = variant.defines["ROWS"] * variant.defines["HEAD_DIM"] * (2 if "half" in variant.name else 4) // 1024
     assert found.shared == {"tile": 1024 * kib} and tuple(all_blocks(1024 * kib)) == BLOCKS[kib]
     assert [site.requests for site in found.sites.values()] == [96] * 4
     assert (found.sectors(False), found.sectors(True), found.ways(False), found.ways(True)) == (16, 16, 1, 1)
@@ -292,6 +292,7 @@ def test_tiny_flash(name: str) -> None:
 # window has 4 and 3 rows and columns from the two ends of the image, so 28 queries see none of keys 32 to 48 and
 # 9 others none of keys 0 to 31.
 SWIN = {
+    "partition": (2 * (32 + 49 * 65), 2 * 32, 0, 0, 0),
     "row_each": (2 * (32 + 49 * 65), 2 * 32, 0, 0, 0),
     "shared": (2 * (32 + 49) + 2 * 49, 2 * 32, 2 * 49, 2 * 49 * 64, 2 * 49 * 32 * 4),
     "warp": (3 * 49 + 2 * 49 - 28 - 9, 49, 2 * 49, 49 * (2 * 32 + 49), 49 * (33 + 32) * 4),

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("numpy")
 pytest.importorskip("cuda.core", exc_type=ImportError, reason="needs cuda-core and what it binds")
 
-from lab_sizes import SIZES
+from lab_sizes import ON_A_GPU, SIZES
 
 from flash_ext.lab import __main__ as lab
 from flash_ext.lab import cuda
@@ -52,7 +52,7 @@ def test_a_torch_without_cuda_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "one, variant, size",
-    [(one, variant, size) for one, variant in CASES for size in SIZES[one.name]],
+    [(one, v, size) for one, v in CASES for size in (*SIZES[one.name], *ON_A_GPU.get(one.name, ()))],
     ids=lambda case: case if isinstance(case, str) else case.name,
 )
 def test_every_kernel_is_right(one: Lesson, variant: Variant, size: str) -> None:
@@ -101,6 +101,8 @@ def test_occupancy_is_what_the_driver_says(one: Lesson, variant: Variant) -> Non
 def test_run_tells_times(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     lab.main(["run", name, "--size", *SIZES[name][-1].split()])
     told = capsys.readouterr().out
+    for call in lesson(name).beside:
+        assert call.name in told or f"{call.name} is left out: " in told
     if lesson(name).flops:
         assert all(f"{variant.peer.name} does" in told for variant in lesson(name).variants)
         assert "TFLOP/s" in told and "GB/s" not in told

@@ -9,7 +9,7 @@ for name in ("numpy", "matplotlib"):
 
 from flash_ext.lab import cuda, report  # noqa: E402
 from flash_ext.lab.lessons import lesson  # noqa: E402
-from flash_ext.lab.measure import count  # noqa: E402
+from flash_ext.lab.measure import Times, count  # noqa: E402
 
 REGISTERS = {"8.0": 40, "9.0": 32}
 
@@ -63,6 +63,19 @@ def test_arithmetic_beside_its_peer() -> None:
         "cuBLAS does 1.0 TFLOP/s on this card; compared with it: cp_async.",
         "cuBLAS in tf32 does 2.1 TFLOP/s on this card; compared with it: mma.",
     ]
+
+
+def test_what_is_beside_has_times_alone() -> None:
+    """65,536 floats are read and written in 2 us: 262 GB/s."""
+    one, size = lesson("scan"), (1 << 16,)
+    times = Times({}, {}, 1e12, {"torch.cumsum": 2e-6})
+    (line,) = report.calls(one, size, times)
+    assert line == {"variant": "torch.cumsum", "time, us": "2.0", "GB/s": "262", "of a copy": "26%"}
+    shown = {"variant": lambda row: "", "requests": lambda row: "", "GB/s": lambda row: ""}
+    assert report.cells(shown, [], [line])[1:] == [["torch.cumsum", "-", "262"]]
+    one, size = lesson("matmul"), (64, 64, 64)
+    (line,) = report.calls(one, size, Times({}, {one.peer: 2 * 2 * 64**3 / 1e-6}, None, {"another": 1e-6}))
+    assert (line["TFLOP/s"], line["of cuBLAS"]) == ("0.52", "50.0%")
 
 
 def test_what_is_not_there_has_no_column() -> None:

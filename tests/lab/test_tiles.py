@@ -14,6 +14,7 @@ pytest.importorskip("numpy")
 import flash_ext
 from flash_ext.explain import Explanation
 from flash_ext.lab.block_size import tiles
+from flash_ext.lab.block_size.lesson import reversed_tiles
 from flash_ext.lab.counts import LIMITS
 
 
@@ -58,3 +59,11 @@ def test_the_tiles_of_a_build(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lines[1] == ["64", "sm90", "bfloat16", "64 x 128", "2", "193.2"] and len(lines) == 1 + 6
     monkeypatch.setattr(tiles, "plan", lambda *call: None)
     assert list(tiles.tables()) == ["Computed: a tile of queries and 64 keys"]
+
+
+def test_a_tile_of_halves_has_twice_the_rows_in_the_same_bytes() -> None:
+    """256 floats are 512 halves, 8 rows of 64: tiles of 3, 3 and 2 of them."""
+    halves = torch.arange(512).half()
+    order = [2, 1, 0, 5, 4, 3, 7, 6]
+    found = reversed_tiles(3, 64, torch.float16)(halves.view(torch.float32).view(1, 256))
+    assert torch.equal(found.view(-1).view(torch.float16).view(8, 64), halves.view(8, 64)[order])

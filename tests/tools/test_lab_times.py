@@ -24,7 +24,8 @@ def times_of(one: Lesson) -> Times:
     seconds = {variant.name: 1e-3 * number for number, variant in enumerate(one.variants, 1)}
     peers = dict.fromkeys(variant.peer for variant in one.variants if variant.peer)
     rates = {peer: (50 + number) * 1e12 for number, peer in enumerate(peers)}
-    return Times(seconds, rates, None if one.flops else 4e12)
+    beside = {call.name: 1e-3 * number for number, call in enumerate(one.beside, len(one.variants) + 1)}
+    return Times(seconds, rates, None if one.flops else 4e12, beside)
 
 
 @pytest.fixture
@@ -96,9 +97,16 @@ def test_pictures_are_chosen_by_columns(bench: SimpleNamespace) -> None:
             assert path.with_suffix(".png").stat().st_size > 5000
 
 
+def test_a_call_beside_the_kernels_is_a_row(bench: SimpleNamespace) -> None:
+    one = lesson("reduction")
+    rows = bench.lab_times.rows_of(one, "reduction", (1 << 26,), times_of(one))
+    assert [row["variant"] for row in rows[-2:]] == ["torch.sum, its own kernel", "CUB's reduction"]
+    assert (rows[-1]["us"], rows[-1]["gbs"], rows[-1]["limit"]) == ("7000.000", "38.35", "a copy")
+
+
 def test_other_sizes_can_be_and_have_a_table_on_the_page(bench: SimpleNamespace) -> None:
-    text = (ROOT / "docs/learn/lab.md").read_text()
     for name, sizes in bench.lab_times.OTHER_SIZES.items():
+        text = (ROOT / f"docs/learn/lab/{name}.md").read_text()
         for table, size in sizes.items():
             assert f"<!-- table: {table} -->" in text and table.startswith(f"{name} ")
             assert lesson(name).checked(tuple(map(str, size)), gpu=True) == size
@@ -133,16 +141,40 @@ def test_the_page_shows_arithmetic_and_several_cards(bench: SimpleNamespace, pag
     assert "| time, us, NVIDIA A100 | " in lines[0] and lines[0].endswith("| of cuBLAS, NVIDIA H200 |")
 
 
+def test_a_share_of_what_is_compared_no_longer_is_not_shown(
+    bench: SimpleNamespace, page: ModuleType, tmp_path: Path
+) -> None:
+    write(bench, tmp_path, lesson("matmul"))
+    path = tmp_path / "nvidia-h200/lab/matmul.csv"
+    path.write_text(path.read_text().replace(",cuBLAS,", ",another library,"))
+    lines = page.table("matmul", tmp_path).split("\n")
+    assert lines[2].endswith("| 1000.0 | 17.18 | - |") and lines[8].endswith("| 7000.0 | 2.45 | 4.8% |")
+    assert "another" not in lines[10] and "cuBLAS in tf32 at 51 TFLOP/s" in lines[10]
+
+
 def test_the_page_shows_each_table_of_a_file(bench: SimpleNamespace, page: ModuleType, tmp_path: Path) -> None:
     write(bench, tmp_path, lesson("load_tile"))
     for mark, size in {"load_tile": "262144 x 126 x 128", "load_tile 256 62 63": "262144 x 126 x 127"}.items():
         assert f"Times: NVIDIA H200, {size} " in page.table(mark, tmp_path)
 
 
-def test_a_kernel_without_a_time_is_found(bench: SimpleNamespace, page: ModuleType, tmp_path: Path) -> None:
+def test_the_page_shows_what_is_beside_the_kernels(bench: SimpleNamespace, page: ModuleType, tmp_path: Path) -> None:
+    """Where it was timed: times and nothing counted."""
+    assert "CUB" not in page.table("scan", tmp_path)
+    write(bench, tmp_path, lesson("scan"))
+    line = page.table("scan", tmp_path).split("\n")[7]
+    assert line == "| torch.cumsum, CUB's scan |" + " - |" * 8 + " 6000.0 | 89 | 2% |"
+
+
+def test_a_kernel_that_came_later_has_no_time(bench: SimpleNamespace, page: ModuleType, tmp_path: Path) -> None:
+    """One that is there no longer is found."""
     write(bench, tmp_path, lesson("add"))
     path = tmp_path / "nvidia-h200/lab/add.csv"
     path.write_text("".join(line for line in path.open() if ",float2," not in line))
+    lines = page.table("add", tmp_path).split("\n")
+    assert lines[6].startswith("| float2 |") and lines[6].endswith("| - | - | - |")
+    assert lines[7].endswith("| 6000.0 | 134 | 3% |")
+    path.write_text(path.read_text().replace(",float4,", ",float8,"))
     with pytest.raises(AssertionError, match=r"run benchmarks/lab_times\.py again"):
         page.table("add", tmp_path)
 

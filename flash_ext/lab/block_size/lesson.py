@@ -15,25 +15,27 @@ from flash_ext.lab.lessons import Launch, Lesson, Variant
 from flash_ext.lab.report import Row
 
 THREADS = 256
-COLUMNS = 256  # of x; a kernel of a smaller head dim sees more rows
+COLUMNS = 256  # of x; a kernel of a smaller head dim or of 16 bits sees more rows in the same bytes
 TILES = ((32, 64), (64, 64), (128, 64), (192, 64), (32, 128), (64, 128), (96, 128), (32, 256), (48, 256))
+HALF_TILES = ((64, 64), (128, 64), (192, 64), (64, 128), (128, 128), (192, 128), (64, 256), (96, 256))
 
 
-def variant(rows: int, head_dim: int) -> Variant:
+def variant(rows: int, head_dim: int, dtype: torch.dtype) -> Variant:
     def launch(size: Sequence[int]) -> Launch:
-        count = size[0] * COLUMNS // head_dim
+        count = size[0] * COLUMNS * torch.float32.itemsize // (head_dim * dtype.itemsize)
         return Launch((-(-count // rows), 1), (THREADS, 1), (count,))
 
-    expect = (
-        f"{rows * head_dim * 4 // tiles.KIB} KiB: {' and '.join(map(str, all_blocks(rows * head_dim * 4)))} blocks."
-    )
-    defines = {"ROWS": rows, "HEAD_DIM": head_dim}
-    return Variant(f"{rows}x{head_dim}", expect, launch, reversed_tiles(rows, head_dim), "tile", defines)
+    shared = rows * head_dim * dtype.itemsize
+    expect = f"{shared // tiles.KIB} KiB: {' and '.join(map(str, all_blocks(shared)))} blocks."
+    defines = {"ROWS": rows, "HEAD_DIM": head_dim, "BYTES": dtype.itemsize}
+    name = f"{rows}x{head_dim}" + ("_half" if dtype == torch.float16 else "")
+    return Variant(name, expect, launch, reversed_tiles(rows, head_dim, dtype), "tile", defines)
 
 
-def reversed_tiles(rows: int, head_dim: int) -> Callable[[Tensor], Tensor]:
+def reversed_tiles(rows: int, head_dim: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     def reference(x: Tensor) -> Tensor:
-        return torch.cat([tile.flip(0) for tile in x.view(-1, head_dim).split(rows)]).view(x.shape)
+        seen = x.view(dtype).view(-1, head_dim)
+        return torch.cat([tile.flip(0) for tile in seen.split(rows)]).view(x.dtype).view(x.shape)
 
     return reference
 
@@ -84,15 +86,18 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         place.set_title(f"{capability}: {whole:g} KiB a multiprocessor", fontsize=8)
         place.tick_params(labelsize=7)
         place.spines[["top", "right"]].set_visible(False)
-    title = f"block_size: rows x head dim of floats, in blocks of {THREADS} threads. Grey stays empty."
+    title = f"block_size: rows x head dim of floats or halves, in blocks of {THREADS} threads. Grey stays empty."
     figure.suptitle(title, fontsize=8)
     picture.write(figure, path)
 
 
 LESSON = Lesson(
     name="block_size",
-    about="Rows times head dim is what fills a multiprocessor: a larger head dim wants a smaller tile.",
-    variants=tuple(variant(rows, head_dim) for rows, head_dim in TILES),
+    about="Rows times head dim, in bytes, fill a multiprocessor: a larger head dim wants a smaller tile.",
+    variants=(
+        *(variant(rows, head_dim, torch.float32) for rows, head_dim in TILES),
+        *(variant(rows, head_dim, torch.float16) for rows, head_dim in HALF_TILES),
+    ),
     sizes={"rows": (512, 1 << 18)},
     inputs=inputs,
     elements=lambda size: size[0] * COLUMNS,

@@ -1,9 +1,10 @@
-// A tile of ROWS rows of HEAD_DIM floats goes through shared memory and comes out with its rows in reverse order. So
+// A tile of ROWS rows of HEAD_DIM numbers goes through shared memory and comes out with its rows in reverse order. So
 // nothing is written before all has been read, as nothing is multiplied before a tile of K is there. While a block
 // waits at its barrier, only other blocks of the multiprocessor can read or write; how many there are is what the bytes
-// of a tile leave room for. ROWS and HEAD_DIM are the compiler's -DROWS=64 -DHEAD_DIM=128. Twice the head dim leaves
-// half the rows; 48 KiB is the most that a block has without asking for more.
-constexpr int kChunks = HEAD_DIM / 4;  // of 16 bytes, in a row
+// of a tile leave room for. -DROWS=64 -DHEAD_DIM=128 -DBYTES=4 are the compiler's, of floats; a number of 16 bits has
+// BYTES 2. What moves is 16 bytes a thread, whatever is in them. Twice the head dim leaves half the rows, half the
+// bytes leave twice as many; 48 KiB is the most that a block has without asking for more.
+constexpr int kChunks = HEAD_DIM * BYTES / 16;  // of 16 bytes, in a row
 
 extern "C" __global__ void reverse(const float* x, float* out, int n) {
   __shared__ float4 tile[ROWS * kChunks];

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from flash_ext.lab.lessons import Launch, Lesson, Variant
+from flash_ext.lab.lessons import Call, Launch, Lesson, Variant
 from flash_ext.lab.report import Row, short
 
 THREADS = 256
@@ -34,6 +35,10 @@ def scans_of_stretches(x: Tensor) -> Tensor:
 
 def scan_of_all(x: Tensor) -> Tensor:
     return x.cumsum(0)
+
+
+# PyTorch scans a tensor of one dimension by cub::DeviceScan (its ScanUtils.cuh), others by kernels of its own
+CUB = Call("torch.cumsum, CUB's scan", lambda x: functools.partial(scan_of_all, x), scan_of_all)
 
 
 def variant(name: str, expect: str) -> Variant:
@@ -68,5 +73,6 @@ LESSON = Lesson(
     elements=lambda size: size[0],
     moved=lambda size: 2 * 4 * size[0],
     pictured=(("shared", False),),
+    beside=(CUB,),
     columns={"additions a float": additions, "barriers a block": barriers},
 )

@@ -1,10 +1,13 @@
-// A block has a window and a head, a thread a query of the 7 x 7. Windows are shifted by 3 in an image that goes
-// around: nothing is copied together, each thread finds its tokens in the image. Tokens from both ends of the image do
-// not see each other; `region` says which end. A thread's row of the bias lies 49 floats behind its neighbour's.
-constexpr int kWindow = 7, kTokens = kWindow * kWindow, kDim = 32, kShift = 3;
+// A block has a window and a head, a thread a query of the 7 x 7. Nothing is copied together: each thread finds its
+// tokens in the image. With -DSHIFT=0 windows lie side by side. With -DSHIFT=3 they are shifted in an image that goes
+// around, and tokens from both ends of it do not see each other; `region` says which end. A thread's row of the bias
+// lies 49 floats behind its neighbour's.
+constexpr int kWindow = 7, kTokens = kWindow * kWindow, kDim = 32, kShift = SHIFT;
 
 __device__ int place(int window, int i) { return window * kWindow + i; }
-__device__ int region(int at, int side) { return (at >= side - kWindow ? 1 : 0) + (at >= side - kShift ? 1 : 0); }
+__device__ int region(int at, int side) {
+  return kShift == 0 ? 0 : (at >= side - kWindow ? 1 : 0) + (at >= side - kShift ? 1 : 0);
+}
 
 // Of token t of the window at (x, y): where its 32 floats of a head begin.
 __device__ int row_of(int t, int x, int y, int side, int heads) {
