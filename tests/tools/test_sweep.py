@@ -99,9 +99,11 @@ def test_the_points_of_a_grid(bench, tmp_path):
 
 # Rank 0 of several writes the result; a value that it does not take ends all
 RANKS = """
-import os, sys
+import os, sys, time
 arguments = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 if arguments["--value"] == "3":
+    if os.environ["RANK"] != "0":
+        time.sleep(60)  # torchrun ends it; two sentences at once might be one line
     sys.exit("ranks.py: no value 3")
 if os.environ["RANK"] == "0":
     with open(arguments["--out"], "w") as file:
