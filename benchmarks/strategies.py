@@ -46,17 +46,21 @@ def none(model: TransformerLM) -> Job:
     return Job(model, model, adamw(model))
 
 
+def replicated(model: TransformerLM) -> nn.parallel.DistributedDataParallel:
+    """Gradients lie in the buckets that travel: a copy of them would take as much memory again, and time."""
+    return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+
 def ddp(model: TransformerLM) -> Job:
     """Everything on every rank, a part of the batch each; gradients are all-reduced in buckets during backward."""
-    return Job(model, nn.parallel.DistributedDataParallel(model), adamw(model))
+    return Job(model, replicated(model), adamw(model))
 
 
 def zero1(model: TransformerLM) -> Job:
     """DDP whose optimizer state is sharded; updated parameters are broadcast."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    call = nn.parallel.DistributedDataParallel(model)
-    return Job(model, call, ZeroRedundancyOptimizer(model.parameters(), AdamW, **ADAMW))
+    return Job(model, replicated(model), ZeroRedundancyOptimizer(model.parameters(), AdamW, **ADAMW))
 
 
 def fsdp(model: TransformerLM) -> Job:
