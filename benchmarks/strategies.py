@@ -47,7 +47,7 @@ def none(model: TransformerLM) -> Job:
 
 
 def replicated(model: TransformerLM) -> nn.parallel.DistributedDataParallel:
-    """Gradients lie in the buckets that travel: a copy of them would take as much memory again, and time."""
+    """Gradients lie in the buckets that travel, not beside them."""
     return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 

@@ -27,7 +27,7 @@ PERMISSION = (
 )
 # scan's look_back looks as far back as the run lets it, and spins; in the others the compiler joins neighbouring loads
 # of shared memory to wider ones
-SPURIOUS = 16
+SPURIOUS = 0.005  # of the requests, at most
 DEPENDS_ON_THE_RUN = {("scan", "look_back")}
 JOINED = {
     ("scan", "blelloch"),
@@ -205,7 +205,7 @@ def test_the_run_shows_and_writes_it(
 def test_a_gpu_measures_what_is_counted(name: str) -> None:
     """Requests and sectors of global memory exactly, passes of shared memory where the compiler joins none.
 
-    Of shared memory an H200 reports up to 14 requests more (of 6,400), other ones in each run, with the same passes. A
+    Of shared memory an H200 reports up to 19 requests more (of 6,400), other ones in each run, with the same passes. A
     copy by cp.async that is told fewer bytes than it has room for took a sector more on an H200. Passes exactly where
     all threads ask for 4 bytes; a wider load of few words takes fewer on a card than by quarters.
     """
@@ -227,7 +227,7 @@ def test_a_gpu_measures_what_is_counted(name: str) -> None:
                 assert measured.costs[key] >= sectors if copies else measured.costs[key] == sectors, told
                 continue
             passes = sum(site.passes for site in sites)
-            assert measured.requests[key] <= requests + SPURIOUS, (*told, measured.requests[key], requests)
+            assert measured.requests[key] <= requests * (1 + SPURIOUS), (*told, measured.requests[key], requests)
             assert joined or measured.requests[key] >= requests, told
             if key not in measured.costs:
                 assert copies, told
