@@ -68,22 +68,23 @@ FLASH_DEVICE int64_t heads_per_section(int64_t kv_head_bytes, int64_t l2_budget)
   return kv_head_bytes > 0 && l2_budget > kv_head_bytes ? l2_budget / kv_head_bytes : 1;
 }
 
-// Sections of about l2_heads key heads for `processors` tiles that run at a time; 0: not known. work(block): how long a
+// Sections of about l2_heads key heads for `resident` tiles that run at a time; 0: not known. work(block): how long a
 // tile takes, in any unit. Where all take the same time, sections are as L2 has them. Else
 //
 //   - a section has a round of heads, as many as run at a time anyway, or rounds: then its tiles begin together and
 //   read
 //     together what they share, and who had a long one gets a short one in the next round;
-//   - the last section has work for all processors for as long as its longest tile takes, because otherwise that one
+//   - the last section has work for all that run at a time for as long as its longest tile takes, because otherwise
+//   that one
 //     begins when little else is left. Before it there is an even number of rounds, so that it begins at one time, too.
 //
-// NOTE: of causal calls on 132 processors (4 to 128 heads, 512 to 12k tokens, each tile in its time) the last tile
+// NOTE: of causal calls on 132 multiprocessors (4 to 128 heads, 512 to 12k tokens, each tile in its time) the last tile
 // would end 6.8 % later than it could in the mean, and 64 % at most, with sections as L2 has them; 0.4 %, and 13 %, so.
 // Measured (an H200, one process, interleaved): the backward of 4, 1 and 2 x 32 query heads on 8 key heads, 4096 x 128
 // and 8192 x 128, takes 10, 27 and 8 % less, that of 64 heads of 4096 x 128 3.9 %, the forward 0 to 5 % less, sm80's 11
 // %. A last section that began at different times took up to 12 % more than before: tiles of a head shared nothing.
 template <class Work>
-void set_sections(TileSchedule& schedule, int64_t l2_heads, int64_t processors, const Work& work) {
+void set_sections(TileSchedule& schedule, int64_t l2_heads, int64_t resident, const Work& work) {
   schedule.section = l2_heads;
   constexpr int64_t kSamples = 64;
   const int64_t count = schedule.blocks < kSamples ? schedule.blocks : kSamples;
@@ -94,12 +95,12 @@ void set_sections(TileSchedule& schedule, int64_t l2_heads, int64_t processors, 
     shortest = time < shortest ? time : shortest;
     sum += time;
   }
-  if (processors == 0 || longest <= shortest) return;
+  if (resident == 0 || longest <= shortest) return;
   const int64_t head_tiles = schedule.blocks * schedule.group;
-  const int64_t together = processors > head_tiles ? processors / head_tiles : 1;
+  const int64_t together = resident > head_tiles ? resident / head_tiles : 1;
   schedule.section = l2_heads > together ? l2_heads / together * together : together;
   const double head = static_cast<double>(sum) / static_cast<double>(count) * static_cast<double>(head_tiles);
-  const auto needed = static_cast<int64_t>(static_cast<double>(longest * processors) / head) + 1;
+  const auto needed = static_cast<int64_t>(static_cast<double>(longest * resident) / head) + 1;
   const int64_t even = schedule.section / together % 2 == 0 ? schedule.section : 2 * schedule.section;
   const int64_t before = schedule.kv_heads > needed ? (schedule.kv_heads - needed) / even * even : 0;
   schedule.tail = schedule.kv_heads - before;
@@ -116,9 +117,9 @@ inline bool batch_shares_scores(const Problem& problem, const ForwardArgs& args)
 }
 
 // Tiles of block_m queries. A packed batch is scheduled by its longest sequence, problem.len_q and problem.len_k.
-// processors: as set_sections says.
+// resident: as set_sections says.
 inline TileSchedule make_tile_schedule(const Problem& problem, int64_t block_m, int64_t kv_head_bytes,
-                                       int64_t l2_budget, int64_t processors = 0) {
+                                       int64_t l2_budget, int64_t resident = 0) {
   TileSchedule schedule;
   schedule.blocks = block_count(problem.len_q, block_m);
   schedule.heads_k = problem.heads_k;
@@ -131,7 +132,7 @@ inline TileSchedule make_tile_schedule(const Problem& problem, int64_t block_m, 
     return band.keys({block * block_m, end < problem.len_q ? end : problem.len_q}, problem.len_k).size();
   };
   schedule.last_first = keys_of(schedule.blocks - 1) > keys_of(0);
-  set_sections(schedule, heads_per_section(kv_head_bytes, l2_budget), processors, keys_of);
+  set_sections(schedule, heads_per_section(kv_head_bytes, l2_budget), resident, keys_of);
   return schedule;
 }
 

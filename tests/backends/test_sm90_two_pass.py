@@ -36,4 +36,4 @@ def test_scratch_is_the_plans(device: str) -> None:
     leaves = {name: leaf(t) for name, t in make_inputs(shape, shape, dtype=HALF[0], device=device).items()}
     mask = torch.rand(2048, 2048, device=device) > 0.2
     plan = flash_ext.explain(**leaves, mask=mask, deterministic=True).backward
-    assert plan.kernel == "sm90.backward.two_pass.narrow" and plan.scratch_bytes == 8 * 2048 * 12
+    assert plan.kernel == "sm90.backward.two_pass.small_head_dim" and plan.scratch_bytes == 8 * 2048 * 12

@@ -110,10 +110,10 @@ struct Sm90 : Base {
 };
 using namespace flash_ext;
 """
-TWO_PASS = "Sm90<sm90::TwoPassTraits<__half, 128, sm90::Added::kScores>>"
+TWO_PASS = "Sm90<sm90::TwoPassTraits<__half, 128, ScoreKind::kScores>>"
 WITH_FUNCTION = {
     "sm80/fwd.cuh": "sm80::forward_kernel<Sm80<sm80::ForwardTraits<sm80::Bf16, 64, false, false>>>",
-    "sm80/bwd.cuh": "sm80::backward_kernel<Sm80<sm80::BackwardTraits<sm80::Bf16, 64, false, sm80::Between::kAny>>>",
+    "sm80/bwd.cuh": "sm80::backward_kernel<Sm80<sm80::BackwardTraits<sm80::Bf16, 64, false, ScoreKind::kAny>>>",
     "sm90/forward/kernel.cuh": "sm90::forward_kernel<Sm90<"
     "sm90::ForwardTraits<__half, 128, sm90::forward_shape(128, sm90::Tiles::kScored)>>>",
     "sm90/backward_two_pass/keys.cuh": f"sm90::keys_kernel<{TWO_PASS}>",

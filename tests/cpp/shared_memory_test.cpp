@@ -1,9 +1,9 @@
-// kernels/sm80/shared_memory.h: every card gets tiles that fit, or none do.
-#include "kernels/sm80/shared_memory.h"
-
+// kernels/sm80/choose_tiles.h: every card gets tiles that fit, or none do.
 #include <gtest/gtest.h>
 
 #include <utility>
+
+#include "kernels/sm80/choose_tiles.h"
 
 namespace flash_ext::sm80 {
 namespace {
@@ -177,7 +177,7 @@ TEST(SharedMemory, CountsTheKernelsBesideTheMainOne) {
   const DeviceInfo device = card(90, 232448);
   const auto bytes = [&] { return shared_bytes(problem, Pass::kBackward, 256, true, device) - kStaticSharedBytes; };
   EXPECT_GE(bytes(), backward_smem(shape, 256, 4, backward_needs(problem, 256, true)).total);
-  EXPECT_GE(bytes(), measure_shared_bytes(256, 4));
+  EXPECT_GE(bytes(), renormalise_shared_bytes(256, 4));
   problem.wants_dbias = true;
   EXPECT_GE(bytes(), bias_gradient_smem(bias_gradient_shape(4, 256, true).tile, 256, 4, 4, false).total);
 }

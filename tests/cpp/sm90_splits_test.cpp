@@ -9,7 +9,7 @@
 namespace flash_ext::sm90 {
 namespace {
 
-constexpr int kMultiprocessors = 132;
+constexpr int kSms = 132;
 
 Problem problem(int64_t batch, int64_t heads, int64_t len_q, int64_t len_k, bool causal = false) {
   Problem p;
@@ -23,7 +23,7 @@ Problem problem(int64_t batch, int64_t heads, int64_t len_q, int64_t len_k, bool
   return p;
 }
 
-int parts_of(const Problem& p) { return choose_tiles(p, 128, kMultiprocessors).splits.count; }
+int parts_of(const Problem& p) { return choose_tiles(p, 128, kSms).splits.count; }
 
 TEST(Splits, PartsCoverEveryTileOnce) {
   for (int count = 1; count < 6; ++count)
@@ -46,7 +46,7 @@ TEST(Splits, PartsCoverEveryTileOnce) {
 TEST(Splits, FillTheCardWithFewTiles) {
   for (const int64_t heads : {1, 2, 8, 16, 32}) {
     const int parts = parts_of(problem(1, heads, 8, 65536));
-    EXPECT_GT(parts * heads, kMultiprocessors * 3 / 4) << heads;
+    EXPECT_GT(parts * heads, kSms * 3 / 4) << heads;
     EXPECT_LE(parts, kMaxSplits);
   }
   EXPECT_EQ(parts_of(problem(1, 8, 8, 2048)), 16);
@@ -66,7 +66,7 @@ TEST(Splits, NoPartIsEmptyWhereHeadsAreOneTile) {
           Problem p = problem(1, heads, len_q, len_k);
           p.window_left = window;
           p.bottom_right = true;
-          const Splits splits = choose_tiles(p, 128, kMultiprocessors).splits;
+          const Splits splits = choose_tiles(p, 128, kSms).splits;
           if (splits.count == 0) continue;
           const Range keys = make_band(p).keys({0, len_q}, len_k);
           const int block_n = forward_shape(128, Tiles::kSplit).block_n;
@@ -83,7 +83,7 @@ TEST(Splits, HeadsOfAGroupShareTiles) {
   const auto plan = [](int64_t heads, int64_t heads_k, int64_t len_q, int64_t batch = 1) {
     Problem p = problem(batch, heads, len_q, 4096);
     p.heads_k = p.heads_v = heads_k;
-    return choose_tiles(p, 128, kMultiprocessors).splits;
+    return choose_tiles(p, 128, kSms).splits;
   };
   for (const auto& [len_q, rows] : {std::pair{2, 2}, {3, 4}, {5, 8}, {8, 8}, {31, 32}}) {
     const Splits splits = plan(32, 8, len_q);
@@ -99,7 +99,7 @@ TEST(Splits, HeadsOfAGroupShareTiles) {
   EXPECT_EQ(plan(16, 1, 64, 1).head_rows, 0);  // as many rows either way
   Problem p = problem(1, 32, 8, 4096);
   p.heads_k = 8;  // and 32 of values
-  EXPECT_EQ(choose_tiles(p, 128, kMultiprocessors).splits.head_rows, 0);
+  EXPECT_EQ(choose_tiles(p, 128, kSms).splits.head_rows, 0);
 }
 
 // A last round that is nearly empty costs as much as a full one.
@@ -107,17 +107,17 @@ TEST(Splits, TilesFillTheLastRound) {
   const auto tiles_of = [](int64_t heads, int head_dim) {
     Problem p = problem(1, heads, 4096, 4096);
     p.head_dim = p.head_dim_v = head_dim;
-    return choose_tiles(p, head_dim, kMultiprocessors).tiles;
+    return choose_tiles(p, head_dim, kSms).tiles;
   };
-  EXPECT_EQ(tiles_of(8, 64), Tiles::kFew);   // 128 of 256 queries, 176 of 192
-  EXPECT_EQ(tiles_of(8, 128), Tiles::kFew);  // 256 of 128 queries
-  EXPECT_EQ(tiles_of(64, 128), Tiles::kMany);
+  EXPECT_EQ(tiles_of(8, 64), Tiles::kSmall);   // 128 of 256 queries, 176 of 192
+  EXPECT_EQ(tiles_of(8, 128), Tiles::kSmall);  // 256 of 128 queries
+  EXPECT_EQ(tiles_of(64, 128), Tiles::kLarge);
 }
 
 TEST(Splits, UnevenTilesAreABlockAPart) {
   const Problem p = problem(1, 1, 8192, 8192, true);
-  const Splits splits = choose_tiles(p, 128, kMultiprocessors).splits;
-  const ForwardOrder order = split_order(p, 128, splits, kMultiprocessors);
+  const Splits splits = choose_tiles(p, 128, kSms).splits;
+  const ForwardOrder order = split_order(p, 128, splits, kSms);
   EXPECT_EQ(order.grid, order.schedule.size() * splits.count);
   EXPECT_FALSE(order.counted);
   EXPECT_TRUE(order.schedule.last_first);

@@ -97,7 +97,7 @@ TEST(Descriptor, StepsBeginAtTheirFirstElement) {
 // A step never carries into the other fields, wherever in the 227 KiB the tile lies.
 TEST(Descriptor, StepsStayInTheAddressField) {
   for (const int head_dim : kHeadDims) {
-    const ForwardShape shape = forward_shape(head_dim, Tiles::kMany);
+    const ForwardShape shape = forward_shape(head_dim, Tiles::kLarge);
     const uint32_t last = kSharedMemoryLimit / kTileAlign * kTileAlign;
     const uint64_t k = k_major(last - tile_bytes(shape.block_n, head_dim));
     EXPECT_EQ((k + k_major_step(shape.block_n, head_dim / 16 - 1)) >> 14, k >> 14);
@@ -106,7 +106,7 @@ TEST(Descriptor, StepsStayInTheAddressField) {
 
 TEST(Shapes, FitTheMultiprocessor) {
   for (const int head_dim : kHeadDims) {
-    for (const Tiles tiles : {Tiles::kMany, Tiles::kFew, Tiles::kSplit, Tiles::kScored}) {
+    for (const Tiles tiles : {Tiles::kLarge, Tiles::kSmall, Tiles::kSplit, Tiles::kScored}) {
       const ForwardShape shape = forward_shape(head_dim, tiles);
       const ForwardSmem smem = forward_smem(shape, head_dim);
       EXPECT_EQ(shape.block_n % 16, 0);
@@ -142,9 +142,10 @@ TEST(Scores, RowsLieInDifferentBanks) {
   }
 }
 
-class BackwardShapes : public testing::TestWithParam<Added> {};
+class BackwardShapes : public testing::TestWithParam<ScoreKind> {};
 INSTANTIATE_TEST_SUITE_P(All, BackwardShapes,
-                         testing::Values(Added::kNothing, Added::kCap, Added::kScores, Added::kDrops));
+                         testing::Values(ScoreKind::kNone, ScoreKind::kSoftcap, ScoreKind::kScores,
+                                         ScoreKind::kDropout));
 
 TEST_P(BackwardShapes, FitTheMultiprocessor) {
   for (const int head_dim : {64, 128}) {
@@ -302,11 +303,11 @@ void check_inside(const TileRanges<kBlockM, kBlockN>& tile_ranges) {
 }
 
 TEST(BackwardTiles, MeetingsCountTheSameFromBothSides) {
-  constexpr int kFar = 1 << 30;
+  constexpr int kRenorm = 1 << 30;
   for (const int len_q : {1, 63, 64, 65, 129, 300, 641, 1000}) {
     for (const int len_k : {16, 127, 128, 129, 300, 641, 1000}) {
-      for (const int lower : {-kFar, -900, -200, -77, -1, 0, 1, 100, 300, 900}) {
-        for (const int upper : {-300, -76, 0, 1, 30, 101, 128, 500, 901, kFar}) {
+      for (const int lower : {-kRenorm, -900, -200, -77, -1, 0, 1, 100, 300, 900}) {
+        for (const int upper : {-300, -76, 0, 1, 30, 101, 128, 500, 901, kRenorm}) {
           if (upper <= lower) continue;
           check_meetings(TileRanges<64, 128>{lower, upper, len_q, len_k});
           check_meetings(TileRanges<128, 128>{lower, upper, len_q, len_k});

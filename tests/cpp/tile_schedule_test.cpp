@@ -104,16 +104,16 @@ TEST(TileSchedule, LongestFirstWithinASection) {
 
 // Tiles of keys of a causal backward as blocks of 128, and when the last of them ends, over the best possible: each is
 // taken by whoever is free first.
-TileSchedule causal_schedule(int64_t kv_heads, int64_t length, int64_t l2_heads, int64_t processors) {
+TileSchedule causal_schedule(int64_t kv_heads, int64_t length, int64_t l2_heads, int64_t resident) {
   TileSchedule schedule;
   schedule.blocks = block_count(length, 128);
   schedule.heads_k = schedule.kv_heads = kv_heads;
-  set_sections(schedule, l2_heads, processors, [&](int64_t block) { return length - block * 128; });
+  set_sections(schedule, l2_heads, resident, [&](int64_t block) { return length - block * 128; });
   return schedule;
 }
-double end_of(const TileSchedule& schedule, int64_t length, int64_t processors) {
+double end_of(const TileSchedule& schedule, int64_t length, int64_t resident) {
   std::priority_queue<int64_t, std::vector<int64_t>, std::greater<>> free_at;
-  for (int64_t i = 0; i < processors; ++i) free_at.push(0);
+  for (int64_t i = 0; i < resident; ++i) free_at.push(0);
   int64_t sum = 0, end = 0;
   for (int64_t i = 0; i < schedule.size(); ++i) {
     const int64_t time = length - schedule.at(i).block * 128;
@@ -122,7 +122,7 @@ double end_of(const TileSchedule& schedule, int64_t length, int64_t processors) 
     free_at.pop();
     sum += time;
   }
-  return static_cast<double>(end) / std::max(static_cast<double>(sum) / processors, static_cast<double>(length));
+  return static_cast<double>(end) / std::max(static_cast<double>(sum) / resident, static_cast<double>(length));
 }
 
 TEST(TileSchedule, TheLastTileEndsAboutWhenAllDo) {
@@ -155,7 +155,7 @@ TEST(TileSchedule, SectionsThatEndTogether) {
   EXPECT_EQ(causal_schedule(64, 4096, 9, 132).tail % 8, 0);
   // Longer than a round: one head.
   EXPECT_EQ(causal_schedule(16, 1 << 20, 1, 132).section, 1);
-  // Tiles of one length, and a number of processors that nobody knows.
+  // Tiles of one length, and a number of resident that nobody knows.
   TileSchedule even = causal_schedule(64, 4096, 6, 0);
   EXPECT_EQ(std::make_pair(even.section, even.tail), std::make_pair(int64_t{6}, int64_t{0}));
   set_sections(even, 6, 132, [](int64_t) { return 7; });

@@ -151,7 +151,7 @@ def test_odd_sizes_strides_and_offsets(dtype: torch.dtype, device: str, backend:
         wanted |= {"sm80.backward.one_tile", "sm80.backward.dropout"}
     if backend == "sm90":
         wanted |= {"sm90.backward.scored, sm90.bias_gradient"}
-        wanted |= {"sm90.backward.two_pass", "sm90.backward.two_pass.scored", "sm90.backward.two_pass.narrow"}
+        wanted |= {"sm90.backward.two_pass", "sm90.backward.two_pass.scored", "sm90.backward.two_pass.small_head_dim"}
     assert wanted <= seen, f"never ran: {sorted(wanted - seen)} (of {sorted(seen)})"
 
 

@@ -271,7 +271,7 @@ class BackwardWorker : BackwardTileWorker<Compute> {
       const double gradient = double{sums.gradient[r]} + double{sums.gradient[r + sums.lost]};
       double expected = d_lse != nullptr ? double{d_lse[first + r]} : 0.0;
       if (problem_.has_sinks) {
-        const double renorm = tiles_.measured[panel.index] ? double{tiles_.renorm[at + r]} : 1.0;
+        const double renorm = tiles_.renormalised[panel.index] ? double{tiles_.renorm[at + r]} : 1.0;
         expected += std::exp(sink - double{tiles_.lse[at + r]}) * renorm * (double{tiles_.delta[at + r]} - expected);
       }
       const double excess = d_score - expected;

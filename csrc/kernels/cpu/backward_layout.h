@@ -29,7 +29,7 @@ struct BackwardTiles {
   Acc* lse = nullptr;                   // [panels][kPanel]
   Acc* delta = nullptr;                 // [panels][kPanel]
   Acc* renorm = nullptr;                // [panels][kPanel]
-  bool* measured = nullptr;             // [panels]
+  bool* renormalised = nullptr;         // [panels]
 
   Operand* k_left = nullptr;          // [block_n, staged_ld(d)]
   Operand* v_left = nullptr;          // [block_n, staged_ld(d_v)]
@@ -44,7 +44,7 @@ struct BackwardTiles {
   Operand* d_scores = nullptr;        // [block_n, kPanel]; d_probs itself where the types agree
   Operand* d_scores_right = nullptr;  // [block_n, kPanel]; d_scores itself without pairs
   uint8_t* keep = nullptr;            // [block_n, kPanel]
-  Acc* all_delta = nullptr;           // [batch, heads_q, len_q], shared: what measure() found, for the bias's pass
+  Acc* all_delta = nullptr;           // [batch, heads_q, len_q], shared: what renormalise() found, for the bias's pass
   Acc* all_renorm = nullptr;          // [batch, heads_q, len_q], shared
   ScoreInputLoader<Compute> inputs;
 
@@ -73,7 +73,7 @@ struct BackwardTiles {
     lse = arena.take<Acc>(queries);
     delta = arena.take<Acc>(queries);
     renorm = arena.take<Acc>(queries);
-    measured = arena.take<bool>(panels);
+    renormalised = arena.take<bool>(panels);
     k_left = arena.take<Operand>(int64_t{block_n} * staged_ld(problem.head_dim));
     v_left = arena.take<Operand>(int64_t{block_n} * staged_ld(problem.head_dim_v));
     staged = arena.take<Operand>(int64_t{kPanel} * staged_ld(std::max(problem.head_dim, problem.head_dim_v)));

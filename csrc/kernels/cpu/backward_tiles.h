@@ -1,7 +1,7 @@
 // What both backward passes are made of: operands of a panel of queries, and S^T, dP^T -> P^T, dS^T of one tile.
 //
 //   S^T = K Q^T    dP^T = V dO^T    P^T = e^(scale S^T - lse)    dS^T = P^T (dP^T - delta)
-//   delta = rowsum(dO O) - dlse, or rowsum(P dP) - dlse where measure() finds that O and lse lost too much
+//   delta = rowsum(dO O) - dlse, or rowsum(P dP) - dlse where renormalise() finds that O and lse lost too much
 //
 // Tiles hold keys as rows and queries as columns, so lse and delta lie along the vectors, and so dV += P^T dO,
 // dK += dS^T Q and dQ^T += K^T dS^T read what was written without a transpose. Called by backward.cpp and
@@ -89,7 +89,7 @@ class BackwardTileWorker {
                at_.cols_v, at_.few_d_out);
     if (panel.exact) {
       std::fill_n(delta, panel.width, Acc(0));  // normalise() finds it
-      at_.measured[index] = false;
+      at_.renormalised[index] = false;
       return panel;
     }
     if (args_.d_out && !problem_.constant_lse) {
@@ -107,12 +107,12 @@ class BackwardTileWorker {
     for (int r = 0; r < panel.width; ++r) {
       if (r >= rows || is_empty(lse[r])) delta[r] = Acc(0);
     }
-    at_.measured[index] = any_lossy;
-    if (at_.measured[index]) {
+    at_.renormalised[index] = any_lossy;
+    if (at_.renormalised[index]) {
       if (recalls_) {
         recall(panel);
       } else {
-        measure(panel);
+        renormalise(panel);
       }
     }
     return panel;
@@ -134,7 +134,7 @@ class BackwardTileWorker {
       tile.adds_d_bias = sink->adds;
       d_bias = nullptr;
     }
-    if (at_.measured[panel.index]) tile.renorm = at_.renorm + panel.index * kPanel;
+    if (at_.renormalised[panel.index]) tile.renorm = at_.renorm + panel.index * kPanel;
     if (d_scores) {
       d_prob_tile(panel, keys, tile);
       tile.d_scores = at_.d_scores;
@@ -269,7 +269,7 @@ class BackwardTileWorker {
   bool has_bias_in_place(const Panel& panel, Range keys) const {
     const bool is_alone = problem_.has_bias && !problem_.has_mask && !problem_.has_alibi && problem_.softcap == 0.0 &&
                           problem_.dropout_p == 0.0;
-    if (!is_alone || panel.exact || at_.measured[panel.index] || few_ || few_keys_) return false;
+    if (!is_alone || panel.exact || at_.renormalised[panel.index] || few_ || few_keys_) return false;
     const TensorView& bias = args_.fwd.bias;
     const bool is_double = problem_.dtype == DType::kFloat64;
     return bias.col_stride == 1 && bias.row_stride != 0 && (problem_.bias_dtype == DType::kFloat64) == is_double &&
@@ -315,9 +315,9 @@ class BackwardTileWorker {
     Acc out_squared[kPanel];
     const int rows = static_cast<int>(panel.queries.size());
     kernels_.dot_rows(at_.out_acc, at_.out_acc, at_.cols_v, rows, at_.cols_v, out_squared);
-    if (batch_ != measured_batch_ || head_v_ != measured_head_) {
-      measured_batch_ = batch_;
-      measured_head_ = head_v_;
+    if (batch_ != renormalised_batch_ || head_v_ != renormalised_head_) {
+      renormalised_batch_ = batch_;
+      renormalised_head_ = head_v_;
       value_squared_ = mean_value_squared();
     }
     return *std::max_element(out_squared, out_squared + rows) > Acc(0.2) * value_squared_;
@@ -347,13 +347,13 @@ class BackwardTileWorker {
   void normalise(const Panel& panel, GradientTile<Compute>& tile) {
     Acc sums[4][kPanel] = {};
     kernels_.sum_probs(tile, sums[0]);
-    finish_measure(panel, sums);
+    finish_renormalise(panel, sums);
     tile.renorm = at_.renorm + panel.index * kPanel;
   }
 
   // The same over all blocks of keys, for two products more. NOTE: inputs of mean 8 had 6x the error of eager fp32
   // attention without it, steep ALiBi slopes 2.3x; a half row that sees one key has dS = 0 with it, as eager has.
-  void measure(const Panel& panel) {
+  void renormalise(const Panel& panel) {
     Acc sums[4][kPanel] = {};
     const Range seen = band_.keys(panel.queries, problem_.len_k);
     for (int64_t key = seen.first / at_.block_n * at_.block_n; key < seen.last; key += at_.block_n) {
@@ -365,11 +365,11 @@ class BackwardTileWorker {
       keep_tile(panel, keys, tile);
       kernels_.sum_probs(tile, sums[0]);
     }
-    finish_measure(panel, sums);
+    finish_renormalise(panel, sums);
   }
 
   // sums: P and P dP of each query, and what each lost to rounding.
-  void finish_measure(const Panel& panel, const Acc (&sums)[4][kPanel]) {
+  void finish_renormalise(const Panel& panel, const Acc (&sums)[4][kPanel]) {
     Acc* renorm = at_.renorm + panel.index * kPanel;
     Acc* delta = at_.delta + panel.index * kPanel;
     const Acc* lse = at_.lse + panel.index * kPanel;
@@ -423,8 +423,8 @@ class BackwardTileWorker {
   int64_t head_ = 0;
   int64_t head_k_ = 0;
   int64_t head_v_ = 0;
-  int64_t measured_batch_ = -1;
-  int64_t measured_head_ = -1;
+  int64_t renormalised_batch_ = -1;
+  int64_t renormalised_head_ = -1;
   Acc value_squared_ = 0;
   Acc d_lse_[kPanel];
 };

@@ -12,7 +12,7 @@
 
 #include "kernels/sm80/boxes.cuh"
 #include "kernels/sm80/bwd_parts.cuh"
-#include "kernels/sm80/shared_memory.h"
+#include "kernels/sm80/choose_tiles.h"
 
 namespace flash_ext::sm80 {
 

@@ -44,7 +44,7 @@ struct BiasGradient {
   TileBand& band;
   int& diagonal;
   // The last item, of even or odd number, with a row whose P do not sum up to 1; with one that has no key.
-  int (&measured)[2], (&emptied)[2];
+  int (&renormalised)[2], (&emptied)[2];
   char* const smem;
   const uint32_t base;
   const int warp;
@@ -76,7 +76,7 @@ struct BiasGradient {
       band = make_tile_band(problem(), whole_sequence(problem()));
       diagonal = diagonal_of(problem(), whole_sequence(problem()));
       if (drops) dropout.get() = dropout_of(args.fwd, 0);
-      measured[0] = measured[1] = emptied[0] = emptied[1] = -1;
+      renormalised[0] = renormalised[1] = emptied[0] = emptied[1] = -1;
       Item& before = ring()[kBiasItems - 1];
       before.q = before.k = before.v = before.d_out = before.to = -1;
     }
@@ -160,7 +160,7 @@ struct BiasGradient {
     to[kBlockM] = row.y;
     to[2 * kBlockM] = row.z;
     to[3 * kBlockM] = row.w;
-    if (row.z != 1.f) measured[at % 2] = at;
+    if (row.z != 1.f) renormalised[at % 2] = at;
     if (row.x == kMinusInf) emptied[at % 2] = at;
   }
 
@@ -200,7 +200,7 @@ struct BiasGradient {
     mods.template apply<true>(features & ~kMask, p, warp_key(), warp_query(),
                               item_at(at).first_query + diagonal - item_at(at).first_key);
     with_query(p, at, 0, [&](float& x, float lse) { x = p_of_score<Frag>(x, lse, features); });
-    if (measured[at % 2] == at) with_query(p, at, 2, [](float& x, float of_query) { x *= of_query; });
+    if (renormalised[at % 2] == at) with_query(p, at, 2, [](float& x, float of_query) { x *= of_query; });
     if (hides_lengths_or_band(at)) {
       visit_hidden<kM, kN>(band, static_cast<int>(problem().len_q), item_at(at).first_query + warp_query(),
                            item_at(at).first_key + warp_key(), sets_hidden(p, kMinusInf));
@@ -294,7 +294,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
   __shared__ SharedValue<ElementDropout> dropout;
   __shared__ TileBand band;
   __shared__ int diagonal;
-  __shared__ int measured[2], emptied[2];
+  __shared__ int renormalised[2], emptied[2];
   const Step step{args,
                   delta,
                   d_lse,
@@ -308,7 +308,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
                   dropout,
                   band,
                   diagonal,
-                  measured,
+                  renormalised,
                   emptied,
                   smem,
                   shared_address(smem),

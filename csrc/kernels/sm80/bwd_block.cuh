@@ -78,7 +78,7 @@ struct BackwardBlock {
         dq_accum = reinterpret_cast<float*>(static_cast<char*>(args.dq.data) + first * dq_bytes(args));
       }
     }
-    turn = scratch.turns + head_tiles * scratch.m_blocks * Traits::kWarps;
+    turn = scratch.dq_semaphore + head_tiles * scratch.m_blocks * Traits::kWarps;
     slope = problem.wants_dalibi ? scratch.slopes + head_tiles * schedule.blocks + key_tile : nullptr;
     if (problem.packed) {
       turn += first_tile(b, at.row_q, kBlockM) * Traits::kWarps;

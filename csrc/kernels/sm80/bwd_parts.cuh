@@ -1,73 +1,69 @@
 // What the backward kernels are made of beside tiles, products and scores: their traits and scratch, fragments of S^T,
 // and the scale of dS in fp16.
 //
-// Called by bwd_steps.cuh, one_tile.cuh, bias_gradient.cuh, measure.cuh and run_bwd.cuh. Invariant: fragments are
+// Called by bwd_steps.cuh, one_tile.cuh, bias_gradient.cuh, renormalise.cuh and run_bwd.cuh. Invariant: fragments are
 // [keys, queries], one row of 16 keys a warp; every sum runs in an order that depends on nothing but the shapes, but
 // for dQ's without turns.
 #pragma once
 
 #include <cmath>
 
+#include "core/score_kind.h"
 #include "core/score_mod.h"
 #include "core/tile_schedule.h"
 #include "gpu/tensor_map.h"
 #include "gpu/warp.cuh"
-#include "kernels/sm80/far_rows.cuh"
+#include "kernels/sm80/choose_tiles.h"
 #include "kernels/sm80/long_sums.cuh"
+#include "kernels/sm80/renormalised_rows.cuh"
 #include "kernels/sm80/score.cuh"
-#include "kernels/sm80/shared_memory.h"
 
 namespace flash_ext::sm80 {
 
-// Scratch in the workspace. What lies from `turns` to the end of sums must be zero before the kernel runs. Packed, what
-// is [b, h_q, s_q] here is [h_q, rows_q], and what has blocks of a sequence in it is [h_q, most_packed_tiles], of which
-// a sequence's begin at first_tile.
+// Scratch in the workspace. What lies from `dq_semaphore` to the end of sums must be zero before the kernel runs.
+// Packed, what is [b, h_q, s_q] here is [h_q, rows_q], and what has blocks of a sequence in it is [h_q,
+// most_packed_tiles], of which a sequence's begin at first_tile.
 struct BackwardScratch {
-  float* inverse = nullptr;  // [b, h_q, s_q], 1 / sum of P, where measure.cuh runs
-  float* shift = nullptr;    // [b, h_q, s_q], there, too: lse, or a far row's largest score
-  float2* far = nullptr;     // [b, h_q, s_q], with finds_far_rows: of far rows, see far_rows.cuh
-  // What P of a row takes beside lse: inverse, or, with finds_far_rows, far, which has two numbers a row.
+  float* inverse = nullptr;  // [b, h_q, s_q], 1 / sum of P, where renormalise.cuh runs
+  float* shift = nullptr;    // [b, h_q, s_q], there, too: lse, or a renormalised row's largest score
+  float2* renorm = nullptr;  // [b, h_q, s_q], with finds_renorm_rows: of renormalised rows, see renormalised_rows.cuh
+  // What P of a row takes beside lse: inverse, or, with finds_renorm_rows, renorm, which has two numbers a row.
   const float* beside_lse = nullptr;
   int beside_lse_size = 1;
-  float* delta = nullptr;     // [b, h_q, s_q]
-  float* slopes = nullptr;    // [b, h_q, n_blocks], with dalibi
-  int* turns = nullptr;       // [b, h_q, m_blocks, warps] and one more, the counter of tiles; when deterministic
-  float* bounds = nullptr;    // [b, h_q, 2], fp16: cuda::delta
-  float* dq_accum = nullptr;  // [b, h_q, s_q, d], with dq that is a sum
-  float* sums = nullptr;      // [tiles of keys, accumulators, threads], long_sums.cuh
+  float* delta = nullptr;       // [b, h_q, s_q]
+  float* slopes = nullptr;      // [b, h_q, n_blocks], with dalibi
+  int* dq_semaphore = nullptr;  // [b, h_q, m_blocks, warps] and one more, the counter of tiles; when deterministic
+  float* bounds = nullptr;      // [b, h_q, 2], fp16: cuda::delta
+  float* dq_accum = nullptr;    // [b, h_q, s_q, d], with dq that is a sum
+  float* sums = nullptr;        // [tiles of keys, accumulators, threads], long_sums.cuh
   int64_t m_blocks = 0;
   int64_t zeroed_bytes = 0;
   int64_t bytes = 0;
-  float* bias_partial = nullptr;         // bias_partial_elements(), with dbias
-  float* zeros = nullptr;                // [d_v], float with one key
-  const float* d_lse = nullptr;          // [b, h_q, s_q], where delta is without it, see is_dlse_apart
-  bool direct_dbias = false;             // no dimension of the bias is broadcast: the main kernel writes its gradient
-  cuda::TensorMap dbias_map;             // of bias_boxes.cuh
-  bool adds_dbias = false;               // to what is there
-  bool direct_dq = false;                // one tile of keys: dQ is written, see dq_sum.cuh
-  int first_batch = 0;                   // of this launch
-  PackedTile* tiles = nullptr;           // packed: list of tiles of keys
-  PackedTile* measured_tiles = nullptr;  // ... and of queries, of measure.cuh
-  int64_t rows = 0;                      // of a head in delta and what is laid out like it
+  float* bias_partial = nullptr;       // bias_partial_elements(), with dbias
+  float* zeros = nullptr;              // [d_v], float with one key
+  const float* d_lse = nullptr;        // [b, h_q, s_q], where delta is without it, see is_dlse_apart
+  bool direct_dbias = false;           // no dimension of the bias is broadcast: the main kernel writes its gradient
+  cuda::TensorMap dbias_map;           // of bias_boxes.cuh
+  bool adds_dbias = false;             // to what is there
+  bool direct_dq = false;              // one tile of keys: dQ is written, see dq_sum.cuh
+  int first_batch = 0;                 // of this launch
+  PackedTile* tiles = nullptr;         // packed: list of tiles of keys
+  PackedTile* renorm_tiles = nullptr;  // ... and of queries, of renormalise.cuh
+  int64_t rows = 0;                    // of a head in delta and what is laid out like it
 };
 
-// What may lie between q k^T and the softmax, beside the band. NOTE: code for what a call does not have is in its way:
-// a jump over it takes a warp about 70 clocks, because the instructions behind it are not there yet. Dropout alone, as
-// in training, had a dozen a tile of queries.
-enum class Between : uint8_t {
-  kNothing,
-  kDropout,  // and nothing else; 16-bit types, no row is measured
-  kAny,
-};
-
-template <class Element_, int kHeadDim_, bool kSmall_, Between kBetween_>
+// kScoreKind: kNone, kDropout (16-bit types, no row is renormalised) or kAny. NOTE: code for what a call does not have
+// is in its way: a jump over it takes a warp about 70 clocks, because the instructions behind it are not there yet.
+// Dropout alone, as in training, had a dozen a tile of queries.
+template <class Element_, int kHeadDim_, bool kSmall_, ScoreKind kScoreKind_>
 struct BackwardTraits {
   using Element = Element_;
   using Frag = Fragments<Element>;
   using T = typename Frag::Storage;
   static constexpr int kHeadDim = kHeadDim_;
-  static constexpr Between kBetween = kBetween_;
-  static constexpr bool kSmall = kSmall_, kPlain = kBetween == Between::kNothing, kGeneral = kBetween == Between::kAny;
+  static constexpr ScoreKind kScoreKind = kScoreKind_;
+  static constexpr bool kSmall = kSmall_, kPlain = kScoreKind == ScoreKind::kNone,
+                        kGeneral = kScoreKind == ScoreKind::kAny;
   static constexpr BackwardShape kShape = backward_shape(sizeof(T), kHeadDim, kSmall, kPlain);
   static constexpr int kBlockM = kShape.tile.block_m, kBlockN = kShape.tile.block_n;
   static constexpr int kWarps = kShape.tile.warps, kThreads = kWarps * 32;
@@ -162,12 +158,12 @@ __device__ __forceinline__ bool lane_has(const float* numbers, const Is& is) {
   return result;
 }
 
-// Whether a tile has rows that are far, or whose P is to be divided by its sum. A row of finfo.min with one key is far
-// though that sum is 1. lse: in shared memory, inverse behind it.
+// Whether a tile has rows that are renormalised, or whose P is to be divided by its sum. A row of finfo.min with one
+// key is far though that sum is 1. lse: in shared memory, inverse behind it.
 template <int kBlockM>
-__device__ __forceinline__ bool is_rare(const float* lse, bool measured) {
-  bool rare = lane_has<kBlockM>(lse, [](float x) { return is_far(x); });
-  if (measured) rare |= lane_has<kBlockM>(lse + 2 * kBlockM, [](float x) { return x != 1.f; });
+__device__ __forceinline__ bool is_rare(const float* lse, bool renormalised) {
+  bool rare = lane_has<kBlockM>(lse, [](float x) { return needs_renorm(x); });
+  if (renormalised) rare |= lane_has<kBlockM>(lse + 2 * kBlockM, [](float x) { return x != 1.f; });
   return __any_sync(~0u, rare) != 0;
 }
 
@@ -326,7 +322,8 @@ __device__ __forceinline__ void with_p(float (&c)[kM][kN][4], uint32_t buffer, c
 }
 
 // dP - delta in bf16, where dP is `factor` times dp: what dS is made of when P has come, rounded as eager attention
-// rounds dP. kExact: not by one multiply-add, because with one key delta is dP, bit for bit (measure.cuh), and dS 0.
+// rounds dP. kExact: not by one multiply-add, because with one key delta is dP, bit for bit (renormalise.cuh), and dS
+// 0.
 template <class Frag, bool kDrops, bool kExact, int kM, int kN>
 __device__ __forceinline__ void subtract_delta(Operands<Frag, kM, kN>& result, const float (&dp)[kM][kN][4],
                                                const float* delta, float factor) {

@@ -8,9 +8,9 @@
 #include "core/tile_schedule.h"
 #include "kernels/sm80/bias_boxes.cuh"
 #include "kernels/sm80/bwd_block.cuh"
+#include "kernels/sm80/choose_tiles.h"
 #include "kernels/sm80/dq_sum.cuh"
 #include "kernels/sm80/dropout.cuh"
-#include "kernels/sm80/shared_memory.h"
 
 namespace flash_ext::sm80 {
 
@@ -27,7 +27,7 @@ struct Backward {
   static constexpr int kThreads = Traits::kThreads, kStages = Traits::kStages, kM = Traits::kM;
   static constexpr bool kGeneral = Traits::kGeneral;
   static constexpr bool kScaled = std::is_same_v<typename Traits::Element, Fp16>;
-  // One multiply-add before ex2. Not in float nor in rows that were measured: measure.cuh must find the same bits.
+  // One multiply-add before ex2. Not in float nor in renormalised rows: renormalise.cuh must find the same bits.
   static constexpr bool kFolded = sizeof(T) == 2;
   static constexpr bool kSendsDbias = Traits::kSendsDbias && kHasBulkAdditions;
   // NOTE: which P the next tile drops is drawn between the products of the present one; drawn when P was there, it took
@@ -53,7 +53,7 @@ struct Backward {
   __device__ __forceinline__ const Problem& problem() const { return args.fwd.problem; }
   __device__ __forceinline__ bool has(unsigned features) const { return (no_hoist(options.features) & features) != 0; }
   __device__ __forceinline__ bool drops() const { return kGeneral ? has(kDropout) : !Traits::kPlain; }
-  __device__ __forceinline__ bool measured() const { return !(kFolded && !kGeneral) && has(kMeasured); }
+  __device__ __forceinline__ bool renormalised() const { return !(kFolded && !kGeneral) && has(kRenormalised); }
   // The first half of the warps holds dV, the second dK; one of each share keys. NOTE: found anew, to save registers.
   static __device__ __forceinline__ int warp() { return static_cast<int>(no_hoist(threadIdx.x) / 32); }
   static __device__ __forceinline__ bool holds_dv() { return warp() < Traits::kWarps / 2; }
@@ -79,9 +79,9 @@ struct Backward {
   __device__ __forceinline__ void find(Block& block) const {
     if (threadIdx.x != 0) return;
     block.tile = blockIdx.x;
-    if (scratch.turns != nullptr) {
-      block.tile =
-          atomicAdd(scratch.turns + elements_of(problem()) * problem().heads_q * scratch.m_blocks * Traits::kWarps, 1);
+    if (scratch.dq_semaphore != nullptr) {
+      block.tile = atomicAdd(
+          scratch.dq_semaphore + elements_of(problem()) * problem().heads_q * scratch.m_blocks * Traits::kWarps, 1);
       block.tile -= scratch.first_batch * static_cast<unsigned>(schedule.size());  // of the launches before
     }
     ::flash_ext::Tile tile = schedule.at<uint32_t>(block.tile);
@@ -99,8 +99,8 @@ struct Backward {
     if (drops()) dropout.get() = dropout_of(args.fwd, place.b);
     block.find_regular(problem(), mods);
     block.dq_stage = base + layout.dq;
-    block.dq_rows =
-        problem().head_dim != kHeadDim || problem().packed ? -1 : (scratch.turns != nullptr ? 0 : layout.dq_rows);
+    const int dq_rows = scratch.dq_semaphore != nullptr ? 0 : layout.dq_rows;
+    block.dq_rows = problem().head_dim != kHeadDim || problem().packed ? -1 : dq_rows;
   }
 
   // K, V and the last tile of queries of a head begin to arrive. In fp16 dS gets its scale.
@@ -183,7 +183,7 @@ struct Backward {
         store_shared(to, __float_as_uint(-kMinusInf));
       }
       cp_async_4(to + kBlockM * 4, block.delta + row, inside);
-      if (measured()) cp_async_4(to + 2 * kBlockM * 4, block.beside_lse + row, inside);
+      if (renormalised()) cp_async_4(to + 2 * kBlockM * 4, block.beside_lse + row, inside);
     }
   }
 
@@ -211,7 +211,7 @@ struct Backward {
       // NOTE: asked of the parameters and not of the pointer. With `pointer == nullptr ? nullptr : pointer + i`,
       // tested for null, one fp16 instance on 9.0 took the branch with a null pointer; probably the comparison did
       // not wait for the zero that was written (CS2R).
-      const bool ordered = scratch.turns != nullptr;
+      const bool ordered = scratch.dq_semaphore != nullptr;
       int* const turn = block.turn + query / kBlockM * Traits::kWarps + dq_warp;
       const int predecessors = block.n_block - max(query + block.band.lower, 0) / kBlockN;
       if (ordered && n == 0) wait_for_turn(turn, predecessors);
@@ -281,20 +281,20 @@ struct Backward {
 
   // Rows without keys have lse = -inf and scores of -inf: any finite number serves them.
   __device__ __forceinline__ void exponentials(const Block& block, Scores& s, int query, const float* lse_row) const {
-    if (kFolded && !is_rare<kBlockM>(lse_row, measured())) {
+    if (kFolded && !is_rare<kBlockM>(lse_row, renormalised())) {
       for_each_column(
           s, lse_row, [&](float lse) { return minimum(fmaf(lse, -kLog2eFloat, Traits::kPShift), 1e30f); },
           [&](float& x, float shift) { x = exp2_fast(fmaf(x, options.to_log2, shift)); });
-    } else if (kFolded && !measured()) {
-      exponentials_of_far_rows(s, lse_row, reinterpret_cast<const float2*>(block.beside_lse) + query, options.to_log2,
-                               Traits::kPShift);
+    } else if (kFolded && !renormalised()) {
+      exponentials_of_renorm_rows(s, lse_row, reinterpret_cast<const float2*>(block.beside_lse) + query,
+                                  options.to_log2, Traits::kPShift);
     } else {
       for_each_column(
           s, lse_row, [&](float lse) { return lse == kMinusInf ? 0.f : lse; },
           [&](float& x, float shift) {
             x = exp2_fast((without_split_nan<Frag>(x, options.features) - shift) * kLog2eFloat + Traits::kPShift);
           });
-      if (measured()) for_each_column(s, lse_row + 2 * kBlockM, [](float& x, float inverse) { x *= inverse; });
+      if (renormalised()) for_each_column(s, lse_row + 2 * kBlockM, [](float& x, float inverse) { x *= inverse; });
     }
   }
 

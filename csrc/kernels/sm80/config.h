@@ -216,7 +216,7 @@ inline bool is_plain(const Problem& problem) {
 // With one key P is 1 and dS is P dlse: in eager attention dP - delta is exactly 0 there, and the difference of two
 // roundings is all that would be left of it here. So dP is 0, and delta only says whether the product with the values
 // is a number (kernels/stages/rows.cu). NOTE: half types lose it among the roundings of P. A batch-invariant call does
-// as one beside a sequence of more keys: measure.cuh finds dP for delta.
+// as one beside a sequence of more keys: renormalise.cuh finds dP for delta.
 FLASH_DEVICE constexpr bool has_one_float_key(const Problem& problem) {
   return problem.len_k == 1 && problem.dtype == DType::kFloat32 && !problem.batch_invariant && !problem.has_sinks &&
          !problem.constant_lse;

@@ -137,8 +137,8 @@ struct HeadScores {
   }
 
   // Adds the pair's share of sum P and of sum P dP, P not normalised yet. d_prob = d_out v^T of the pair.
-  FLASH_DEVICE void measure(double dot, double d_prob, int64_t query, int64_t key, double lse, double& sum,
-                            double& product_sum) const {
+  FLASH_DEVICE void renormalise(double dot, double d_prob, int64_t query, int64_t key, double lse, double& sum,
+                                double& product_sum) const {
     if (!sees(query, key)) return;
     StandardScoreMods<double>::Saved<double> saved;
     const double prob = probability(score(dot, at(query, key), saved), lse);

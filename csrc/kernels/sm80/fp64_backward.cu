@@ -121,8 +121,8 @@ __global__ void __launch_bounds__(kThreads)
     for (int i = 0; i < 2; ++i) {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        in.scores.measure(dot[i][j], d_prob[i][j], first + i * kLanes, key + thread_col() + j * kLanes, lse[i], sum[i],
-                          product_sum[i]);
+        in.scores.renormalise(dot[i][j], d_prob[i][j], first + i * kLanes, key + thread_col() + j * kLanes, lse[i],
+                              sum[i], product_sum[i]);
       }
     }
   }

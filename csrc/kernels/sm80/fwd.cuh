@@ -10,9 +10,9 @@
 // are masked, such rows never written.
 #pragma once
 
+#include "kernels/sm80/choose_tiles.h"
 #include "kernels/sm80/fwd_block.cuh"
 #include "kernels/sm80/restore_rows.cuh"
-#include "kernels/sm80/shared_memory.h"
 
 namespace flash_ext::sm80 {
 

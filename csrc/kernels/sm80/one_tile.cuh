@@ -6,8 +6,8 @@
 //
 // A block of threads walks units; the loads of the next item run beside the products of this one. A warp owns 16
 // queries: S, P, dP, dS and dQ are its own, with the whole row at hand, so that the softmax is computed anew (what
-// measure.cuh is for otherwise) and delta is rowsum(P o dP) - dlse. P and dS pass through shared memory once, because
-// dV and dK sum over the queries of all warps; there a warp owns 16 keys.
+// renormalise.cuh is for otherwise) and delta is rowsum(P o dP) - dlse. P and dS pass through shared memory once,
+// because dV and dK sum over the queries of all warps; there a warp owns 16 keys.
 //
 // Launched by run_one_tile.cuh. Invariant: the order of every sum depends on nothing but the shapes and the card;
 // queries past len_q are zeros in shared memory, which make dS = 0 and add nothing to dV; keys past len_k are masked.

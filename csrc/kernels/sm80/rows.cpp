@@ -10,9 +10,9 @@
 #include <span>
 #include <type_traits>
 
+#include "kernels/sm80/choose_tiles.h"
 #include "kernels/sm80/cost.h"
 #include "kernels/sm80/kernels.h"
-#include "kernels/sm80/shared_memory.h"
 #include "sm80_instances.h"
 
 namespace flash_ext::sm80 {

@@ -11,10 +11,10 @@
 #include "gpu/host/launch.h"
 #include "gpu/host/tensor_map.h"
 #include "kernels/sm80/bwd.cuh"
-#include "kernels/sm80/measure.cuh"
+#include "kernels/sm80/choose_tiles.h"
+#include "kernels/sm80/renormalise.cuh"
 #include "kernels/sm80/run_bias_gradient.cuh"
 #include "kernels/sm80/run_one_tile.cuh"
-#include "kernels/sm80/shared_memory.h"
 #include "kernels/stages/rows.h"
 #include "kernels/stages/sequences.h"
 
@@ -25,14 +25,14 @@ template <class Element, int kHeadDim, class Fn>
 auto with_backward_traits(const Problem& problem, bool small, const Fn& fn) {
   const bool plain = is_plain_backward(problem);
   if (small) {
-    return plain ? fn(BackwardTraits<Element, kHeadDim, true, Between::kNothing>())
-                 : fn(BackwardTraits<Element, kHeadDim, true, Between::kAny>());
+    return plain ? fn(BackwardTraits<Element, kHeadDim, true, ScoreKind::kNone>())
+                 : fn(BackwardTraits<Element, kHeadDim, true, ScoreKind::kAny>());
   }
-  if (plain) return fn(BackwardTraits<Element, kHeadDim, false, Between::kNothing>());
+  if (plain) return fn(BackwardTraits<Element, kHeadDim, false, ScoreKind::kNone>());
   if constexpr (sizeof(StorageOf<Element>) == 2) {
-    if (has_dropout_alone(problem)) return fn(BackwardTraits<Element, kHeadDim, false, Between::kDropout>());
+    if (has_dropout_alone(problem)) return fn(BackwardTraits<Element, kHeadDim, false, ScoreKind::kDropout>());
   }
-  return fn(BackwardTraits<Element, kHeadDim, false, Between::kAny>());
+  return fn(BackwardTraits<Element, kHeadDim, false, ScoreKind::kAny>());
 }
 
 template <class Traits>
@@ -44,7 +44,7 @@ BackwardSmem backward_smem_of(const Problem& problem, const DeviceInfo& device) 
 
 // batch: of how many elements.
 template <class Traits>
-TileSchedule backward_schedule(const Problem& problem, int64_t batch, int64_t groups, int64_t processors) {
+TileSchedule backward_schedule(const Problem& problem, int64_t batch, int64_t groups, int64_t resident) {
   constexpr int64_t kL2Budget = 24 << 20;
   const int64_t bytes = rows_of_head(problem) * (problem.head_dim * (sizeof(typename Traits::T) + 4) +
                                                  problem.head_dim_v * sizeof(typename Traits::T));
@@ -56,7 +56,7 @@ TileSchedule backward_schedule(const Problem& problem, int64_t batch, int64_t gr
   schedule.kv_heads = batch * schedule.heads_k;
   schedule.batch = batch;
   const Band band = make_band(problem);
-  set_sections(schedule, l2_heads, processors, [&](int64_t block) {
+  set_sections(schedule, l2_heads, resident, [&](int64_t block) {
     const int64_t first = block * Traits::kBlockN;
     return band.queries({first, std::min(first + Traits::kBlockN, problem.len_k)}, problem.len_q).size();
   });
@@ -82,12 +82,12 @@ bool has_narrow_dbias(const Problem& problem, const DeviceInfo& device) {
 }
 
 template <class Element, int kHeadDim>
-void run_measure(const BackwardArgs& args, const BackwardScratch& scratch) {
-  using Traits = MeasureTraits<Element, kHeadDim>;
+void run_renormalise(const BackwardArgs& args, const BackwardScratch& scratch) {
+  using Traits = RenormaliseTraits<Element, kHeadDim>;
   const Problem& problem = args.fwd.problem;
   const int64_t m_blocks = query_tiles(problem, Traits::kBlockM), heads = elements_of(problem) * problem.heads_q;
-  constexpr int64_t kShared = measure_shared_bytes(kHeadDim, sizeof(typename Traits::T));
-  cuda::launch(measure_kernel<Traits>, cuda::grid_of(heads * m_blocks), Traits::kThreads, kShared, args.fwd.stream,
+  constexpr int64_t kShared = renormalise_shared_bytes(kHeadDim, sizeof(typename Traits::T));
+  cuda::launch(renormalise_kernel<Traits>, cuda::grid_of(heads * m_blocks), Traits::kThreads, kShared, args.fwd.stream,
                args, scratch, m_blocks, features_of(args.fwd));
 }
 
@@ -110,9 +110,8 @@ int dbias_launches(const BackwardArgs& args, const BackwardChoice& choice) {
   }
   // Launches that do not fill the card are what it must not cost.
   const int64_t blocks = block_count(problem.len_k, Traits::kBlockN) * problem.heads_k;
-  const int64_t apart = problem.batch * block_count(blocks, choice.processors);
-  return 10 * apart <= 12 * block_count(blocks * problem.batch, choice.processors) ? static_cast<int>(problem.batch)
-                                                                                   : 0;
+  const int64_t apart = problem.batch * block_count(blocks, choice.resident);
+  return 10 * apart <= 12 * block_count(blocks * problem.batch, choice.resident) ? static_cast<int>(problem.batch) : 0;
 }
 
 template <class Traits>
@@ -136,21 +135,21 @@ BackwardScratch backward_scratch(const Problem& problem, void* workspace) {
     take(scratch.inverse, heads * scratch.rows);
     take(scratch.shift, heads * scratch.rows);
   }
-  if (finds_far_rows(problem)) take(scratch.far, heads * scratch.rows);
-  scratch.beside_lse = scratch.far != nullptr ? reinterpret_cast<const float*>(scratch.far) : scratch.inverse;
-  scratch.beside_lse_size = scratch.far != nullptr ? 2 : 1;
+  if (finds_renorm_rows(problem)) take(scratch.renorm, heads * scratch.rows);
+  scratch.beside_lse = scratch.renorm != nullptr ? reinterpret_cast<const float*>(scratch.renorm) : scratch.inverse;
+  scratch.beside_lse_size = scratch.renorm != nullptr ? 2 : 1;
   if (problem.wants_dalibi) take(scratch.slopes, heads * n_blocks);
   if (packed) {
     const auto take_list = [&](PackedTile*& list, cuda::TilesOf of, int64_t block) {
       take(list, cuda::packed_tiles_bytes(problem, of, block) / static_cast<int64_t>(sizeof(PackedTile)));
     };
     take_list(scratch.tiles, cuda::TilesOf::kKeys, Traits::kBlockN);
-    take_list(scratch.measured_tiles, cuda::TilesOf::kQueries,
-              measure_tile(sizeof(typename Traits::T), Traits::kHeadDim).block_m);
+    take_list(scratch.renorm_tiles, cuda::TilesOf::kQueries,
+              renormalise_tile(sizeof(typename Traits::T), Traits::kHeadDim).block_m);
   }
   if (problem.wants_dbias) take(scratch.bias_partial, bias_partial_elements(problem));
   const int64_t before = scratch.bytes;
-  if (problem.deterministic && sums_dq) take(scratch.turns, heads * scratch.m_blocks * Traits::kWarps + 1);
+  if (problem.deterministic && sums_dq) take(scratch.dq_semaphore, heads * scratch.m_blocks * Traits::kWarps + 1);
   if (problem.dtype == DType::kFloat16) take(scratch.bounds, problem.batch * problem.heads_q * 2);
   if (sums_dq) take(scratch.dq_accum, heads * scratch.rows * problem.head_dim);
   if (has_one_float_key(problem)) take(scratch.zeros, problem.head_dim_v);
@@ -200,7 +199,7 @@ Plan plan_backward(const Problem& problem, const DeviceInfo& device) {
                                .narrow_dbias = plan.narrow_dbias,
                                .shared_limit = plan.on_chip_limit,
                                .shared_bytes = plan.on_chip_bytes(),
-                               .processors = device.multiprocessors});  // mostly one block each
+                               .resident = device.multiprocessors});  // mostly one block each
     return plan;
   };
   return with_backward_traits<Element, kHeadDim>(problem, small, make);
@@ -211,7 +210,7 @@ template <class Traits>
 void prepare_packed(const BackwardArgs& args, const BackwardScratch& scratch) {
   using cuda::TilesOf;
   const Problem& problem = args.fwd.problem;
-  constexpr int kMeasured = measure_tile(sizeof(typename Traits::T), Traits::kHeadDim).block_m;
+  constexpr int kRenormalised = renormalise_tile(sizeof(typename Traits::T), Traits::kHeadDim).block_m;
   const auto bytes = [](bool in_accum) { return in_accum ? 4 : static_cast<int>(sizeof(typename Traits::T)); };
   const cuda::PackedResults results = {
       .rows = {{args.dk, TilesOf::kKeys, problem.heads_k, problem.head_dim, bytes(args.dk_in_accum)},
@@ -220,7 +219,7 @@ void prepare_packed(const BackwardArgs& args, const BackwardScratch& scratch) {
     cuda::prepare_packed(problem, args.fwd.sequences, of, block, tiles, ready, args.fwd.stream);
   };
   list(TilesOf::kKeys, Traits::kBlockN, scratch.tiles, results);
-  list(TilesOf::kQueries, kMeasured, scratch.measured_tiles, {});
+  list(TilesOf::kQueries, kRenormalised, scratch.renorm_tiles, {});
 }
 
 template <class Traits>
@@ -237,10 +236,10 @@ void launch_backward(const BackwardArgs& given, const BackwardChoice& choice, vo
   if (problem.packed) prepare_packed<Traits>(args, scratch);
   if (is_dlse_apart(problem)) scratch.d_lse = static_cast<const float*>(args.d_lse);
   cuda::delta(args, scratch.delta, scratch.bounds, scratch.d_lse != nullptr,
-              finds_far_rows(problem) ? scratch.far : nullptr);
+              finds_renorm_rows(problem) ? scratch.renorm : nullptr);
   if (may_be_inexact(problem)) {
-    run_measure<Element, kHeadDim>(args, scratch);
-    if (!finds_far_rows(problem)) args.fwd.lse = scratch.shift;
+    run_renormalise<Element, kHeadDim>(args, scratch);
+    if (!finds_renorm_rows(problem)) args.fwd.lse = scratch.shift;
   }
   const int by_boxes = problem.wants_dbias ? dbias_launches<Traits>(args, choice) : 0;
   scratch.direct_dbias = problem.wants_dbias && !choice.narrow_dbias && is_whole(problem, args.dbias);
@@ -267,12 +266,12 @@ void launch_backward(const BackwardArgs& given, const BackwardChoice& choice, vo
     const Problem& p = part.fwd.problem;
     constexpr bool kMayBeRaw = sizeof(typename Traits::T) == 2;
     ScoreOptions options = ScoreOptions::of(part.fwd, kMayBeRaw && (!Traits::kGeneral || !may_be_inexact(problem)));
-    options.features |= (may_be_inexact(problem) ? kMeasured : 0u) | (part_scratch.d_lse != nullptr ? kDlseApart : 0u) |
-                        (p.wants_dalibi ? kSlopeGradient : 0u) | (part_scratch.direct_dbias ? kBiasGradient : 0u) |
-                        (by_boxes > 0 ? kBiasBoxes : 0u) |
+    options.features |= (may_be_inexact(problem) ? kRenormalised : 0u) |
+                        (part_scratch.d_lse != nullptr ? kDlseApart : 0u) | (p.wants_dalibi ? kSlopeGradient : 0u) |
+                        (part_scratch.direct_dbias ? kBiasGradient : 0u) | (by_boxes > 0 ? kBiasBoxes : 0u) |
                         (backward_needs(problem, kHeadDim, false).p_apart ? kPApart : 0u);
     const int64_t elements = elements_of(problem), batch = by_boxes > 1 ? 1 : elements;
-    TileSchedule schedule = backward_schedule<Traits>(problem, batch, groups, choice.processors);
+    TileSchedule schedule = backward_schedule<Traits>(problem, batch, groups, choice.resident);
     schedule.batch_inner = batch > 1 && batch_shares_scores(problem, part.fwd);
     BackwardScratch now = part_scratch;
     for (; now.first_batch < elements; now.first_batch += static_cast<int>(batch)) {
@@ -290,7 +289,7 @@ void launch_backward(const BackwardArgs& given, const BackwardChoice& choice, vo
     Problem& of_values = values.fwd.problem;
     of_values.wants_dq = of_values.wants_dk = of_values.wants_dbias = of_values.wants_dalibi = false;
     BackwardScratch values_scratch = scratch;
-    values_scratch.turns = nullptr;
+    values_scratch.dq_semaphore = nullptr;
     values_scratch.direct_dbias = values_scratch.direct_dq = false;
     launch(keys, scratch, problem.heads_k);
     launch(values, values_scratch, problem.heads_v);
@@ -315,7 +314,7 @@ void inspect_backward(const Problem& problem, Plan& plan) {
   const auto choice = plan.chosen<BackwardChoice>();
   with_backward_traits<Element, kHeadDim>(problem, choice.small_tiles, [&]<class Traits>(Traits) {
     cuda::inspect(backward_kernel<Traits>, Traits::kThreads, choice.shared_bytes, plan);
-    if (may_be_inexact(problem)) cuda::inspect_beside(measure_kernel<MeasureTraits<Element, kHeadDim>>, plan);
+    if (may_be_inexact(problem)) cuda::inspect_beside(renormalise_kernel<RenormaliseTraits<Element, kHeadDim>>, plan);
     if (problem.wants_dbias) {
       cuda::inspect_beside(bias_gradient_kernel<BiasGradientTraits<Element, kHeadDim, false>>, plan);
       cuda::inspect_beside(bias_gradient_kernel<BiasGradientTraits<Element, kHeadDim, true>>, plan);

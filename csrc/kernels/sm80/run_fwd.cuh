@@ -58,7 +58,7 @@ ForwardSmem forward_smem_of(const Problem& problem, int stages) {
                       stages);
 }
 
-inline TileSchedule forward_schedule(const Problem& problem, int block_m, int element_bytes, int64_t processors) {
+inline TileSchedule forward_schedule(const Problem& problem, int block_m, int element_bytes, int64_t resident) {
   constexpr int64_t kL2Budget = 24 << 20;  // of the 40 to 60 MB of A100 and H200
   const int64_t rows = problem.packed ? problem.rows_k : problem.len_k;
   const int64_t kv_head_bytes = rows * (problem.head_dim + problem.head_dim_v) * element_bytes;
@@ -68,7 +68,7 @@ inline TileSchedule forward_schedule(const Problem& problem, int block_m, int el
     schedule.group = problem.heads_q / problem.heads_k;
     return schedule;
   }
-  return make_tile_schedule(problem, block_m, kv_head_bytes, kL2Budget, processors);
+  return make_tile_schedule(problem, block_m, kv_head_bytes, kL2Budget, resident);
 }
 
 template <class Element, int kHeadDim>
@@ -98,11 +98,11 @@ Plan plan_forward(const Problem& problem, const DeviceInfo& device) {
     if (problem.packed) {
       plan.scratch_bytes = cuda::packed_tiles_bytes(problem, cuda::TilesOf::kQueries, Traits::kBlockM);
     }
-    const int64_t processors = int64_t{device.multiprocessors} * Traits::kMinBlocks;
-    if (processors > 0) plan.waves = static_cast<double>(plan.grid) / static_cast<double>(processors);
+    const int64_t resident = int64_t{device.multiprocessors} * Traits::kMinBlocks;
+    if (resident > 0) plan.waves = static_cast<double>(plan.grid) / static_cast<double>(resident);
     // A box would have rows of the next sequence.
     const bool has_boxes = !problem.packed && has_tensor_maps(device, kBytes, kHeadDim);
-    plan.choose(ForwardChoice{small, has_boxes, plan.stages, processors});
+    plan.choose(ForwardChoice{small, has_boxes, plan.stages, resident});
     return plan;
   };
   return with_forward_traits<Element, kHeadDim>(problem, small, make);
@@ -120,7 +120,7 @@ void launch_forward(const ForwardArgs& args, const ForwardChoice& choice, void* 
     tiles = cuda::prepare_packed(problem, args.sequences, cuda::TilesOf::kQueries, Traits::kBlockM, workspace, results,
                                  args.stream);
   }
-  TileSchedule schedule = forward_schedule(problem, Traits::kBlockM, sizeof(typename Traits::T), choice.processors);
+  TileSchedule schedule = forward_schedule(problem, Traits::kBlockM, sizeof(typename Traits::T), choice.resident);
   schedule.batch_inner = batch_shares_scores(problem, args);
   cuda::launch(forward_kernel<Traits>, cuda::grid_of(schedule.size()), Traits::kThreads,
                forward_smem_of<Traits>(problem, choice.stages).total, args.stream, args, schedule, tiles,

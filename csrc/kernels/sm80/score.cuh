@@ -106,8 +106,8 @@ enum ScoreFlag : unsigned {
   kDropout = 128,
   kRaw = 256,  // scores stay q k^T, which the kernel scales
   // Of backward:
-  kMeasured = 512,    // rows may have an inverse, see measure.cuh
-  kDlseApart = 1024,  // see is_dlse_apart
+  kRenormalised = 512,  // rows may have an inverse, see renormalise.cuh
+  kDlseApart = 1024,    // see is_dlse_apart
   kSlopeGradient = 2048,
   kBiasGradient = 4096,  // written by the main kernel, in float
   kBiasBoxes = 8192,     // the same in bf16, by TMA
@@ -163,7 +163,7 @@ struct ScoreOptions {
   float dropout_scale;  // Dropout::scale
 
   // Scores stay q k^T where nothing but the band, a mask or dropout lies behind them: the scale is then part of the
-  // multiply-add before ex2. `may_be_raw`: not where measure.cuh must find the same bits.
+  // multiply-add before ex2. `may_be_raw`: not where renormalise.cuh must find the same bits.
   static ScoreOptions of(const ForwardArgs& args, bool may_be_raw) {
     const Problem& problem = args.problem;
     const bool is_raw =

@@ -53,8 +53,8 @@ struct ForwardShape {
 
 // Which tiles a call gets.
 enum class Tiles : uint8_t {
-  kMany,    // keys: tiles of 192 queries read K and V least often
-  kFew,     // keys: smaller tiles waste less on the diagonal, at the ends of rows and on the last round of the grid
+  kLarge,   // keys: tiles of 192 queries read K and V least often
+  kSmall,   // keys: smaller tiles waste less on the diagonal, at the ends of rows and on the last round of the grid
   kSplit,   // few queries: small tiles and deep rings, because loads of K and V take the time, and one more axis: keys
   kScored,  // with a bias, mask, slopes or dropout (scores.cuh): what hides the longer softmax best is a third
             // consumer, where registers allow it
@@ -74,7 +74,7 @@ constexpr ForwardShape forward_shape(int head_dim, Tiles tiles) {
     if (head_dim <= 192) return {2, 80, 2, 1, Schedule::kOverlap, 80, false, true};
     return {2, 48, 2, 1, Schedule::kOverlap, 48, false, true};
   }
-  const bool few = tiles == Tiles::kFew;
+  const bool few = tiles == Tiles::kSmall;
   if (head_dim <= 64 && few) return {4, 64, 4, 2, Schedule::kOverlap, 64};
   if (head_dim <= 64) return {3, 128, 3, 2, Schedule::kPingPong, 128};
   if (head_dim <= 128 && few) return {2, 128, 2, 2, Schedule::kOverlap, 32};
@@ -198,7 +198,7 @@ constexpr bool fits(int head_dim) {
   const ForwardShape scored = forward_shape(head_dim, Tiles::kScored);
   const ForwardSmem smem = forward_smem(scored, head_dim, kPackedWorkBytes);
   const int largest = scored.block_m() * (score_pitch(scored.block_n, 4) + score_pitch(scored.block_n, 1));
-  for (const Tiles tiles : {Tiles::kMany, Tiles::kFew, Tiles::kSplit}) {
+  for (const Tiles tiles : {Tiles::kLarge, Tiles::kSmall, Tiles::kSplit}) {
     if (forward_smem(forward_shape(head_dim, tiles), head_dim, kPackedWorkBytes).total > kSharedMemoryLimit) {
       return false;
     }

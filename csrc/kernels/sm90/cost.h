@@ -54,19 +54,19 @@ inline double packed_in_order_cost(const Problem& problem, const DeviceInfo& dev
   return is_faster_in_order(problem) ? 0.95 * us : 1.05 * us;
 }
 
-// Seven products instead of five, of what it has a kernel for. NOTE: dQ is not added up in memory, but up to kNarrow
-// counts as if: the other kernels are faster where they serve a call.
+// Seven products instead of five, of what it has a kernel for. NOTE: dQ is not added up in memory, but up to
+// kSmallHeadDim counts as if: the other kernels are faster where they serve a call.
 inline double two_pass_cost(const Problem& problem, const DeviceInfo& device) {
   const int64_t head_dim = std::max(problem.head_dim, problem.head_dim_v);
-  const Added added = two_pass_added(problem, head_dim);
-  if (head_dim > kNarrow && added != Added::kScores) return backward_cost(problem, device);
+  const ScoreKind added = two_pass_score_kind(problem, head_dim);
+  if (head_dim > kSmallHeadDim && added != ScoreKind::kScores) return backward_cost(problem, device);
   const TwoPassShape shape = two_pass_shape(static_cast<int>(head_dim), added);
   const int products = (problem.wants_dk || problem.wants_dv ? 4 : 0) + (problem.wants_dq ? 3 : 0);
   const double tiles = static_cast<double>(problem.batch * problem.heads_k * block_count(problem.len_k, shape.keys));
   double tflops = head_dim <= 64 ? 420 : 540;
   if (shape.scored) tflops = head_dim <= 64 ? 260 : head_dim <= 128 ? 400 : 460;
   return time_of(problem, device, products, tiles, {tflops, 6}) +
-         (head_dim <= kNarrow ? memory_cost(dq_bytes(problem)) : 0.0);
+         (head_dim <= kSmallHeadDim ? memory_cost(dq_bytes(problem)) : 0.0);
 }
 
 }  // namespace flash_ext::sm90

@@ -19,7 +19,7 @@ struct ForwardLaunch {
 // As Plan has them.
 struct BackwardLaunch {
   int64_t grid;  // blocks of the main kernel
-  int64_t processors;
+  int64_t sms;
   bool two_pass;
 };
 

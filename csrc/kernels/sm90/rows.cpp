@@ -27,7 +27,7 @@ constexpr double kMaxDropout = 0.99999;  // from 1 - 2^-17 on the threshold take
 constexpr double kMaxSoftcap = 4096;     // fp16's tanh has an error of 2e-7
 constexpr double kMaxScale = 1e30;       // and its inverse: far from the ends of float
 // Rows with fewer, and those of a band of one, have a dS that is nearly or exactly 0 in eager attention, and the
-// rounding of P and out is all that is left of it: kernels/sm80/shared_memory.h, may_be_inexact.
+// rounding of P and out is all that is left of it: kernels/sm80/choose_tiles.h, may_be_inexact.
 constexpr int64_t kFewKeys = 16;
 // A tile with a mask or bias takes 4 us in forward however little of it there is; in shorter calls sm80 took a third to
 // two thirds of the time (windows of 49 tokens, 64 by 64). With dropout the same is taken, not measured.
@@ -159,12 +159,12 @@ Plan plan_forward(const Problem& problem, const DeviceInfo& device) {
 
 Plan plan_two_pass(const Problem& problem, const DeviceInfo& device) {
   const Instance& instance = instance_of(problem, Pass::kBackward);
-  const Added added = two_pass_added(problem, instance.head_dim);
-  const TwoPassShape shape = two_pass_shape(instance.head_dim, added);
-  const char* const kernel = instance.head_dim <= kNarrow ? "sm90.backward.two_pass.narrow"
-                             : added == Added::kScores    ? "sm90.backward.two_pass.scored"
-                             : added == Added::kCap       ? "sm90.backward.two_pass.softcap"
-                                                          : "sm90.backward.two_pass";
+  const ScoreKind kind = two_pass_score_kind(problem, instance.head_dim);
+  const TwoPassShape shape = two_pass_shape(instance.head_dim, kind);
+  const char* const kernel = instance.head_dim <= kSmallHeadDim ? "sm90.backward.two_pass.small_head_dim"
+                             : kind == ScoreKind::kScores       ? "sm90.backward.two_pass.scored"
+                             : kind == ScoreKind::kSoftcap      ? "sm90.backward.two_pass.softcap"
+                                                                : "sm90.backward.two_pass";
   Plan plan = plan_of(kernel, TwoPassShape::threads, shape.consumer_registers(), shape.producer_registers(), device);
   plan.stages = TwoPassShape::stages;
   plan.scratch_bytes = instance.backward_scratch_bytes(problem, true);
@@ -205,18 +205,18 @@ constexpr const char* kPackedInOrder = "sm90.backward.packed.in_order";
 
 Plan plan_backward(const Problem& problem, const DeviceInfo& device) {
   const Instance& instance = instance_of(problem, Pass::kBackward);
-  const Added added = added_of(problem);
-  const bool scored = is_scored(added);
-  const BackwardShape shape = backward_shape(instance.head_dim, added);
+  const ScoreKind kind = score_kind_of(problem);
+  const bool scored = is_scored(kind);
+  const BackwardShape shape = backward_shape(instance.head_dim, kind);
   const bool ordered = is_ordered(problem);
   const BackwardSmem smem =
       backward_smem(shape, instance.head_dim, problem.packed && ordered ? kPackedKeyWorkBytes : kKeyWorkBytes);
-  const TileSchedule schedule = narrow_schedule(problem, shape.block_n, device.multiprocessors);
-  const char* const kernel = has_bias_gradient(problem) ? "sm90.backward.scored, sm90.bias_gradient"
-                             : problem.packed           ? ordered ? kPackedInOrder : "sm90.backward.packed"
-                             : scored                   ? "sm90.backward.scored"
-                             : added == Added::kCap     ? "sm90.backward.softcap"
-                                                        : "sm90.backward";
+  const TileSchedule schedule = key_schedule(problem, shape.block_n, device.multiprocessors);
+  const char* const kernel = has_bias_gradient(problem)    ? "sm90.backward.scored, sm90.bias_gradient"
+                             : problem.packed              ? ordered ? kPackedInOrder : "sm90.backward.packed"
+                             : scored                      ? "sm90.backward.scored"
+                             : kind == ScoreKind::kSoftcap ? "sm90.backward.softcap"
+                                                           : "sm90.backward";
   Plan plan = plan_of(kernel, shape.threads, shape.consumer_registers(), shape.producer_registers(), device);
   const bool persistent = ordered || is_backward_persistent(problem, device.multiprocessors);
   if (is_dq_stored(problem)) {
@@ -330,7 +330,7 @@ constexpr Kernel backward_row(const char* name, Features features, Features only
       .supports = dtypes(Pass::kBackward)
                       .with({Feature::kGroupedHeads, Feature::kSinks, Feature::kBatchInvariant, Feature::kConstantLse})
                       .with(features),
-      .limits = limits(Pass::kBackward, least_length, 1, largest(Pass::kBackward, kNarrow)),
+      .limits = limits(Pass::kBackward, least_length, 1, largest(Pass::kBackward, kSmallHeadDim)),
       .serves_only = only,
       .plan = plan_backward,
       .backward = backward,
@@ -359,12 +359,12 @@ constexpr Kernel two_pass_row(const char* name, Features features, Features only
   return row;
 }
 
-constexpr int kWide = largest(Pass::kBackward, kNarrow);  // above it
+constexpr int kWide = largest(Pass::kBackward, kSmallHeadDim);  // above it
 constexpr Kernel kKernels[] = {
     forward_row("sm90.forward.scored", kScores.with({Feature::kSoftcap}), kLeastScores),
     forward_row("sm90.forward", {}, 1),
-    two_pass_row("sm90.backward.two_pass.narrow", kScores.with({Feature::kSoftcap}),
-                 kSome.with({Feature::kDeterministic, Feature::kSoftcap}), 0, kNarrow, kLeastScores),
+    two_pass_row("sm90.backward.two_pass.small_head_dim", kScores.with({Feature::kSoftcap}),
+                 kSome.with({Feature::kDeterministic, Feature::kSoftcap}), 0, kSmallHeadDim, kLeastScores),
     two_pass_row("sm90.backward.two_pass.scored", kScores.with({Feature::kSoftcap}), kScores, kWide, kMostScores,
                  kLeastScores),
     two_pass_row("sm90.backward.two_pass.softcap", {Feature::kSoftcap}, {Feature::kSoftcap}, kWide, INT_MAX,

@@ -1,7 +1,7 @@
 // Which packed sequence a row, or a tile of queries, belongs to: a binary search among the sequences' first rows.
 //
-// Called by kernels/stages/sequences.cu and rows.cu and by sm90/backward/far.cuh. Invariant: whatever the numbers in
-// memory are, nothing beyond cu[batch] is read.
+// Called by kernels/stages/sequences.cu and rows.cu and by sm90/backward/renormalise.cuh. Invariant: whatever the
+// numbers in memory are, nothing beyond cu[batch] is read.
 #pragma once
 
 #include "core/sequences.h"

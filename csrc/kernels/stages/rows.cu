@@ -6,7 +6,7 @@
 #include "gpu/arch.h"
 #include "gpu/host/launch.h"
 #include "gpu/warp.cuh"
-#include "kernels/sm80/far_rows.cuh"
+#include "kernels/sm80/renormalised_rows.cuh"
 #include "kernels/stages/find_sequence.cuh"
 #include "kernels/stages/rows.h"
 
@@ -36,7 +36,7 @@ using ElementOf = std::conditional_t<std::is_same_v<T, __half>, sm80::Fp16, sm80
 
 // Of row `index` of [b, h_q, s_q] or, packed, [h_q, rows_q], which has keys.
 template <class Element>
-__device__ __forceinline__ float2 far_row(const ForwardArgs& args, const sm80::FarRows& far, int64_t index) {
+__device__ __forceinline__ float2 renorm_row(const ForwardArgs& args, const sm80::RenormRows& renorm, int64_t index) {
   const Problem& problem = args.problem;
   const int64_t rows = rows_of_head(problem), head = index / rows % problem.heads_q, row = index % rows;
   int64_t b = index / rows / problem.heads_q;
@@ -48,14 +48,14 @@ __device__ __forceinline__ float2 far_row(const ForwardArgs& args, const sm80::F
   }
   const int query = static_cast<int>(row) - sequence.row_q;
   if (query < 0 || query >= sequence.len_q) return {};
-  return sm80::find_far_row<Element>(args, far, sequence, static_cast<int>(b), static_cast<int>(head), query);
+  return sm80::find_renorm_row<Element>(args, renorm, sequence, static_cast<int>(b), static_cast<int>(head), query);
 }
 
-// NOTE: the bound of blocks keeps the search for far rows within the registers of all else.
+// NOTE: the bound of blocks keeps the search for renormalised rows within the registers of all else.
 template <class T>
 __global__ void __launch_bounds__(32 * kWarps, 5)
     delta_kernel(const __grid_constant__ BackwardArgs args, float* delta, float* bounds, bool dlse_apart,
-                 const __grid_constant__ sm80::FarRows far) {
+                 const __grid_constant__ sm80::RenormRows renorm) {
   const Problem& problem = args.fwd.problem;
   const auto own_row = [] { return int64_t{blockIdx.x} * kWarps + no_hoist(threadIdx.x) / 32; };
   const int64_t index = own_row();
@@ -109,8 +109,8 @@ __global__ void __launch_bounds__(32 * kWarps, 5)
     }
   }
   if constexpr (sizeof(T) == 2) {
-    if (far.rows != nullptr && sm80::is_far(lse)) {
-      far.rows[own_row()] = far_row<ElementOf<T>>(args.fwd, far, own_row());
+    if (renorm.rows != nullptr && sm80::needs_renorm(lse)) {
+      renorm.rows[own_row()] = renorm_row<ElementOf<T>>(args.fwd, renorm, own_row());
     }
   }
 }
@@ -228,13 +228,13 @@ void with_type(DType dtype, const Function& function) {
 
 }  // namespace
 
-void delta(const BackwardArgs& args, float* delta, float* bounds, bool dlse_apart, float2* far) {
+void delta(const BackwardArgs& args, float* delta, float* bounds, bool dlse_apart, float2* renorm) {
   const Problem& problem = args.fwd.problem;
   with_type(problem.dtype, [&]<class T>(T) {
-    sm80::FarRows far_rows{};
-    if (far != nullptr) far_rows = sm80::make_far_rows<ElementOf<T>>(args.fwd, far);
+    sm80::RenormRows renorm_rows{};
+    if (renorm != nullptr) renorm_rows = sm80::make_renorm_rows<ElementOf<T>>(args.fwd, renorm);
     launch(delta_kernel<T>, grid_of_rows(elements_of(problem) * problem.heads_q * rows_of_head(problem)), 32 * kWarps,
-           0, args.fwd.stream, args, delta, bounds, dlse_apart, far_rows);
+           0, args.fwd.stream, args, delta, bounds, dlse_apart, renorm_rows);
   });
 }
 

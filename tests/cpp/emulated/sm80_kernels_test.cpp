@@ -45,7 +45,7 @@ INSTANTIATE_TEST_SUITE_P(Sinks, Sm80Kernels, testing::ValuesIn(kSinkCases),
 // and so is a dropped product with an infinity.
 const Case kSpecialCases[] = {
     {.name = "query", .len_q = 70, .len_k = 90, .special = Operand::kQuery, .special_row = 3},
-    {.name = "query_beside_far_rows",
+    {.name = "query_beside_renorm_rows",
      .len_q = 70,
      .len_k = 90,
      .scale = 0x1p28,
@@ -244,7 +244,7 @@ void check_function(const Case& c) {
         args, plan.chosen<sm80::ForwardChoice>(), workspace);
   };
   const auto backward = [](const BackwardArgs& args, const Plan& plan, void* workspace) {
-    sm80::launch_backward<WithFunction<sm80::BackwardTraits<Element, 64, false, sm80::Between::kAny>, F>>(
+    sm80::launch_backward<WithFunction<sm80::BackwardTraits<Element, 64, false, ScoreKind::kAny>, F>>(
         args, plan.chosen<sm80::BackwardChoice>(), workspace);
   };
   const Kernel rows[] = {row_with(sm80::kernels(), "sm80.forward", &Kernel::forward, +forward),

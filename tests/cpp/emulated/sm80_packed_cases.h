@@ -67,7 +67,7 @@ const PackedCase kPackedCases[] = {
       .d_lse = true},
      kShort},
     {{.name = "small_tiles", .causal = true, .mask = true, .deterministic = true, .shared_limit = 64 * 1024}, kRagged},
-    {{.name = "far_rows", .causal = true, .deterministic = true, .scale = 300, .rounding = 1e-2}, kShort},
+    {{.name = "renorm_rows", .causal = true, .deterministic = true, .scale = 300, .rounding = 1e-2}, kShort},
     {{.name = "value_gradient_alone", .dropout = 0.1, .no_dq = true, .no_dk = true}, kShort},
 };
 

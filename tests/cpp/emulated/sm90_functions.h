@@ -18,19 +18,20 @@ struct CallsFunction : Base {
 template <class T, int kHeadDim, class F>
 void check_function(const Case& c) {
   using Forward = sm90::ForwardTraits<T, kHeadDim, sm90::forward_shape(kHeadDim, sm90::Tiles::kScored)>;
-  using Backward = sm90::TwoPassTraits<T, kHeadDim, sm90::Added::kScores>;
+  using Backward = sm90::TwoPassTraits<T, kHeadDim, ScoreKind::kScores>;
   const auto forward = [](const ForwardArgs& args, const Plan& plan, void* workspace) {
     sm90::launch_forward<CallsFunction<Forward, F>>(args, plan.chosen<sm90::ForwardLaunch>(), workspace);
   };
   const auto backward = [](const BackwardArgs& args, const Plan& plan, void* workspace) {
-    sm90::launch_two_pass<CallsFunction<Backward, F>>(args, plan.chosen<sm90::BackwardLaunch>().processors, workspace);
+    sm90::launch_two_pass<CallsFunction<Backward, F>>(args, plan.chosen<sm90::BackwardLaunch>().sms, workspace);
   };
-  const char* const row = kHeadDim <= sm90::kNarrow ? "sm90.backward.two_pass.narrow" : "sm90.backward.two_pass.scored";
+  const char* const row =
+      kHeadDim <= sm90::kSmallHeadDim ? "sm90.backward.two_pass.small_head_dim" : "sm90.backward.two_pass.scored";
   const Kernel rows[] = {row_with(sm90::kernels(), "sm90.forward.scored", &Kernel::forward, +forward),
                          row_with(sm90::kernels(), row, &Kernel::backward, +backward)};
   Case call = with_function<F>(c);
   call.head_dim = kHeadDim;
-  call.mask = true;  // which the row above kNarrow is for
+  call.mask = true;  // which the row above kSmallHeadDim is for
   check<T>(Rows(rows), call);
 }
 

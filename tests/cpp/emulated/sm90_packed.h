@@ -121,8 +121,8 @@ const PackedCase kPackedForward[] = {
 
 class Sm90Packed : public testing::TestWithParam<PackedCase> {};
 
-TEST_P(Sm90Packed, Bf16) { check_packed_forward<__nv_bfloat16>(GetParam(), sm90::Tiles::kMany); }
-TEST_P(Sm90Packed, Fp16) { check_packed_forward<__half>(GetParam(), sm90::Tiles::kFew); }
+TEST_P(Sm90Packed, Bf16) { check_packed_forward<__nv_bfloat16>(GetParam(), sm90::Tiles::kLarge); }
+TEST_P(Sm90Packed, Fp16) { check_packed_forward<__half>(GetParam(), sm90::Tiles::kSmall); }
 
 INSTANTIATE_TEST_SUITE_P(All, Sm90Packed, testing::ValuesIn(kPackedForward),
                          [](const auto& info) { return info.param.options.name; });
@@ -132,7 +132,7 @@ TEST(Sm90Packed, ManyShortSequences) {
   PackedCase c{{.name = "many", .heads_q = 2, .heads_k = 1, .heads_v = 1, .multiprocessors = 5}, {}};
   for (int b = 0; b < 700; ++b) c.sequences.push_back({b % 9 == 0 ? 1 + b % 7 : 0, 1 + b % 11});
   c.options.forward_alone = true;
-  const SameTiles table(sm90::Tiles::kMany);
+  const SameTiles table(sm90::Tiles::kLarge);
   PackedCall<__nv_bfloat16> call(c);
   const Results all = call.run(table.rows());
   for (const int64_t b : {0, 9, 351, 693}) {
@@ -195,7 +195,7 @@ INSTANTIATE_TEST_SUITE_P(All, Sm90PackedBackward, testing::ValuesIn(kPackedBackw
 // ---- dQ in one order
 
 const SameTiles& in_order() {
-  static const SameTiles table(sm90::Tiles::kMany, {"sm90.backward.packed.in_order", "sm90.backward"});
+  static const SameTiles table(sm90::Tiles::kLarge, {"sm90.backward.packed.in_order", "sm90.backward"});
   return table;
 }
 
@@ -253,7 +253,7 @@ const PackedCase kInOrder[] = {
     {{.name = "window", .causal = true, .bottom_right = true, .window = 60}, kManyTiles},
     {{.name = "window_128", .head_dim = 128, .causal = true, .window = 150}, kManyTiles},
     {{.name = "window_of_the_past", .window = 30, .multiprocessors = 2}, kManyTiles},
-    {{.name = "far_rows", .heads_q = 2, .heads_k = 2, .heads_v = 2, .causal = true, .scale = 300}, kFewTiles},
+    {{.name = "renorm_rows", .heads_q = 2, .heads_k = 2, .heads_v = 2, .causal = true, .scale = 300}, kFewTiles},
 };
 
 class Sm90PackedInOrder : public testing::TestWithParam<PackedCase> {};
@@ -326,7 +326,7 @@ TEST(Sm90PackedInOrder, WhoServes) {
 TEST(Sm90PackedInOrder, SumsAreThoseOfAnyOrder) {
   PackedCase c{{.name = "sums", .heads_q = 2, .heads_k = 1, .heads_v = 1, .causal = true, .multiprocessors = 2},
                kManyTiles};
-  const SameTiles any(sm90::Tiles::kMany, {"sm90.backward.packed"});
+  const SameTiles any(sm90::Tiles::kLarge, {"sm90.backward.packed"});
   PackedCall<__nv_bfloat16> call(c);
   const Results in_any = call.run(any.rows()), ordered = call.run(in_order().rows());
   EXPECT_EQ(in_any.out, ordered.out);

@@ -9,6 +9,7 @@
 
 #include "core/band.h"
 #include "core/portable.h"
+#include "core/score_kind.h"
 #include "core/sequences.h"
 #include "core/tile_schedule.h"
 #include "kernels/sm90/config.h"
@@ -35,33 +36,27 @@ struct BackwardShape {
   constexpr int dq_cols(int head_dim) const { return block_m == 128 ? head_dim : head_dim / 2; }
 };
 
-// What comes between q k^T and the softmax, besides the band.
-enum class Added : uint8_t {
-  kNothing,
-  kCap,     // a softcap, alone
-  kScores,  // a bias, slopes or a mask; in two passes all there is
-  kDrops,   // dropout, with these or without
-};
-inline Added added_of(const Problem& problem) {
-  if (problem.dropout_p > 0.0) return Added::kDrops;
-  if (problem.softcap != 0.0) return Added::kCap;
-  return is_scored(problem) ? Added::kScores : Added::kNothing;
+// Which kernel a call needs.
+inline ScoreKind score_kind_of(const Problem& problem) {
+  if (problem.dropout_p > 0.0) return ScoreKind::kDropout;
+  if (problem.softcap != 0.0) return ScoreKind::kSoftcap;
+  return is_scored(problem) ? ScoreKind::kScores : ScoreKind::kNone;
 }
-constexpr bool is_scored(Added added) { return added == Added::kScores || added == Added::kDrops; }
+constexpr bool is_scored(ScoreKind kind) { return kind == ScoreKind::kScores || kind == ScoreKind::kDropout; }
 
-constexpr BackwardShape backward_shape(int head_dim, Added added = Added::kNothing) {
+constexpr BackwardShape backward_shape(int head_dim, ScoreKind kind = ScoreKind::kNone) {
   // NOTE: with 224 registers one step spills 4 to 16 bytes.
-  if (is_scored(added)) return {head_dim <= 64 ? 128 : 64, 2, 1, 0, false, true};
-  if (added == Added::kCap) return {head_dim <= 64 ? 128 : 64, 2, 2, 0, false, false};
+  if (is_scored(kind)) return {head_dim <= 64 ? 128 : 64, 2, 1, 0, false, true};
+  if (kind == ScoreKind::kSoftcap) return {head_dim <= 64 ? 128 : 64, 2, 2, 0, false, false};
   if (head_dim <= 64) return {128, 2, 2, 4, true, false};
   return {64, 2, 2, 4, false, false};
 }
 
 // Numbers that a query has beside Q and dO (rows.cuh), by tile of queries: of all its queries the first, and so on.
-enum QueryStat { kLseStat, kFarStat, kDeltaStat, kQueryStats };
+enum QueryStat { kLseStat, kRenormStat, kDeltaStat, kQueryStats };
 
 // How blocks find their tiles of keys.
-enum class Walk : uint8_t {
+enum class Persistence : uint8_t {
   kOne,      // a block each
   kEvery,    // every gridDim.x-th
   kStored,   // every gridDim.x-th; and dQ of a tile of queries is complete (is_dq_stored)
@@ -159,10 +154,10 @@ constexpr BackwardSmem backward_smem(BackwardShape shape, int head_dim, int work
 }
 
 // Tiles of keys, those with the most queries first, inside sections of heads whose Q, dO and dQ stay in L2.
-// processors: as set_sections says.
+// sms: the multiprocessors, each of which runs one tile at a time.
 //
 // Of packed sequences a head has the tiles of their list (core/sequences.h), which has its order, or fewer.
-inline TileSchedule backward_schedule(const Problem& problem, int block_n, int64_t processors) {
+inline TileSchedule backward_schedule(const Problem& problem, int block_n, int64_t sms) {
   constexpr int64_t kL2Budget = 24 << 20;
   TileSchedule schedule;
   if (problem.packed) {
@@ -179,7 +174,7 @@ inline TileSchedule backward_schedule(const Problem& problem, int block_n, int64
   const int64_t head_bytes = problem.len_q * (problem.head_dim * (2 + 4) + problem.head_dim_v * 2);
   const int64_t l2_heads = heads_per_section(head_bytes * problem.heads_q / problem.heads_k, kL2Budget);
   const Band band = make_band(problem);
-  set_sections(schedule, l2_heads, processors, [&](int64_t block) {
+  set_sections(schedule, l2_heads, sms, [&](int64_t block) {
     const int64_t end = (block + 1) * block_n;
     return band.queries({block * block_n, end < problem.len_k ? end : problem.len_k}, problem.len_q).size();
   });
@@ -191,8 +186,9 @@ inline int64_t queries_of(const Problem& problem, int64_t key) {
   return make_band(problem).queries({key, key + 1}, problem.len_q).size();
 }
 
-// For Walk::kOrdered: those with the fewest queries first; order.cuh says why. Of packed sequences each has an order of
-// its own, which the kernel finds; and a section's heads need room in L2 for one of them after the other, not for all.
+// For Persistence::kOrdered: those with the fewest queries first; order.cuh says why. Of packed sequences each has an
+// order of its own, which the kernel finds; and a section's heads need room in L2 for one of them after the other, not
+// for all.
 inline TileSchedule ordered_schedule(const Problem& problem, int block_n) {
   if (problem.packed) {
     Problem longest = problem;
@@ -218,9 +214,10 @@ constexpr int kMostStoredScores = 64;  // head dim
 inline bool is_dq_stored(const Problem& problem) {
   constexpr int64_t kFewest = 64;  // queries of a tile
   if (problem.packed) return false;
-  const Added added = added_of(problem);
-  if (problem.len_k > BackwardShape::block_n || added == Added::kDrops || added == Added::kCap) return false;
-  if (added == Added::kScores && std::max(problem.head_dim, problem.head_dim_v) > kMostStoredScores) return false;
+  const ScoreKind kind = score_kind_of(problem);
+  if (problem.len_k > BackwardShape::block_n || kind == ScoreKind::kDropout || kind == ScoreKind::kSoftcap)
+    return false;
+  if (kind == ScoreKind::kScores && std::max(problem.head_dim, problem.head_dim_v) > kMostStoredScores) return false;
   const Range queries = make_band(problem).queries({0, problem.len_k}, problem.len_q);
   return queries.first < kFewest && queries.last > (problem.len_q - 1) / kFewest * kFewest;
 }
@@ -232,11 +229,11 @@ inline bool is_dq_stored(const Problem& problem) {
 // S = 16k, causal, head dim 128. What a block takes is fixed, so each needs many: with 8 tiles a block both took the
 // same time, with 6 the other way took 12 % less, with 2 up to 28 %.
 inline bool is_even(const Problem& problem) { return queries_of(problem, 0) == queries_of(problem, problem.len_k - 1); }
-inline bool is_backward_persistent(const Problem& problem, int64_t processors) {
+inline bool is_backward_persistent(const Problem& problem, int64_t sms) {
   if (problem.packed) return false;
   const int64_t tiles = problem.batch * problem.heads_k * block_count(problem.len_k, BackwardShape::block_n);
-  if (is_dq_stored(problem)) return has_few_queries(problem) && tiles >= 2 * processors;
-  return has_few_queries(problem) && !is_even(problem) && tiles >= 8 * processors;
+  if (is_dq_stored(problem)) return has_few_queries(problem) && tiles >= 2 * sms;
+  return has_few_queries(problem) && !is_even(problem) && tiles >= 8 * sms;
 }
 
 // Whether dQ is added up in one order: where that is asked for, and where it is faster, because dQ is not filled with
@@ -256,9 +253,9 @@ inline bool is_ordered(const Problem& problem) {
 
 // Of the main kernel, up to head dim 128. Where what a block takes is fixed, heads are counted by L2 alone: with
 // set_sections causal calls of 16k tokens took 2 % longer.
-inline TileSchedule narrow_schedule(const Problem& problem, int block_n, int64_t processors) {
+inline TileSchedule key_schedule(const Problem& problem, int block_n, int64_t sms) {
   if (is_ordered(problem)) return ordered_schedule(problem, block_n);
-  return backward_schedule(problem, block_n, is_backward_persistent(problem, processors) ? 0 : processors);
+  return backward_schedule(problem, block_n, is_backward_persistent(problem, sms) ? 0 : sms);
 }
 
 // Whether the gradient of a bias is computed here (bias_gradient/kernel.cuh), and not by sm80's pass.

@@ -18,10 +18,11 @@ using BackwardElement = std::conditional_t<kDType == DType::kFloat16, __half, __
 template <DType kDType, int kHeadDim>
 int64_t backward_scratch_bytes(const Problem& problem, bool two_pass) {
   if (two_pass) return two_pass_scratch_bytes(problem);
-  if constexpr (kHeadDim <= kNarrow) {
+  if constexpr (kHeadDim <= kSmallHeadDim) {
     using T = BackwardElement<kDType>;
-    if (is_scored(added_of(problem))) {
-      return backward_scratch<BackwardTraits<T, kHeadDim, Walk::kEvery, Added::kScores>>(problem, nullptr).bytes;
+    if (is_scored(score_kind_of(problem))) {
+      return backward_scratch<BackwardTraits<T, kHeadDim, Persistence::kEvery, ScoreKind::kScores>>(problem, nullptr)
+          .bytes;
     }
     return backward_scratch<BackwardTraits<T, kHeadDim>>(problem, nullptr).bytes;
   }
@@ -31,17 +32,17 @@ int64_t backward_scratch_bytes(const Problem& problem, bool two_pass) {
 template <DType kDType, int kHeadDim>
 void run_two_pass(const BackwardArgs& args, const BackwardLaunch& how, void* workspace) {
   using T = BackwardElement<kDType>;
-  const Added added = two_pass_added(args.fwd.problem, kHeadDim);
-  if (added == Added::kNothing) {
-    return launch_two_pass<TwoPassTraits<T, kHeadDim, Added::kNothing>>(args, how.processors, workspace);
+  const ScoreKind kind = two_pass_score_kind(args.fwd.problem, kHeadDim);
+  if (kind == ScoreKind::kNone) {
+    return launch_two_pass<TwoPassTraits<T, kHeadDim, ScoreKind::kNone>>(args, how.sms, workspace);
   }
-  if constexpr (kHeadDim > kNarrow) {
-    if (added == Added::kCap) {
-      return launch_two_pass<TwoPassTraits<T, kHeadDim, Added::kCap>>(args, how.processors, workspace);
+  if constexpr (kHeadDim > kSmallHeadDim) {
+    if (kind == ScoreKind::kSoftcap) {
+      return launch_two_pass<TwoPassTraits<T, kHeadDim, ScoreKind::kSoftcap>>(args, how.sms, workspace);
     }
   }
   if constexpr (kHeadDim <= kMostScores) {  // rows.cpp refuses scores above
-    launch_two_pass<TwoPassTraits<T, kHeadDim, Added::kScores>>(args, how.processors, workspace);
+    launch_two_pass<TwoPassTraits<T, kHeadDim, ScoreKind::kScores>>(args, how.sms, workspace);
   }
 }
 
@@ -49,38 +50,39 @@ template <DType kDType, int kHeadDim>
 void run_backward(const BackwardArgs& args, const BackwardLaunch& how, void* workspace) {
   using T = BackwardElement<kDType>;
   if (how.two_pass) return run_two_pass<kDType, kHeadDim>(args, how, workspace);
-  if constexpr (kHeadDim <= kNarrow) {
+  if constexpr (kHeadDim <= kSmallHeadDim) {
     static_assert(backward_smem(backward_shape(kHeadDim), kHeadDim, kPackedKeyWorkBytes).total <= kSharedMemoryLimit);
-    const Added added = added_of(args.fwd.problem);
-    const auto launch_packed = [&]<Added kAdded>(std::integral_constant<Added, kAdded>) {
-      launch_backward<BackwardTraits<T, kHeadDim, Walk::kOne, kAdded, true>>(args, how, workspace);
+    const ScoreKind kind = score_kind_of(args.fwd.problem);
+    const auto launch_packed = [&]<ScoreKind kScoreKind>(std::integral_constant<ScoreKind, kScoreKind>) {
+      launch_backward<BackwardTraits<T, kHeadDim, Persistence::kOne, kScoreKind, true>>(args, how, workspace);
     };
     if (args.fwd.problem.packed) {
       if (is_ordered(args.fwd.problem)) {
-        return launch_backward<BackwardTraits<T, kHeadDim, Walk::kOrdered, Added::kNothing, true>>(args, how,
-                                                                                                   workspace);
+        return launch_backward<BackwardTraits<T, kHeadDim, Persistence::kOrdered, ScoreKind::kNone, true>>(args, how,
+                                                                                                           workspace);
       }
-      if (added == Added::kDrops) return launch_packed(std::integral_constant<Added, Added::kDrops>());
-      if (added == Added::kScores) return launch_packed(std::integral_constant<Added, Added::kScores>());
-      return launch_packed(std::integral_constant<Added, Added::kNothing>());
+      if (kind == ScoreKind::kDropout) return launch_packed(std::integral_constant<ScoreKind, ScoreKind::kDropout>());
+      if (kind == ScoreKind::kScores) return launch_packed(std::integral_constant<ScoreKind, ScoreKind::kScores>());
+      return launch_packed(std::integral_constant<ScoreKind, ScoreKind::kNone>());
     }
-    if (added == Added::kDrops) {
-      launch_backward<BackwardTraits<T, kHeadDim, Walk::kEvery, Added::kDrops>>(args, how, workspace);
-    } else if (added == Added::kCap) {
-      launch_backward<BackwardTraits<T, kHeadDim, Walk::kEvery, Added::kCap>>(args, how, workspace);
-    } else if (added == Added::kScores) {
+    if (kind == ScoreKind::kDropout) {
+      launch_backward<BackwardTraits<T, kHeadDim, Persistence::kEvery, ScoreKind::kDropout>>(args, how, workspace);
+    } else if (kind == ScoreKind::kSoftcap) {
+      launch_backward<BackwardTraits<T, kHeadDim, Persistence::kEvery, ScoreKind::kSoftcap>>(args, how, workspace);
+    } else if (kind == ScoreKind::kScores) {
       if constexpr (kHeadDim <= kMostStoredScores) {
         if (is_dq_stored(args.fwd.problem)) {
-          return launch_backward<BackwardTraits<T, kHeadDim, Walk::kStored, Added::kScores>>(args, how, workspace);
+          return launch_backward<BackwardTraits<T, kHeadDim, Persistence::kStored, ScoreKind::kScores>>(args, how,
+                                                                                                        workspace);
         }
       }
-      launch_backward<BackwardTraits<T, kHeadDim, Walk::kEvery, Added::kScores>>(args, how, workspace);
+      launch_backward<BackwardTraits<T, kHeadDim, Persistence::kEvery, ScoreKind::kScores>>(args, how, workspace);
     } else if (is_dq_stored(args.fwd.problem)) {
-      launch_backward<BackwardTraits<T, kHeadDim, Walk::kStored>>(args, how, workspace);
+      launch_backward<BackwardTraits<T, kHeadDim, Persistence::kStored>>(args, how, workspace);
     } else if (is_ordered(args.fwd.problem)) {
-      launch_backward<BackwardTraits<T, kHeadDim, Walk::kOrdered>>(args, how, workspace);
-    } else if (is_backward_persistent(args.fwd.problem, how.processors)) {
-      launch_backward<BackwardTraits<T, kHeadDim, Walk::kEvery>>(args, how, workspace);
+      launch_backward<BackwardTraits<T, kHeadDim, Persistence::kOrdered>>(args, how, workspace);
+    } else if (is_backward_persistent(args.fwd.problem, how.sms)) {
+      launch_backward<BackwardTraits<T, kHeadDim, Persistence::kEvery>>(args, how, workspace);
     } else {
       launch_backward<BackwardTraits<T, kHeadDim>>(args, how, workspace);
     }

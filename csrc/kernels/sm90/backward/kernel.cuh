@@ -7,13 +7,12 @@
 // FlashAttention-3 (arXiv:2407.08608), section 3.1 and appendix B.1: scores are computed transposed, so that P^T and
 // dS^T are register operands of dV and dK. dS also goes through shared memory, because dQ sums over the keys of both
 // warpgroups, which leaves by bulk reductions to a float array in the order of the fragments (rows.cuh), in
-// whatever order blocks come, or in one order (order.cuh). Walk::kStored: where one tile of keys is all there is,
-// dQ is stored as it is.
-// Called by run.cuh. Invariant: a ring's barriers as in pipeline.cuh, those of dS by an arrival of each warp. A
-// stage of dS is written again when both warpgroups have handed it back, or where they do not (Traits::kReturnsDs),
-// only after both have passed the barrier of the next one, before which each waited for its own dQ of this one. A
-// warp's staging is its own, for dQ and, after it, for dV and dK. Walk::kOrdered: the staging of all warps is full when
-// each has arrived, and empty when the adder has read it.
+// whatever order blocks come, or in one order (order.cuh). Persistence::kStored: where one tile of keys is all there
+// is, dQ is stored as it is. Called by run.cuh. Invariant: a ring's barriers as in pipeline.cuh, those of dS by an
+// arrival of each warp. A stage of dS is written again when both warpgroups have handed it back, or where they do not
+// (Traits::kReturnsDs), only after both have passed the barrier of the next one, before which each waited for its own
+// dQ of this one. A warp's staging is its own, for dQ and, after it, for dV and dK. Persistence::kOrdered: the staging
+// of all warps is full when each has arrived, and empty when the adder has read it.
 #pragma once
 
 #include "kernels/sm90/backward/producer.cuh"
@@ -37,8 +36,8 @@ namespace flash_ext::sm90 {
 //   wait                      the next S^T
 //
 // Shared memory: K, V, Q and dO and dS of each stage, the staging of dQ, bias, mask and dropped bits of each stage,
-// lse, far shift and delta of each stage of Q (backward_smem). kFirst: no dQ is there that is deferred. kLast: no tile
-// follows, and K and V go back. kWhole: no pair is hidden, and no row is far.
+// lse, renormalised shift and delta of each stage of Q (backward_smem). kFirst: no dQ is there that is deferred. kLast:
+// no tile follows, and K and V go back. kWhole: no pair is hidden, and no row is renormalised.
 template <class Traits, bool kFirst, bool kLast, bool kWhole, class C = BackwardConsumer<Traits>>
 __device__ __forceinline__ void take_queries(C& step, typename C::Scores& s, typename C::Gradient& dk,
                                              typename C::Gradient& dv, typename C::KeyPart& k) {
@@ -91,8 +90,8 @@ __device__ __forceinline__ void consume_backward(const typename Traits::Params& 
     step.begin(linear, dk, dv);
     const auto take = [&]<bool kFirst, bool kLast>(std::bool_constant<kFirst>, std::bool_constant<kLast>) {
       step.wait_d_out();
-      if constexpr (Traits::kHasWholeStep && !(kFirst && kLast) && (Traits::kMayBeFar || !(kFirst || kLast))) {
-        if (!has_mask(params) && !step.is_boundary() && !(Traits::kScored && step.is_far())) {
+      if constexpr (Traits::kHasWholeStep && !(kFirst && kLast) && (Traits::kMayRenorm || !(kFirst || kLast))) {
+        if (!has_mask(params) && !step.is_boundary() && !(Traits::kScored && step.needs_renorm())) {
           return take_queries<Traits, kFirst, kLast, true>(step, s, dk, dv, k);
         }
       }
@@ -118,7 +117,7 @@ __device__ __forceinline__ void consume_backward(const typename Traits::Params& 
       step.end_products();
     }
     step.store(dk, dv);
-    if constexpr (Traits::kWalk == Walk::kOne) break;
+    if constexpr (Traits::kPersistence == Persistence::kOne) break;
   }
   if (elect_one()) bulk_wait_read();
 }

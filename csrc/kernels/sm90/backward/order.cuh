@@ -10,10 +10,10 @@
 // begins at the queries that the one before it does not see or has begun with: under a causal band the last keys first,
 // and queries from the diagonal on. So whoever must be waited for is ahead, and there is little to wait for.
 //
-// Called by kernel.cuh with Walk::kOrdered. Invariant: nobody waits for ever. A tile of keys waits only for those of
-// its head that come before it in TileSchedule. Numbers are handed out in that order, to blocks that run, and a block
-// works on its own in order; so of all that are not finished the first is being worked on, and what it waits for is
-// finished. This holds whichever blocks run at a time and in whatever order they start.
+// Called by kernel.cuh with Persistence::kOrdered. Invariant: nobody waits for ever. A tile of keys waits only for
+// those of its head that come before it in TileSchedule. Numbers are handed out in that order, to blocks that run, and
+// a block works on its own in order; so of all that are not finished the first is being worked on, and what it waits
+// for is finished. This holds whichever blocks run at a time and in whatever order they start.
 //
 // Packed sequences: turns belong to a tile of queries of one sequence, whose tiles of keys stand in the list one behind
 // the other, each of them once; of a head, numbers ascend with the list. PackedKeyWork::at may take those of a sequence
@@ -155,7 +155,7 @@ __device__ __forceinline__ void load_queries_in_order(const typename Traits::Par
   for (Place2 work_place;; ++work_place.count) {
     const uint32_t stage = works.tile(work_place.stage());
     const bool takes = params.walks || work_place.count == 0;
-    const uint32_t number = takes ? atomicAdd(params.turns + params.turn_count, 1) : params.tiles;
+    const uint32_t number = takes ? atomicAdd(params.dq_semaphore + params.dq_semaphore_count, 1) : params.tiles;
     int m;
     if constexpr (Traits::kPacked) {
       if (!tell_packed<Traits>(params, tiles, work_place, number, m)) return;
@@ -204,9 +204,9 @@ __device__ __forceinline__ void load_queries_in_order(const typename Traits::Par
   }
 }
 
-// A warp, whose first lane loads. It also tells with K whether the tile of keys meets a far row (far.cuh): asked by
-// the consumers it kept them waiting between two tiles of keys.
-// NOTE: what is told is read again, and far rows one by one: there are 24 registers.
+// A warp, whose first lane loads. It also tells with K whether the tile of keys meets a renormalised row
+// (renormalise.cuh): asked by the consumers it kept them waiting between two tiles of keys. NOTE: what is told is read
+// again, and renormalised rows one by one: there are 24 registers.
 template <class Traits>
 __device__ __forceinline__ void load_keys_in_order(const typename Traits::Params& params,
                                                    const typename Traits::Tiles& tiles) {
@@ -218,8 +218,8 @@ __device__ __forceinline__ void load_keys_in_order(const typename Traits::Params
     barrier_wait(tiles.works().full(place.stage()), place.phase());
     if (number(offsetof(Work, step)) == 0) return;
     if (number(offsetof(Work, first_m)) < number(offsetof(Work, last_m))) {
-      bool far = false;
-      if constexpr (Traits::kMayBeFar) {
+      bool renorm = false;
+      if constexpr (Traits::kMayRenorm) {
         const int64_t first = [&] {  // of the first head's tiles
           if constexpr (Traits::kPacked) {
             return int64_t{number(offsetof(Work, first))};
@@ -227,9 +227,9 @@ __device__ __forceinline__ void load_keys_in_order(const typename Traits::Params
             return int64_t{number(offsetof(Work, row))} * params.m_blocks;
           }
         }();
-        far = any_far<Traits::kBlockM, 1>(params.stats + first * (kQueryStats * Traits::kBlockM), params.group_size,
-                                          params.m_blocks, number(offsetof(Work, first_m)),
-                                          number(offsetof(Work, last_m)));
+        renorm = any_renorm<Traits::kBlockM, 1>(params.stats + first * (kQueryStats * Traits::kBlockM),
+                                                params.group_size, params.m_blocks, number(offsetof(Work, first_m)),
+                                                number(offsetof(Work, last_m)));
       }
       const auto load = [&](const Ring<Traits::kKvBytes>& ring, const TensorMap& map) {
         Work work;
@@ -244,7 +244,7 @@ __device__ __forceinline__ void load_keys_in_order(const typename Traits::Params
       };
       const auto load_k = [&] {
         barrier_wait(tiles.k().empty(0), phase ^ 1);
-        if constexpr (Traits::kMayBeFar) store_shared1(tiles.meets_far(), far ? 1.f : 0.f);
+        if constexpr (Traits::kMayRenorm) store_shared1(tiles.meets_renorm(), renorm ? 1.f : 0.f);
         load(tiles.k(), params.k);
       };
       if (threadIdx.x % 32 == 0) {
@@ -277,7 +277,7 @@ __device__ __forceinline__ void add_in_order(const typename Traits::Params& para
     if (index % 2 != kParity) return;
     const auto [tile, before] = turn_of();
     float* const dq = params.dq + tile * kTile;
-    wait_count(params.turns + tile, before);
+    wait_count(params.dq_semaphore + tile, before);
     barrier_wait(tiles.dq_full(index % 2), index / 2 % 2);
     if (before == 0) {
       bulk_store(dq, tiles.staging(0), kTile * 4);
@@ -288,7 +288,7 @@ __device__ __forceinline__ void add_in_order(const typename Traits::Params& para
     bulk_wait_read();
     barrier_arrive(tiles.dq_empty());
     bulk_wait();
-    add_count(params.turns + tile);
+    add_count(params.dq_semaphore + tile);
   };
   const auto tiles_before = [](const TileRanges<kBlockM, kBlockN>& ranges, int step, int m, int n) {
     return step > 0 ? ranges.last_keys_of(m) - n : n - ranges.first_keys_of(m);

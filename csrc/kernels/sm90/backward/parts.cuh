@@ -16,26 +16,29 @@
 
 namespace flash_ext::sm90 {
 
-template <class T_, int kHeadDim_, Walk kWalk_ = Walk::kOne, Added kAdded = Added::kNothing, bool kPacked_ = false>
+template <class T_, int kHeadDim_, Persistence kPersistence_ = Persistence::kOne,
+          ScoreKind kScoreKind = ScoreKind::kNone, bool kPacked_ = false>
 struct BackwardTraits {
   using T = T_;
   static constexpr bool kPacked = kPacked_;
-  static constexpr bool kScored = is_scored(kAdded), kDrops = kAdded == Added::kDrops, kCaps = kAdded == Added::kCap;
+  static constexpr bool kScored = is_scored(kScoreKind), kDropout = kScoreKind == ScoreKind::kDropout,
+                        kSoftcap = kScoreKind == ScoreKind::kSoftcap;
   static_assert(kDropKeyBytes == 3 * DropoutDraws::kKeyBytes);
   // dP is issued behind the softmax. NOTE: beside P and P (1 - tanh^2) of 128 queries there are no registers for it:
   // bf16 spilled 16 to 90 bytes in all of twelve forms.
-  static constexpr bool kLateDp = kCaps && kHeadDim_ <= 64;
+  static constexpr bool kLateDp = kSoftcap && kHeadDim_ <= 64;
   using DenseParams = std::conditional_t<kScored, ScoredBackwardParams,
-                                         std::conditional_t<kCaps, CappedBackwardParams, BackwardParams>>;
+                                         std::conditional_t<kSoftcap, CappedBackwardParams, BackwardParams>>;
   using Params = std::conditional_t<kPacked, PackedBackwardParams<DenseParams>, DenseParams>;
   using Work = std::conditional_t<kPacked, PackedKeyWork, KeyWork>;
-  static constexpr bool kMayBeFar = !kScored && !kCaps;  // which scores see to themselves, and a softcap is not
-  static constexpr Walk kWalk = kWalk_;
-  static constexpr bool kOrdered = kWalk == Walk::kOrdered, kStored = kWalk == Walk::kStored;
+  static constexpr bool kMayRenorm = !kScored && !kSoftcap;  // which scores see to themselves, and a softcap is not
+  static constexpr Persistence kPersistence = kPersistence_;
+  static constexpr bool kOrdered = kPersistence == Persistence::kOrdered,
+                        kStored = kPersistence == Persistence::kStored;
   // NOTE: a softcap of packed sequences spilled 4 to 12 bytes (bf16), or its products waited for each other (fp16).
   // In order, three of the four warps that bring scores have other work.
-  static_assert(!kPacked || ((kWalk == Walk::kOne || (kOrdered && !kScored)) && !kCaps));
-  static constexpr BackwardShape kShape = backward_shape(kHeadDim_, kAdded);
+  static_assert(!kPacked || ((kPersistence == Persistence::kOne || (kOrdered && !kScored)) && !kSoftcap));
+  static constexpr BackwardShape kShape = backward_shape(kHeadDim_, kScoreKind);
   static constexpr int kHeadDim = kHeadDim_, kBlockM = kShape.block_m, kBlockN = kShape.block_n;
   static constexpr int kPanels = panels(kHeadDim);
   static constexpr int kWorkBytes = kPacked && kOrdered ? kPackedKeyWorkBytes : kKeyWorkBytes;
@@ -51,9 +54,10 @@ struct BackwardTraits {
   static constexpr bool kAccumulates = true;  // dq_accum, which prepare_kernel fills with zeros
   // Tiles in which no pair is hidden have code of their own, but for kStored, which has few. NOTE: with scores or a
   // softcap at head dim 128, and with dropout in fp16 at 64, that spills 20 to 204 bytes.
-  static constexpr bool kHasWholeStep = !kStored && (kMayBeFar || (kHeadDim <= 64 && !(kDrops && kScaled)));
+  static constexpr bool kHasWholeStep = !kStored && (kMayRenorm || (kHeadDim <= 64 && !(kDropout && kScaled)));
   // NOTE: these find their rows anew, because keeping them spilled 8 bytes, and 88 with kStored; in others finding did.
-  static constexpr bool kFindsRow = (kAdded == Added::kScores && kScaled && kHeadDim <= 64) || (kPacked && kScored);
+  static constexpr bool kFindsRow =
+      (kScoreKind == ScoreKind::kScores && kScaled && kHeadDim <= 64) || (kPacked && kScored);
   static constexpr float kPShift = kScaled ? 10.f : 0.f;
   static constexpr int kStagingBytes = 16 * kDqCols * 4;
   static_assert(kStagingBytes >= 16 * kPanels * kPanelBytes, "a warp's rows of dK fit where its dQ was");
@@ -69,7 +73,9 @@ struct BackwardTraits {
     // Of a stage of Q, in the order of QueryStat.
     __device__ __forceinline__ uint32_t stats(int stage) const { return base + kSmem.stats + stage * kStatsBytes; }
     __device__ __forceinline__ uint32_t stats_lse(int stage) const { return stats(stage) + kLseStat * kBlockM * 4; }
-    __device__ __forceinline__ uint32_t stats_far(int stage) const { return stats(stage) + kFarStat * kBlockM * 4; }
+    __device__ __forceinline__ uint32_t stats_renorm(int stage) const {
+      return stats(stage) + kRenormStat * kBlockM * 4;
+    }
     __device__ __forceinline__ uint32_t stats_delta(int stage) const { return stats(stage) + kDeltaStat * kBlockM * 4; }
     // Of a warp: its part of dQ in float, or 16 rows of dK or dV.
     __device__ __forceinline__ uint32_t staging(int warp) const { return base + kSmem.dq + warp * kStagingBytes; }
@@ -88,7 +94,7 @@ struct BackwardTraits {
     __device__ __forceinline__ Ring<0> scores() const {
       return {base + kSmem.scores, base + kSmem.barriers + 32 + kShape.stages * 32 + kShape.ds_stages * 16};
     }
-    // kDrops: Philox' keys, a copy of each warp that draws; what is dropped, with stages of Q.
+    // kDropout: Philox' keys, a copy of each warp that draws; what is dropped, with stages of Q.
     __device__ __forceinline__ uint32_t drop_keys(int warp) const {
       return base + kSmem.drop_keys + warp * DropoutDraws::kKeyBytes;
     }
@@ -97,21 +103,21 @@ struct BackwardTraits {
               base + kSmem.barriers + 32 + kShape.stages * 32 + kShape.ds_stages * 16 + kScoreStages * 16};
     }
     // kOrdered: the staging of all warps as one, by parity of the tile of queries; which that is, of a stage of Q;
-    // tiles of keys that all are told of; whether the one whose K is there meets a far row.
+    // tiles of keys that all are told of; whether the one whose K is there meets a renormalised row.
     __device__ __forceinline__ uint32_t dq_full(int parity) const { return base + kSmem.walk + parity * 8; }
     __device__ __forceinline__ uint32_t dq_empty() const { return base + kSmem.walk + 16; }
     __device__ __forceinline__ uint32_t m_block(int stage) const { return base + kSmem.walk + 24 + stage * 4; }
     __device__ __forceinline__ Ring<kWorkBytes> works() const {
       return {base + kSmem.walk + 64, base + kSmem.walk + 32};
     }
-    __device__ __forceinline__ uint32_t meets_far() const { return base + kSmem.walk + 64 + 2 * kWorkBytes; }
-    // kPacked and Walk::kOne: the block's tile of keys.
+    __device__ __forceinline__ uint32_t meets_renorm() const { return base + kSmem.walk + 64 + 2 * kWorkBytes; }
+    // kPacked and Persistence::kOne: the block's tile of keys.
     __device__ __forceinline__ uint32_t packed_work() const { return base + kSmem.walk + 64; }
   };
 };
 
-// Walk::kOne of packed sequences: what thread 0 has put there before any warp goes its way. NOTE: whoever has few
-// registers reads it again rather than keeping it.
+// Persistence::kOne of packed sequences: what thread 0 has put there before any warp goes its way. NOTE: whoever has
+// few registers reads it again rather than keeping it.
 template <class Traits>
 __device__ __forceinline__ PackedKeyWork packed_work(const typename Traits::Tiles& tiles) {
   PackedKeyWork work;
@@ -143,49 +149,51 @@ __device__ __forceinline__ void with_queries(float (&c)[kCount], uint32_t number
   }
 }
 
-constexpr float kNotFar = -kMinusInf;  // as kFarStat
+constexpr float kNoRenorm = -kMinusInf;  // as kRenormStat
 
-// Whether a tile of queries has one whose lse is far from 0. numbers: its kFarStat.
-__device__ __forceinline__ bool is_far_tile(uint32_t numbers) { return load_shared_float(numbers) != kNotFar; }
+// Whether a tile of queries has one whose lse is far from 0. numbers: its kRenormStat.
+__device__ __forceinline__ bool has_renorm(uint32_t numbers) { return load_shared_float(numbers) != kNoRenorm; }
 
 // Whether one of the tiles [first, last) of queries of `group_size` heads is; asked by a whole warp. stats: the first
 // head's.
 template <int kBlock, int kUnroll = 4>
-__device__ __forceinline__ bool any_far(const float* stats, int group_size, int m_blocks, int first, int last) {
-  bool far = false;
+__device__ __forceinline__ bool any_renorm(const float* stats, int group_size, int m_blocks, int first, int last) {
+  bool renorm = false;
   for (int member = 0; member < group_size; ++member) {
 #pragma unroll kUnroll
     for (int m = first + static_cast<int>(threadIdx.x) % 32; m < last; m += 32) {
-      far |= stats[(int64_t{member} * m_blocks + m) * (kQueryStats * kBlock) + kFarStat * kBlock] != kNotFar;
+      renorm |= stats[(int64_t{member} * m_blocks + m) * (kQueryStats * kBlock) + kRenormStat * kBlock] != kNoRenorm;
     }
   }
-  return __any_sync(~0u, far);
+  return __any_sync(~0u, renorm);
 }
 
 // The same of a tile of keys. NOTE: asked of each tile of queries, also ahead, it was 2 to 7 % at head dim 128.
 template <int kBlock, class Work>
-__device__ __forceinline__ bool any_far(const BackwardParams& params, const Work& work) {
-  return any_far<kBlock>(params.stats + work.first_tile(params, 0) * (kQueryStats * kBlock), params.group_size,
-                         params.m_blocks, work.first_m, work.last_m);
+__device__ __forceinline__ bool any_renorm(const BackwardParams& params, const Work& work) {
+  return any_renorm<kBlock>(params.stats + work.first_tile(params, 0) * (kQueryStats * kBlock), params.group_size,
+                            params.m_blocks, work.first_m, work.last_m);
 }
 
 // Its scores, `factor` times which are natural ones, become their distance from the largest, in units of q k^T.
 // NOTE: 32 queries at a time, or at head dim 64 12 to 20 bytes are spilled: ptxas moves nothing over __syncwarp.
 template <int kCount>
-__device__ __forceinline__ void subtract_far(float (&s)[kCount], uint32_t numbers, float factor, float inverse_scale) {
-  with_queries(s, numbers, [&](float& x, float& y, float2 far, int i) {
+__device__ __forceinline__ void subtract_renorm(float (&s)[kCount], uint32_t numbers, float factor,
+                                                float inverse_scale) {
+  with_queries(s, numbers, [&](float& x, float& y, float2 renorm, int i) {
     if (i % 16 == 0) __syncwarp();
-    x = fminf(fmaf(x, factor, far.x), 0.f) * inverse_scale;
-    y = fminf(fmaf(y, factor, far.y), 0.f) * inverse_scale;
+    x = fminf(fmaf(x, factor, renorm.x), 0.f) * inverse_scale;
+    y = fminf(fmaf(y, factor, renorm.y), 0.f) * inverse_scale;
   });
 }
 
 // P of a query whose lse is no number is NaN, and where dropout removes it the 0 that is multiplied would hide that
-// from dV. numbers: the far ones of a tile of queries, whose S^T this is.
+// from dV. numbers: the renormalised ones of a tile of queries, whose S^T this is.
 template <int kAcc, int kCount>
 __device__ __forceinline__ void keep_nan(float (&dv)[kAcc], float (&s)[kCount], uint32_t numbers) {
   bool is_nan = false;
-  with_queries(s, numbers, [&](float, float, float2 far, int) { is_nan |= far.x != far.x || far.y != far.y; });
+  with_queries(s, numbers,
+               [&](float, float, float2 renorm, int) { is_nan |= renorm.x != renorm.x || renorm.y != renorm.y; });
   if (!__any_sync(~0u, is_nan)) return;
 #pragma unroll
   for (int i = 0; i < kAcc; ++i) dv[i] *= std::numeric_limits<float>::quiet_NaN();
@@ -218,7 +226,7 @@ __device__ __forceinline__ void probabilities(uint32_t (&p)[kCount / 2], float (
 template <class Traits>
 __device__ __forceinline__ uint32_t ds_of(uint32_t p, float dp_x, float dp_y, float2 delta, float ds_scale) {
   using T = typename Traits::T;
-  if constexpr (!Traits::kScaled && !Traits::kScored && !Traits::kCaps) {
+  if constexpr (!Traits::kScaled && !Traits::kScored && !Traits::kSoftcap) {
     return multiply_bf16(p, pack(dp_x - delta.x, dp_y - delta.y, T()));
   } else {
     float p_x, p_y;

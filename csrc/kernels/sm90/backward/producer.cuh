@@ -67,7 +67,7 @@ __device__ __forceinline__ void produce_backward(const typename Traits::Params& 
         }
       }
     }
-    if constexpr (Traits::kWalk == Walk::kOne) break;
+    if constexpr (Traits::kPersistence == Persistence::kOne) break;
   }
 }
 

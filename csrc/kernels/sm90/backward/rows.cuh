@@ -1,10 +1,10 @@
 // What backward does to rows of queries before and after its main kernel.
 //
-//   prepare: stats = (-lse log2(e), kNotFar, delta = rowsum(dO o out) - dlse), and dq_accum = 0 where there is one
-//            of all queries of a tile with one that is_far (0, -lse, delta) or, of those that are,
-//            (-log2 Z, -shift, delta), so that P = 2^(min(s - shift, 0) log2(e) - log2 Z), see far.cuh
+//   prepare: stats = (-lse log2(e), kNoRenorm, delta = rowsum(dO o out) - dlse), and dq_accum = 0 where there is one
+//            of all queries of a tile with one that needs_renorm (0, -lse, delta) or, of those that are,
+//            (-log2 Z, -shift, delta), so that P = 2^(min(s - shift, 0) log2(e) - log2 Z), see renormalise.cuh
 //            with dropout (1 - p) delta, see dropout.cuh
-//            where scores are added, a tile with a row whose lse is NaN is taken for far, too: (NaN, NaN, delta), and
+//            where scores are added, a tile with a row whose lse is NaN is renormalised, too: (NaN, NaN, delta), and
 //            one with a row that a bias leaves no key: (-inf, 0, delta)
 //   finish:  dq = gradient_scale() * dq_accum, from the order of the fragments to rows
 //
@@ -15,8 +15,8 @@
 #pragma once
 
 #include "core/args.h"
-#include "kernels/sm90/backward/far.cuh"
 #include "kernels/sm90/backward/parts.cuh"
+#include "kernels/sm90/backward/renormalise.cuh"
 
 namespace flash_ext::sm90 {
 
@@ -80,19 +80,19 @@ __global__ void __launch_bounds__(kRowThreads, 2)
   }
   // One of the tile's queries is; with dropout NaN counts, which the consumers must not drop, and with a bias a row
   // without keys, which may lie beside a NaN. A mask says itself what it hides.
-  const auto counts = [&] { return is_far(lse) || lse != lse || (lse == kMinusInf && problem.has_bias); };
+  const auto counts = [&] { return needs_renorm(lse) || lse != lse || (lse == kMinusInf && problem.has_bias); };
   // A softcap alone keeps scores where a float tells them apart, and its kernels do not ask.
-  const auto is_far_row = [&] { return Traits::kScored ? counts() : is_far(lse) && problem.softcap == 0.0; };
-  const bool far = __syncthreads_or(is_inside && is_far_row()) != 0;
+  const auto is_renormalised = [&] { return Traits::kScored ? counts() : needs_renorm(lse) && problem.softcap == 0.0; };
+  const bool renorm = __syncthreads_or(is_inside && is_renormalised()) != 0;
   float* const tile_stats = stats + int64_t{blockIdx.x} * (kQueryStats * Traits::kBlockM);
   if (own_row < Traits::kBlockM) {
     float delta = lse == kMinusInf ? 0.f : (problem.constant_lse ? 0.f : sums[own_row]) - d_lse;
     if constexpr (Traits::kScored) delta *= static_cast<float>(1.0 - problem.dropout_p);
     // Of infinity and NaN NaN.
-    const float minus_lse = far ? lse - lse + Traits::kPShift : fmaf(lse, -kLog2eFloat, Traits::kPShift);
+    const float minus_lse = renorm ? lse - lse + Traits::kPShift : fmaf(lse, -kLog2eFloat, Traits::kPShift);
     float* const to = tile_stats + own_row;
     to[kLseStat * Traits::kBlockM] = lse == kMinusInf ? kMinusInf : minus_lse;
-    to[kFarStat * Traits::kBlockM] = !far ? kNotFar : lse == kMinusInf ? 0.f : -lse;
+    to[kRenormStat * Traits::kBlockM] = !renorm ? kNoRenorm : lse == kMinusInf ? 0.f : -lse;
     to[kDeltaStat * Traits::kBlockM] = delta;
     if constexpr (Traits::kScaled) {  // non-negative floats order like their bits; what is no number does not count
       static_assert(Traits::kBlockM % 32 == 0);
@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(kRowThreads, 2)
       }
     }
   }
-  if (far) measure_rows(args, tile, tile_stats);
+  if (renorm) renormalise_rows(args, tile, tile_stats);
 }
 
 constexpr int kFinishWarps = kRowThreads / 32, kFinishChunk = 16 * kPanelCols;  // numbers
@@ -140,14 +140,14 @@ constexpr int kFinishBlocks = 4;  // of finish_kernel that a multiprocessor has 
 
 // From the last head to the first: what was added to last is still in L2. NOTE: 0.3 and 0.6 % of a whole call of S =
 // 512, full and causal; the same in prepare is nothing.
-// turns: of Walk::kOrdered where all tiles of queries meet keys, else null. With them blocks, of which all have room,
-// begin with the heads that are added up while the main kernel, of which all blocks run or have run, is still at the
-// others.
+// turns: of Persistence::kOrdered where all tiles of queries meet keys, else null. With them blocks, of which all have
+// room, begin with the heads that are added up while the main kernel, of which all blocks run or have run, is still at
+// the others.
 template <class Traits>
 __global__ void __launch_bounds__(kRowThreads, kFinishBlocks)
-    finish_kernel(const __grid_constant__ BackwardArgs args, const float* dq_accum, const uint32_t* turns,
+    finish_kernel(const __grid_constant__ BackwardArgs args, const float* dq_accum, const uint32_t* dq_semaphore,
                   TileRanges<Traits::kBlockM, Traits::kBlockN> tile_ranges, int m_blocks, unsigned tiles) {
-  if (turns == nullptr) grid_dependency_wait();
+  if (dq_semaphore == nullptr) grid_dependency_wait();
   constexpr int kWarps = kFinishWarps, kChunk = kFinishChunk;
   static_assert(Traits::kDqCols == kPanelCols && Traits::kBlockM * Traits::kHeadDim == kWarps * kChunk);
   __shared__ __align__(128) char buffer[kWarps][16 * kPanelBytes];
@@ -157,10 +157,10 @@ __global__ void __launch_bounds__(kRowThreads, kFinishBlocks)
   const int first_col = Traits::kSplitsQueries ? 0 : warp / 4 * kPanelCols;
   const float scale = gradient_scale(problem);
   for (unsigned number = blockIdx.x; number < tiles; number += gridDim.x) {
-    const unsigned index = turns == nullptr ? tiles - 1 - number : number;
-    if (turns != nullptr) {
+    const unsigned index = dq_semaphore == nullptr ? tiles - 1 - number : number;
+    if (dq_semaphore != nullptr) {
       const int m = static_cast<int>(index % m_blocks);
-      wait_count(turns + index, tile_ranges.last_keys_of(m) - tile_ranges.first_keys_of(m) + 1);
+      wait_count(dq_semaphore + index, tile_ranges.last_keys_of(m) - tile_ranges.first_keys_of(m) + 1);
     }
     const QueryTile<Traits> tile(problem, args.fwd.sequences, m_blocks, index);
     if (!tile.exists) continue;
@@ -171,13 +171,13 @@ __global__ void __launch_bounds__(kRowThreads, kFinishBlocks)
     for (int i = 0; i < 8; ++i) c[i] = from[i * 32];
     store_dq<Traits>(args, tile, c, scale, buffer[warp], first_row, first_col);
   }
-  if (turns != nullptr) grid_dependency_wait();  // who waits for this kernel waits for the main one
+  if (dq_semaphore != nullptr) grid_dependency_wait();  // who waits for this kernel waits for the main one
 }
 
-// Of packed sequences in Walk::kOrdered.
+// Of packed sequences in Persistence::kOrdered.
 struct PackedFinish {
   const int64_t* tile_count;  // of keys
-  const uint32_t* turns;
+  const uint32_t* dq_semaphore;
   int lower, upper, diagonal_mask;  // as PackedBackwardParams has them
   int m_blocks, heads_q;
   int section;  // query heads that the main kernel works on at a time
@@ -217,7 +217,7 @@ __global__ void __launch_bounds__(kRowThreads, kFinishBlocks)
     const int m = tile.first_query / Traits::kBlockM;
     float4 c[8] = {};
     if (has_keys && ranges.meets_keys(m)) {
-      wait_count(how.turns + index, ranges.last_keys_of(m) - ranges.first_keys_of(m) + 1);
+      wait_count(how.dq_semaphore + index, ranges.last_keys_of(m) - ranges.first_keys_of(m) + 1);
       const float4* const from =
           reinterpret_cast<const float4*>(dq_accum + (int64_t{index} * kWarps + warp) * kChunk) + lane;
 #pragma unroll

@@ -18,18 +18,18 @@
 namespace flash_ext::sm90 {
 
 struct BackwardScratch {
-  int m_blocks = 0;               // tiles of queries of a head; of packed sequences of all of them, and b is 1 then:
-  float* stats = nullptr;         // [b, h_q, m_blocks, kQueryStats, block_m]
-  float* dq = nullptr;            // [b, h_q, padded queries, head dim of the instance], in the order of the fragments
-  float* bounds = nullptr;        // [b, h_q, 2], fp16; b: of packed sequences how many
-  void* packed_tiles = nullptr;   // of keys, and what prepare_packed needs
-  uint32_t* turns = nullptr;      // [b, h_q, m_blocks] and one more, in one order
-  float* bias_partial = nullptr;  // bias_partial_elements(), with dbias
-  int64_t zeros = 0;              // from here on it must be zero before the kernels run
+  int m_blocks = 0;              // tiles of queries of a head; of packed sequences of all of them, and b is 1 then:
+  float* stats = nullptr;        // [b, h_q, m_blocks, kQueryStats, block_m]
+  float* dq = nullptr;           // [b, h_q, padded queries, head dim of the instance], in the order of the fragments
+  float* bounds = nullptr;       // [b, h_q, 2], fp16; b: of packed sequences how many
+  void* packed_tiles = nullptr;  // of keys, and what prepare_packed needs
+  uint32_t* dq_semaphore = nullptr;  // [b, h_q, m_blocks] and one more, in one order
+  float* bias_partial = nullptr;     // bias_partial_elements(), with dbias
+  int64_t zeros = 0;                 // from here on it must be zero before the kernels run
   int64_t bytes = 0;
 };
 
-// The same for every Walk.
+// The same for every Persistence.
 template <class Traits>
 BackwardScratch backward_scratch(const Problem& problem, void* workspace) {
   BackwardScratch scratch;
@@ -51,7 +51,7 @@ BackwardScratch backward_scratch(const Problem& problem, void* workspace) {
   }
   scratch.zeros = scratch.bytes;
   if (Traits::kScaled) take(scratch.bounds, elements * 2);
-  if (is_ordered(problem)) take(scratch.turns, heads * padded / Traits::kBlockM + 1);
+  if (is_ordered(problem)) take(scratch.dq_semaphore, heads * padded / Traits::kBlockM + 1);
   return scratch;
 }
 
@@ -68,10 +68,11 @@ inline const PackedTile* prepare_packed(const BackwardArgs& args, int block_n, v
 // Of the blocks, those beyond one a tile are left out.
 template <class Traits>
 void launch_backward(const BackwardArgs& args, const BackwardLaunch& how, void* workspace) {
-  // The same for every Walk, and finish with scores, too.
-  using Rows = BackwardTraits<typename Traits::T, Traits::kHeadDim, Walk::kOne, Added::kNothing, Traits::kPacked>;
-  using Prepare = BackwardTraits<typename Traits::T, Traits::kHeadDim, Walk::kOne,
-                                 Traits::kScored ? Added::kScores : Added::kNothing, Traits::kPacked>;
+  // The same for every Persistence, and finish with scores, too.
+  using Rows =
+      BackwardTraits<typename Traits::T, Traits::kHeadDim, Persistence::kOne, ScoreKind::kNone, Traits::kPacked>;
+  using Prepare = BackwardTraits<typename Traits::T, Traits::kHeadDim, Persistence::kOne,
+                                 Traits::kScored ? ScoreKind::kScores : ScoreKind::kNone, Traits::kPacked>;
   const Problem& problem = args.fwd.problem;
   const BackwardScratch scratch = backward_scratch<Traits>(problem, workspace);
   const Band band = Traits::kPacked ? make_band(problem, 0, 0) : make_band(problem);
@@ -98,11 +99,11 @@ void launch_backward(const BackwardArgs& args, const BackwardLaunch& how, void* 
   params.stats = scratch.stats;
   params.bounds = scratch.bounds;
   params.dq = scratch.dq;
-  params.turns = scratch.turns;
-  params.schedule = narrow_schedule(problem, kBlockN, how.processors);
+  params.dq_semaphore = scratch.dq_semaphore;
+  params.schedule = key_schedule(problem, kBlockN, how.sms);
   params.band = TileBand::make(band, static_cast<int>(problem.len_k));
   const int64_t tiles = params.schedule.size();
-  const dim3 blocks = cuda::grid_of(Traits::kWalk == Walk::kOne ? tiles : std::min(tiles, how.grid));
+  const dim3 blocks = cuda::grid_of(Traits::kPersistence == Persistence::kOne ? tiles : std::min(tiles, how.grid));
   params.walks = how.grid < tiles;
   params.tiles = static_cast<int>(tiles);
   params.len_q = static_cast<int>(problem.len_q);
@@ -119,10 +120,10 @@ void launch_backward(const BackwardArgs& args, const BackwardLaunch& how, void* 
     params.schedule.batch_inner = !Traits::kPacked && batch_shares_scores(problem, args.fwd);
     params.scores = make_scores(args.fwd, kScoreRows, kBlockN, kMaskBytes, kSmem.drops - kSmem.scores);
   }
-  if constexpr (Traits::kCaps) params.softcap = SoftcapParams::of(problem, problem.scale);
+  if constexpr (Traits::kSoftcap) params.softcap = SoftcapParams::of(problem, problem.scale);
 
   const int64_t query_tiles = (Traits::kPacked ? 1 : problem.batch) * problem.heads_q * params.m_blocks;
-  params.turn_count = static_cast<int>(query_tiles);
+  params.dq_semaphore_count = static_cast<int>(query_tiles);
   if (scratch.zeros < scratch.bytes) {
     cuda::check(cudaMemsetAsync(static_cast<char*>(workspace) + scratch.zeros, 0, scratch.bytes - scratch.zeros,
                                 static_cast<cudaStream_t>(args.fwd.stream)),
@@ -143,9 +144,9 @@ void launch_backward(const BackwardArgs& args, const BackwardLaunch& how, void* 
                scratch.stats, scratch.bounds, is_stored || Traits::kStored ? nullptr : scratch.dq, params.m_blocks);
   cuda::launch_dependent(backward_kernel<Traits>, blocks, Traits::kShape.threads, Traits::kSmem.total, args.fwd.stream,
                          params);
-  const int64_t rooms = is_stored ? int64_t{kFinishBlocks} * how.processors : query_tiles;
+  const int64_t rooms = is_stored ? int64_t{kFinishBlocks} * how.sms : query_tiles;
   if constexpr (kPackedInOrder) {
-    const PackedFinish finish = {params.tile_count,    scratch.turns,
+    const PackedFinish finish = {params.tile_count,    scratch.dq_semaphore,
                                  params.band.lower,    params.band.upper,
                                  params.diagonal_mask, params.m_blocks,
                                  params.heads_q,       static_cast<int>(params.schedule.section) * params.group_size};
@@ -153,7 +154,7 @@ void launch_backward(const BackwardArgs& args, const BackwardLaunch& how, void* 
                            args.fwd.stream, args, scratch.dq, finish);
   } else if constexpr (!Traits::kStored) {
     cuda::launch_dependent(finish_kernel<Rows>, cuda::grid_of(std::min(query_tiles, rooms)), kRowThreads, 0,
-                           args.fwd.stream, args, scratch.dq, is_stored ? scratch.turns : nullptr, tile_ranges,
+                           args.fwd.stream, args, scratch.dq, is_stored ? scratch.dq_semaphore : nullptr, tile_ranges,
                            params.m_blocks, static_cast<unsigned>(query_tiles));
   }
   if constexpr (Traits::kScored) {

@@ -213,7 +213,7 @@ __device__ __forceinline__ void load_backward_scores(const typename Traits::Para
     len_k = edges.band.len_k;
   }
   const int bias_warps = scores.bias.data != nullptr;
-  const int mask_warps = scores.mask.data == nullptr ? 0 : Traits::kDrops ? 1 : min(3 - bias_warps, scores.stages);
+  const int mask_warps = scores.mask.data == nullptr ? 0 : Traits::kDropout ? 1 : min(3 - bias_warps, scores.stages);
   const int warp = static_cast<int>(threadIdx.x) / 32 - 1 - bias_warps;  // of those with the mask
   const auto slot = [&](int stage) { return tiles.scores().tile(0) + stage * scores.stage_bytes; };
   if (warp < 0) {
@@ -235,16 +235,16 @@ __device__ __forceinline__ void load_backward_scores(const typename Traits::Para
                                     row + half * 32, first_key, len_q, len_k);
                         }
                       });
-  } else if constexpr (Traits::kDrops) {
+  } else if constexpr (Traits::kDropout) {
     draw_drops<Traits>(params, tiles, warp - mask_warps, drop_warps(scores));
   }
 }
 
 // ---- use ------------------------------------------------------------------------------------------------------------
 
-// Part kSlot of S^T, 64 queries, from its slot; 16 keys a warp from key `warp_key` of the tile on. kFar: in natural
+// Part kSlot of S^T, 64 queries, from its slot; 16 keys a warp from key `warp_key` of the tile on. kRenorm: in natural
 // units. kept: what the mask keeps, where there is one.
-template <class T, int kKeys, bool kFar, int kSlot, int kCount, class Kept>
+template <class T, int kKeys, bool kRenorm, int kSlot, int kCount, class Kept>
 __device__ __forceinline__ void apply_slot(float (&s)[kCount], Kept& kept, const ScoredBackwardParams& params,
                                            uint32_t slot, int warp_key) {
   const ScoreParams& scores = params.scores;
@@ -252,9 +252,9 @@ __device__ __forceinline__ void apply_slot(float (&s)[kCount], Kept& kept, const
   constexpr int kFirst = kSlot * 32, kTiles = kScoreRows / 8;  // of 8 queries, four numbers each
   if (scores.bias.data != nullptr) {
     with_bias<T, kKeys, true, kFirst>(s, scores, slot, warp_key, [&](float& x, float bias) {
-      x = kFar ? fmaf(x, scores.scale, bias) : fmaf(bias, params.inverse_scale, x);
+      x = kRenorm ? fmaf(x, scores.scale, bias) : fmaf(bias, params.inverse_scale, x);
     });
-  } else if constexpr (kFar) {
+  } else if constexpr (kRenorm) {
 #pragma unroll
     for (int i = 0; i < 4 * kTiles; ++i) s[kFirst + i] *= scores.scale;
   }
@@ -273,7 +273,7 @@ __device__ __forceinline__ void apply_slot(float (&s)[kCount], Kept& kept, const
 template <class Traits>
 using KeptOfMask = KeptBits<Traits::kBlockM / kScoreRows>;
 
-template <class Traits, bool kFar>
+template <class Traits, bool kRenorm>
 __device__ __forceinline__ void apply_backward_scores(float (&s)[Traits::kBlockM / 2], KeptOfMask<Traits>& kept,
                                                       const ScoredBackwardParams& params,
                                                       const typename Traits::Tiles& tiles, ScorePlace& place,
@@ -284,7 +284,7 @@ __device__ __forceinline__ void apply_backward_scores(float (&s)[Traits::kBlockM
   const Ring<0> ring = tiles.scores();
   const auto take = [&]<int kSlot>(std::integral_constant<int, kSlot>) {
     if (params.scores.stage_bytes > 0) barrier_wait(ring.full(place.stage), place.phase);
-    apply_slot<typename Traits::T, Traits::kBlockN, kFar, kSlot>(
+    apply_slot<typename Traits::T, Traits::kBlockN, kRenorm, kSlot>(
         s, kept, params, ring.tile(0) + place.stage * params.scores.stage_bytes, warp_key);
     if (params.scores.stage_bytes == 0) return;
     __syncwarp();
@@ -297,18 +297,18 @@ __device__ __forceinline__ void apply_backward_scores(float (&s)[Traits::kBlockM
 }
 
 // The next tile of queries, whose numbers are in this stage.
-template <class Traits, bool kMayBeFar>
+template <class Traits, bool kMayRenorm>
 __device__ __forceinline__ void take_backward_scores(float (&s)[Traits::kBlockM / 2], float (&dv)[Traits::kHeadDim / 2],
                                                      KeptOfMask<Traits>& kept, const ScoredBackwardParams& params,
                                                      const typename Traits::Tiles& tiles, int stage, ScorePlace& place,
                                                      int warp_key, float slope, int distance) {
-  if (!kMayBeFar || !is_far_tile(tiles.stats_far(stage))) {
+  if (!kMayRenorm || !has_renorm(tiles.stats_renorm(stage))) {
     apply_backward_scores<Traits, false>(s, kept, params, tiles, place, warp_key, slope, distance);
   } else {
     apply_backward_scores<Traits, true>(s, kept, params, tiles, place, warp_key, slope, distance);
-    subtract_far(s, tiles.stats_far(stage), 1.f, params.inverse_scale);
-    if constexpr (Traits::kDrops) {
-      keep_nan(dv, s, tiles.stats_far(stage));
+    subtract_renorm(s, tiles.stats_renorm(stage), 1.f, params.inverse_scale);
+    if constexpr (Traits::kDropout) {
+      keep_nan(dv, s, tiles.stats_renorm(stage));
     }
   }
 }

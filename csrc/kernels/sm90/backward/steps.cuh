@@ -22,7 +22,8 @@ struct BackwardConsumer {
   using Gradient = float[kHeadDim / 2];  // dK, dV
   using DqPart = float[kDqCols / 2];     // this warpgroup's: 64 queries, or all and half of the columns
   using Packed = uint32_t[kBlockM / 4];  // P^T, dS^T
-  using Sloped = uint32_t[Traits::kCaps ? kBlockM / 4 : 1];                 // P (1 - tanh^2), of which dS is made
+  static constexpr bool kSoftcap = Traits::kSoftcap;
+  using Sloped = uint32_t[kSoftcap ? kBlockM / 4 : 1];                      // P (1 - tanh^2), of which dS is made
   using KeyPart = uint32_t[Traits::kKSteps > 0 ? 4 * Traits::kKSteps : 1];  // of K, as S^T takes it from registers
   using Inside = typename TileRanges<kBlockM, 64>::Inside;
 
@@ -125,7 +126,7 @@ struct BackwardConsumer {
     }
     if constexpr (!Traits::kOrdered) done += total;
     inside = work.template ranges<kBlockM, 64>(params).inside(work.first_key + consumer * 64);
-    if constexpr (Traits::kMayBeFar && !Traits::kOrdered) inside.count *= !any_far<kBlockM>(params, work);
+    if constexpr (Traits::kMayRenorm && !Traits::kOrdered) inside.count *= !any_renorm<kBlockM>(params, work);
 #pragma unroll
     for (int i = 0; i < kHeadDim / 2; ++i) dk[i] = dv[i] = 0.f;
     ds_scale = ds_unscale = 1.f;
@@ -136,8 +137,8 @@ struct BackwardConsumer {
   // K, Q and V of it are there; S^T of its first tile of queries, too.
   __device__ __forceinline__ void begin_products(Scores& s, KeyPart& k) {
     barrier_wait(k_ring.full(0), phase);
-    if constexpr (Traits::kMayBeFar && Traits::kOrdered) {
-      inside.count *= load_shared_float(tiles.meets_far()) == 0.f;
+    if constexpr (Traits::kMayRenorm && Traits::kOrdered) {
+      inside.count *= load_shared_float(tiles.meets_renorm()) == 0.f;
     }
     load_fragments<kBlockN, Traits::kKSteps>(k, k_ring.tile(0), warp_row);
     issue_s(s, k);
@@ -178,7 +179,7 @@ struct BackwardConsumer {
   // NOTE: with scores, or a softcap in fp16, there are no registers for `inside`: 4 to 12 bytes were spilled. With a
   // softcap in bf16 the other way spilled 8.
   __device__ __forceinline__ bool is_boundary() const {
-    if constexpr (!Traits::kScored && !(Traits::kCaps && Traits::kScaled)) return !inside.has(at.m);
+    if constexpr (!Traits::kScored && !(kSoftcap && Traits::kScaled)) return !inside.has(at.m);
     const int query = at.m * kBlockM, key = first_key() + consumer * 64;
     if constexpr (Traits::kPacked) {
       return uniform(packed_edges(packed_work_at<Traits>(tiles, work_place)).is_boundary(query, kBlockM, key, 64)) != 0;
@@ -193,7 +194,7 @@ struct BackwardConsumer {
       return KeptColumns::of_keys(params.band, params.len_q, row(), at.m * kBlockM);
     }
   }
-  __device__ __forceinline__ bool is_far() const { return is_far_tile(tiles.stats_far(place.stage)); }
+  __device__ __forceinline__ bool needs_renorm() const { return has_renorm(tiles.stats_renorm(place.stage)); }
   __device__ __forceinline__ int row() const { return Traits::kFindsRow ? first_key() + find_row(consumer) : kept_row; }
 
   __device__ __forceinline__ void wait_d_out() {
@@ -236,7 +237,7 @@ struct BackwardConsumer {
     return 0.f;
   }
 
-  // P^T = e^(S^T - lse), and -0 where a pair is hidden; scores, a softcap and far rows come before.
+  // P^T = e^(S^T - lse), and -0 where a pair is hidden; scores, a softcap and renormalised rows come before.
   template <bool kWhole>
   __device__ __forceinline__ void make_p(Packed& p, Sloped& sloped, Scores& s, Gradient& dv,
                                          [[maybe_unused]] float slope) {
@@ -245,13 +246,13 @@ struct BackwardConsumer {
       const int distance = row() - (at.m * kBlockM + lane % 4 * 2) - diagonal();
       take_backward_scores<Traits, !kWhole>(s, dv, kept, params, tiles, place.stage, scores, warp_row, slope, distance);
     }
-    if constexpr (Traits::kCaps) cap_scores<T, true>(s, params.softcap);
-    if (!kWhole && Traits::kMayBeFar && is_boundary() && is_far()) {
-      subtract_far(s, tiles.stats_far(place.stage), params.scale, params.inverse_scale);
+    if constexpr (kSoftcap) cap_scores<T, true>(s, params.softcap);
+    if (!kWhole && Traits::kMayRenorm && is_boundary() && needs_renorm()) {
+      subtract_renorm(s, tiles.stats_renorm(place.stage), params.scale, params.inverse_scale);
     }
     probabilities<Traits>(p, s, params, tiles.stats_lse(place.stage),
                           [&](float x, float y, float s_x, float s_y, int pair) {
-                            if constexpr (Traits::kCaps) sloped[pair] = pack_sloped<T>(x, y, s_x, s_y, params.softcap);
+                            if constexpr (kSoftcap) sloped[pair] = pack_sloped<T>(x, y, s_x, s_y, params.softcap);
                           });
     if (!kWhole && has_mask(params)) mark_hidden(p, kept);
     if (!kWhole && is_boundary()) {
@@ -272,7 +273,7 @@ struct BackwardConsumer {
   // registers for both.
   __device__ __forceinline__ void add_dv_and_make_ds(Gradient& dv, Packed& ds, Packed& p, const Sloped& sloped,
                                                      Scores& dp) const {
-    if constexpr (Traits::kDrops) {
+    if constexpr (Traits::kDropout) {
       wgmma_wait<0>();
       fence_registers(dp);
       drop<Traits>(p, ds, dp, tiles, place, warp_row, ds_scale);
@@ -282,7 +283,7 @@ struct BackwardConsumer {
       wgmma_wait<1>();
       fence_registers(dp);
       with_queries(dp, tiles.stats_delta(place.stage), [&](float x, float y, float2 delta, int i) {
-        ds[i / 2] = ds_of<Traits>(Traits::kCaps ? sloped[Traits::kCaps ? i / 2 : 0] : p[i / 2], x, y, delta, ds_scale);
+        ds[i / 2] = ds_of<Traits>(kSoftcap ? sloped[kSoftcap ? i / 2 : 0] : p[i / 2], x, y, delta, ds_scale);
       });
     }
   }
@@ -290,7 +291,7 @@ struct BackwardConsumer {
   // dS is 0 where make_p() has marked P, and of queries without keys.
   __device__ __forceinline__ void clear_hidden_ds(Packed& ds, const Packed& p) const {
     if (has_mask(params) || is_boundary()) clear_marked(ds, p);
-    if (Traits::kScored && is_far()) clear_emptied(ds, tiles.stats_lse(place.stage));
+    if (Traits::kScored && needs_renorm()) clear_emptied(ds, tiles.stats_lse(place.stage));
   }
 
   // Where dS is written or read: kDefers: at `own`, else at the place of the tile of queries.

@@ -16,10 +16,10 @@ namespace flash_ext::sm90 {
 
 struct BackwardParams {
   TensorMap q, k, v, d_out, dk, dv;
-  TensorMap dq_rows;    // Walk::kStored
+  TensorMap dq_rows;    // Persistence::kStored
   const float* stats;   // [b, h_q, m_blocks, kQueryStats, block_m], see rows.cuh
   const float* bounds;  // [b, h_q, 2], fp16: largest |dO row| and |delta|
-  float* dq;            // [b, h_q, m_blocks, block_m * head dim], in the order of the fragments; not Walk::kStored
+  float* dq;  // [b, h_q, m_blocks, block_m * head dim], in the order of the fragments; not Persistence::kStored
   TileSchedule schedule;
   TileBand band;
   int tiles;
@@ -29,10 +29,10 @@ struct BackwardParams {
   int head_dim_v;
   float scale, to_log2;
   float inverse_scale;  // of a score, in units of q k^T
-  // Walk::kOrdered
-  uint32_t* turns;  // [b, h_q, m_blocks]: tiles of keys that dq has; and one more: those that are handed out
-  int turn_count;   // without that one
-  bool walks;       // a block takes another when it is through
+  // Persistence::kOrdered
+  uint32_t* dq_semaphore;  // [b, h_q, m_blocks]: tiles of keys that dq has; and one more: those that are handed out
+  int dq_semaphore_count;  // without that one
+  bool walks;              // a block takes another when it is through
 
   template <int kBlockM, int kBlockN>
   __device__ __forceinline__ TileRanges<kBlockM, kBlockN> tile_ranges() const {
@@ -74,7 +74,7 @@ struct PackedBackwardParams : Base {
   int diagonal_mask;          // -1: a sequence's diagonal ends at its last key; 0: it begins at the first
 };
 
-// How many tiles of keys Walk::kOrdered hands out.
+// How many tiles of keys Persistence::kOrdered hands out.
 template <class Base>
 __device__ __forceinline__ uint32_t tile_count(const PackedBackwardParams<Base>& params) {
   return static_cast<uint32_t>(*params.tile_count) * static_cast<uint32_t>(params.schedule.kv_heads);
@@ -86,7 +86,7 @@ struct alignas(16) KeyWork {
   int first_key;
   int first_m, last_m;  // of queries; equal where there is none
   int row;              // flat (batch, first query head)
-  int step = 0;         // Walk::kOrdered: from a tile of queries to the next, 1 or -1; 0: there is no tile of keys
+  int step = 0;  // Persistence::kOrdered: from a tile of queries to the next, 1 or -1; 0: there is no tile of keys
 
   template <int kBlockM, int kBlockN>
   static __device__ __forceinline__ KeyWork at(const BackwardParams& params, uint32_t linear) {
@@ -105,7 +105,7 @@ struct alignas(16) KeyWork {
     return work;
   }
 
-  // The first of the tiles of queries in the order of Walk::kOrdered.
+  // The first of the tiles of queries in the order of Persistence::kOrdered.
   __device__ __forceinline__ int begin_m() const { return step > 0 ? first_m : last_m - 1; }
 
   // Of queries of the query head of this number among those of the key head.
@@ -154,7 +154,7 @@ struct alignas(16) PackedKeyWork {
   int row;
   int first;  // the tiles of queries of the sequence and its first query head begin there
   int row_q, row_k;
-  int step;  // Walk::kOrdered, as KeyWork's
+  int step;  // Persistence::kOrdered, as KeyWork's
   SequenceEdges edges;
 
   static constexpr int b1 = 0;

@@ -8,14 +8,14 @@
 namespace flash_ext::sm90 {
 
 // Above it the two-pass backward is the only one.
-constexpr int kNarrow = 128;
+constexpr int kSmallHeadDim = 128;
 
-// Which kernel of an instance a call needs: one for no scores, for a softcap alone (above kNarrow), or (kScores) for
-// whatever there is, dropout included. head_dim: of the instance.
-inline Added two_pass_added(const Problem& problem, int64_t head_dim) {
-  if (problem.has_mask || problem.has_bias || problem.has_alibi || problem.dropout_p > 0.0) return Added::kScores;
-  if (problem.softcap == 0.0) return Added::kNothing;
-  return head_dim <= kNarrow ? Added::kScores : Added::kCap;
+// Which kernel of an instance a call needs: one for no scores, for a softcap alone (above kSmallHeadDim), or (kScores)
+// for whatever there is, dropout included. head_dim: of the instance.
+inline ScoreKind two_pass_score_kind(const Problem& problem, int64_t head_dim) {
+  if (problem.has_mask || problem.has_bias || problem.has_alibi || problem.dropout_p > 0.0) return ScoreKind::kScores;
+  if (problem.softcap == 0.0) return ScoreKind::kNone;
+  return head_dim <= kSmallHeadDim ? ScoreKind::kScores : ScoreKind::kSoftcap;
 }
 
 // The largest head dim with scores. NOTE: at 256 the kernels spilled 48 and 128 bytes, with one stage of K and of P, or
@@ -25,7 +25,7 @@ constexpr int kMostScores = 192;
 // Products of 64 keys and 64 queries.
 struct TwoPassShape {
   int keys;      // of a tile of the keys' kernel
-  bool scored;   // with Added::kScores, which the producer's other three warps bring
+  bool scored;   // with ScoreKind::kScores, which the producer's other three warps bring
   bool late_dp;  // dP of a tile is computed when P is packed, because registers are scarce
 
   static constexpr int block = 64, stages = 2, threads = 384;
@@ -39,9 +39,9 @@ struct TwoPassShape {
   }
 };
 
-constexpr TwoPassShape two_pass_shape(int head_dim, Added added) {
-  const bool scored = added == Added::kScores;
-  return {head_dim > kNarrow ? 64 : 128, scored, scored && head_dim > 64};
+constexpr TwoPassShape two_pass_shape(int head_dim, ScoreKind kind) {
+  const bool scored = kind == ScoreKind::kScores;
+  return {head_dim > kSmallHeadDim ? 64 : 128, scored, scored && head_dim > 64};
 }
 
 // A tile of bias and mask for 64 queries.
@@ -96,13 +96,13 @@ constexpr QueriesSmem queries_smem(TwoPassShape shape, int head_dim) {
 }
 
 // Of the queries' kernel, whose tiles have two warpgroups' queries.
-inline TileSchedule two_pass_queries(const Problem& problem, int64_t processors) {
+inline TileSchedule two_pass_queries(const Problem& problem, int64_t sms) {
   const int64_t kv_head_bytes = problem.len_k * (problem.head_dim + problem.head_dim_v) * 2;
-  return make_tile_schedule(problem, 2 * TwoPassShape::block, kv_head_bytes, int64_t{16} << 20, processors);
+  return make_tile_schedule(problem, 2 * TwoPassShape::block, kv_head_bytes, int64_t{16} << 20, sms);
 }
 
-constexpr bool two_pass_fits(int head_dim, Added added) {
-  const TwoPassShape shape = two_pass_shape(head_dim, added);
+constexpr bool two_pass_fits(int head_dim, ScoreKind kind) {
+  const TwoPassShape shape = two_pass_shape(head_dim, kind);
   const KeysSmem keys = keys_smem(shape, head_dim);
   const QueriesSmem queries = queries_smem(shape, head_dim);
   return keys.total <= kSharedMemoryLimit && queries.total <= kSharedMemoryLimit &&

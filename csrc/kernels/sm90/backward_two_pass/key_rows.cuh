@@ -51,12 +51,12 @@ struct KeyRows {
   __device__ __forceinline__ float ds_scale() const {
     return Traits::kScaled ? params.ds_scale(work.b, work.head * params.group_size, params.group_size) : 1.f;
   }
-  __device__ __forceinline__ bool is_far() const { return is_far_tile(tiles.far(place.stage)); }
+  __device__ __forceinline__ bool needs_renorm() const { return has_renorm(tiles.renorm(place.stage)); }
 
   // P^T of S^T, and what dS is made of. With scores, hidden pairs are 0 in P and marked in for_ds, `dropped` is what
-  // dropout drops, which is 0 in P. may_be_far: false where it is known that no row is.
+  // dropout drops, which is 0 in P. may_renorm: false where it is known that no row is.
   __device__ __forceinline__ void make_p(Packed& p, Packed& for_ds, [[maybe_unused]] uint32_t& dropped, Scores& s,
-                                         [[maybe_unused]] Gradient& dv, [[maybe_unused]] bool may_be_far) {
+                                         [[maybe_unused]] Gradient& dv, [[maybe_unused]] bool may_renorm) {
     if constexpr (Traits::kScored) {
       const ScoreParams& scores = params.keys_scores;
       KeptBits<1> kept = {};
@@ -64,9 +64,9 @@ struct KeyRows {
                                      scores.alibi.of(at.head, work.b0, work.b1),
                                      row - (at.m * kBlock + lane % 4 * 2) - scores.alibi.offset,
                                      [&](const auto& slope_at) { pack_slopes<T>(for_ds, slope_at); });
-      if (is_far()) {
-        subtract_far(s, tiles.far(place.stage), params.natural, params.inverse_scale);
-        if (drops) keep_nan(dv, s, tiles.far(place.stage));
+      if (needs_renorm()) {
+        subtract_renorm(s, tiles.renorm(place.stage), params.natural, params.inverse_scale);
+        if (drops) keep_nan(dv, s, tiles.renorm(place.stage));
       }
       sm90::make_p<Traits>(p, for_ds, s, params, tiles.lse(place.stage), scores.softcap);
       if (scores.mask.data != nullptr) hide(p, for_ds, kept);
@@ -78,9 +78,9 @@ struct KeyRows {
         for (int i = 0; i < kBlock / 4; ++i) p[i] &= ~spread_high_bits(dropped << i);
       }
     } else {
-      if constexpr (Traits::kCaps) cap_scores<T, true>(s, params.softcap);
-      if (may_be_far && is_far()) {
-        subtract_far(s, tiles.far(place.stage), params.natural, params.inverse_scale);
+      if constexpr (Traits::kSoftcap) cap_scores<T, true>(s, params.softcap);
+      if (may_renorm && needs_renorm()) {
+        subtract_renorm(s, tiles.renorm(place.stage), params.natural, params.inverse_scale);
       }
       sm90::make_p<Traits>(p, for_ds, s, params, tiles.lse(place.stage), params.softcap);
     }

@@ -75,8 +75,8 @@ __device__ __forceinline__ void load_scores_of_keys(const ScoredTwoPassParams& p
 //   wait dV and dK       each warp arrives at the empty barriers of Q and dO
 //   wait                 the next S^T
 //
-// Shared memory: K, V, Q and dO of each stage with lse, far shift and delta, slots of bias and mask (keys_smem); dV and
-// dK leave through V and K.
+// Shared memory: K, V, Q and dO of each stage with lse, renormalised shift and delta, slots of bias and mask
+// (keys_smem); dV and dK leave through V and K.
 template <class Traits>
 __device__ __forceinline__ void consume_keys(const typename Traits::Params& params, const typename Traits::Keys& tiles,
                                              int consumer) {
@@ -120,7 +120,7 @@ __device__ __forceinline__ void consume_keys(const typename Traits::Params& para
     wgmma_wait<1>();
     fence_registers(dp);
     make_ds<Traits>(ds, dp, tiles.delta(rows.place.stage), dropped, ds_scale);
-    if (Traits::kScored && rows.is_far()) clear_emptied(ds, tiles.lse(rows.place.stage));
+    if (Traits::kScored && rows.needs_renorm()) clear_emptied(ds, tiles.lse(rows.place.stage));
     issue_gradient<T, kBlock, kHeadDim>(dk, ds, rows.q_ring, rows.place.stage);
     typename Traits::Place next = rows.place;
     next.advance();

@@ -52,7 +52,7 @@ __device__ __forceinline__ uint32_t receive(const Ring<Traits::kPBytes>& ring, c
 //   wait dV or dK        each warp arrives at the empty barriers of Q and dO
 //   wait                 the next S^T                              the next dP^T
 //
-// Shared memory: K, V, Q and dO and P of each stage, lse, far shift and delta with Q, slots of bias and mask
+// Shared memory: K, V, Q and dO and P of each stage, lse, renormalised shift and delta with Q, slots of bias and mask
 // (keys_smem).
 template <class Traits, bool kValues>
 __device__ __forceinline__ void consume_one_gradient(const typename Traits::Params& params,
@@ -71,11 +71,11 @@ __device__ __forceinline__ void consume_one_gradient(const typename Traits::Para
   typename Rows::Scores s;           // S^T or dP^T
   if (Traits::kScored && kValues && rows.drops) rows.draws.store_keys(tiles.draw_keys(rows.warp));
   const float ds_scale = kValues ? 1.f : rows.ds_scale();
-  [[maybe_unused]] bool far = false;  // of a tile of queries
-  if constexpr (kValues && !Traits::kCaps && !Traits::kScored) {
-    far =
-        any_far<kBlock>(params.stats + (int64_t{work.b} * params.heads_q + rows.at.head) * params.padded * kQueryStats,
-                        params.group_size, params.padded / kBlock, work.first, work.last);
+  [[maybe_unused]] bool renorm = false;  // of a tile of queries
+  if constexpr (kValues && !Traits::kSoftcap && !Traits::kScored) {
+    renorm = any_renorm<kBlock>(
+        params.stats + (int64_t{work.b} * params.heads_q + rows.at.head) * params.padded * kQueryStats,
+        params.group_size, params.padded / kBlock, work.first, work.last);
   }
 
   const auto issue_s = [&](const typename Traits::Place& at) {
@@ -94,7 +94,7 @@ __device__ __forceinline__ void consume_one_gradient(const typename Traits::Para
     if constexpr (kValues) {
       typename Rows::Packed for_ds;
       uint32_t dropped = 0;
-      rows.make_p(frag, for_ds, dropped, s, sum, far);
+      rows.make_p(frag, for_ds, dropped, s, sum, renorm);
       pass_on<Traits>(p_ring, rows.place, for_ds, dropped);
       clear();
       barrier_wait(rows.d_out_ring.full(rows.place.stage), rows.place.phase);
@@ -103,7 +103,7 @@ __device__ __forceinline__ void consume_one_gradient(const typename Traits::Para
       const uint32_t dropped = receive<Traits>(p_ring, rows.place, frag);
       make_ds<Traits>(frag, s, tiles.delta(rows.place.stage), dropped, ds_scale);
       clear();
-      if (Traits::kScored && rows.is_far()) clear_emptied(frag, tiles.lse(rows.place.stage));
+      if (Traits::kScored && rows.needs_renorm()) clear_emptied(frag, tiles.lse(rows.place.stage));
       __syncwarp();
       warp_arrive(p_ring.empty(rows.place.stage));
     }

@@ -62,11 +62,11 @@ __device__ __forceinline__ const DropoutParams& dropout_of(const ScoredTwoPassPa
 }
 __device__ __forceinline__ DropoutParams dropout_of(const TwoPassParams&) { return {nullptr, 0, 1.f, {}}; }
 
-template <class T_, int kHeadDim_, Added kAdded>
+template <class T_, int kHeadDim_, ScoreKind kScoreKind>
 struct TwoPassTraits {
   using T = T_;
-  static constexpr TwoPassShape kShape = two_pass_shape(kHeadDim_, kAdded);
-  static constexpr bool kCaps = kAdded == Added::kCap;  // a softcap alone
+  static constexpr TwoPassShape kShape = two_pass_shape(kHeadDim_, kScoreKind);
+  static constexpr bool kSoftcap = kScoreKind == ScoreKind::kSoftcap;  // a softcap alone
   static constexpr bool kScored = kShape.scored;
   // P says what is hidden. Else the band alone hides, which both warpgroups know.
   static constexpr bool kMarks = kScored || !kShape.splits_gradients();
@@ -80,7 +80,7 @@ struct TwoPassTraits {
   static constexpr bool kScaled = std::is_same_v<T, __half>;  // as of BackwardTraits
   static constexpr KeysSmem kKeysSmem = keys_smem(kShape, kHeadDim);
   static constexpr QueriesSmem kQueriesSmem = queries_smem(kShape, kHeadDim);
-  static_assert(two_pass_fits(kHeadDim, kAdded));
+  static_assert(two_pass_fits(kHeadDim, kScoreKind));
   using Place = RingPlace<kStages>;
 
   // Shared memory of the keys' kernel. Barriers: K and V, then those of the rings.
@@ -101,7 +101,7 @@ struct TwoPassTraits {
     }
     // Of a stage of Q, in the order of QueryStat.
     __device__ __forceinline__ uint32_t lse(int stage) const { return base + kKeysSmem.stats + stage * kStatsBytes; }
-    __device__ __forceinline__ uint32_t far(int stage) const { return lse(stage) + kFarStat * kBlock * 4; }
+    __device__ __forceinline__ uint32_t renorm(int stage) const { return lse(stage) + kRenormStat * kBlock * 4; }
     __device__ __forceinline__ uint32_t delta(int stage) const { return lse(stage) + kDeltaStat * kBlock * 4; }
     // kScored: slots of bias and mask, whose size is a parameter; Philox' keys of a warp.
     __device__ __forceinline__ Ring<0> scores() const {

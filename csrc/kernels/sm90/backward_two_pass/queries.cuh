@@ -66,8 +66,8 @@ struct QueryRows {
   const int first_query, row;  // of the warpgroup, this thread's
   const float* const stats;    // of this thread's first query. Queries are padded to whole tiles of 128 there.
   const float minus_lse[2], delta[2];
-  const bool is_far;     // all rows of its tile
-  const float ds_scale;  // with 2^10 P, as -lse log2(e) has it
+  const bool needs_renorm;  // all rows of its tile
+  const float ds_scale;     // with 2^10 P, as -lse log2(e) has it
   const bool drops;
   const DropoutDraws draws;
   ScorePlace slot;
@@ -88,7 +88,7 @@ struct QueryRows {
               row % kBlock),
         minus_lse{stat(kLseStat, 0), stat(kLseStat, 1)},
         delta{stat(kDeltaStat, 0), stat(kDeltaStat, 1)},
-        is_far(stat(kFarStat, 0) != kNotFar),
+        needs_renorm(stat(kRenormStat, 0) != kNoRenorm),
         ds_scale(Traits::kScaled ? params_.ds_scale(work.b, work.head, 1) : 1.f),
         drops(dropout_of(params_).rng_state != nullptr),
         draws(dropout_of(params_)),
@@ -101,12 +101,12 @@ struct QueryRows {
   static __device__ __forceinline__ float slope_of_head(const TwoPassParams&, const TwoPassWork&) { return 0.f; }
   __device__ __forceinline__ float stat(QueryStat which, int half) const { return stats[which * kBlock + half * 8]; }
 
-  __device__ __forceinline__ void subtract_far_rows(Scores& s) const {
-    if (!is_far) return;
-    const float far[2] = {stat(kFarStat, 0), stat(kFarStat, 1)};
+  __device__ __forceinline__ void subtract_renorm_rows(Scores& s) const {
+    if (!needs_renorm) return;
+    const float renorm[2] = {stat(kRenormStat, 0), stat(kRenormStat, 1)};
 #pragma unroll
     for (int i = 0; i < kBlock / 2; ++i) {
-      s[i] = fminf(fmaf(s[i], params.natural, far[i / 2 % 2]), 0.f) * params.inverse_scale;
+      s[i] = fminf(fmaf(s[i], params.natural, renorm[i / 2 % 2]), 0.f) * params.inverse_scale;
     }
   }
   __device__ __forceinline__ float p_of(const Scores& s, int i) const {
@@ -124,7 +124,7 @@ struct QueryRows {
                                      row + scores.alibi.offset - (n * kBlock + lane % 4 * 2),
                                      [&](const auto& slope_at) { pack_slopes<T>(p, slope_at); });
     if (consumer == 0) skip_scores(scores, tiles.scores(), slot);
-    subtract_far_rows(s);
+    subtract_renorm_rows(s);
 #pragma unroll
     for (int i = 0; i < kBlock / 2; i += 2) {
       p[i / 2] = sloped<T>(p_of(s, i), p_of(s, i + 1), p[i / 2], scores.softcap);
@@ -155,10 +155,10 @@ struct QueryRows {
 
   // Without: dS = P o (dP - delta), P = e^(S - lse) in float, times 1 - tanh^2 with a softcap.
   __device__ __forceinline__ void make_ds(Packed& ds, Scores& s, const Scores& dp) const {
-    if constexpr (Traits::kCaps) {
+    if constexpr (Traits::kSoftcap) {
       cap_scores<T, false>(s, params.softcap);
     } else {
-      subtract_far_rows(s);
+      subtract_renorm_rows(s);
     }
 #pragma unroll
     for (int i = 0; i < kBlock / 2; i += 2) {
@@ -166,7 +166,7 @@ struct QueryRows {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         float p = p_of(s, i + j);
-        if constexpr (Traits::kCaps) p *= slope_of(s[i + j], params.softcap);
+        if constexpr (Traits::kSoftcap) p *= slope_of(s[i + j], params.softcap);
         of_pair[j] = p * scaled(dp[i + j] - delta[i / 2 % 2]);
       }
       ds[i / 2] = pack(of_pair[0], of_pair[1], T());

@@ -56,7 +56,7 @@ inline int64_t two_pass_scratch_bytes(const Problem& problem) {
 }
 
 template <class Traits>
-void launch_two_pass(const BackwardArgs& args, int64_t processors, void* workspace) {
+void launch_two_pass(const BackwardArgs& args, int64_t sms, void* workspace) {
   constexpr int kBlock = Traits::kBlock;
   const Problem& problem = args.fwd.problem;
   const Band band = make_band(problem);
@@ -79,8 +79,8 @@ void launch_two_pass(const BackwardArgs& args, int64_t processors, void* workspa
   params.bounds = bounds;
   params.batch = static_cast<int>(problem.batch);
   params.head_dim_v = static_cast<int>(problem.head_dim_v);
-  params.keys = backward_schedule(problem, Traits::kKeys, processors);
-  params.queries = two_pass_queries(problem, processors);
+  params.keys = backward_schedule(problem, Traits::kKeys, sms);
+  params.queries = two_pass_queries(problem, sms);
   params.band = TileBand::make(band, static_cast<int>(problem.len_k));
   params.len_q = static_cast<int>(problem.len_q);
   params.padded = static_cast<int>(two_pass_padded(problem));

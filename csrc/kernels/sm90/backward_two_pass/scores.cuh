@@ -131,7 +131,7 @@ __device__ __forceinline__ void make_p(uint32_t (&p)[kCount / 2], uint32_t (&slo
   probabilities<Traits>(p, s, params, lse, [&](float x, float y, float s_x, float s_y, int pair) {
     if constexpr (Traits::kScored) {
       slopes[pair] = sloped<T>(x, y, slopes[pair], softcap);
-    } else if constexpr (Traits::kCaps) {
+    } else if constexpr (Traits::kSoftcap) {
       slopes[pair] = pack_sloped<T>(x, y, s_x, s_y, softcap);
     } else {
       slopes[pair] = p[pair];

@@ -130,7 +130,7 @@ __device__ __forceinline__ void consume_items(const BiasGradientParams& params, 
         const int of = row + 8 * half;
         return of < rows ? __ldg(params.stats + entry.stats + Traits::stat(which, of)) : beyond;
       };
-      const float is_far = __ldg(params.stats + entry.stats + Traits::stat(kFarStat, consumer * 64));
+      const float needs_renorm = __ldg(params.stats + entry.stats + Traits::stat(kRenormStat, consumer * 64));
       const float minus_lse[2] = {number(kLseStat, 0, kMinusInf), number(kLseStat, 1, kMinusInf)};
       const bool emptied = minus_lse[0] == kMinusInf || minus_lse[1] == kMinusInf;
       const float delta[2] = {number(kDeltaStat, 0, 0.f), number(kDeltaStat, 1, 0.f)};
@@ -155,12 +155,12 @@ __device__ __forceinline__ void consume_items(const BiasGradientParams& params, 
       wgmma_wait<1>();
       fence_registers(s_acc);
       release();
-      if (is_far == kNotFar) {
+      if (needs_renorm == kNoRenorm) {
         with_bias<T>(s_acc, kept, [&](float& x, float of_pair, int) { x = fmaf(of_pair, params.inverse_scale, x); });
       } else {
-        const float far[2] = {number(kFarStat, 0, 0.f), number(kFarStat, 1, 0.f)};
+        const float renorm[2] = {number(kRenormStat, 0, 0.f), number(kRenormStat, 1, 0.f)};
         with_bias<T>(s_acc, kept, [&](float& x, float of_pair, int half) {
-          x = fminf(fmaf(x, params.scale, of_pair) + far[half], 0.f) * params.inverse_scale;
+          x = fminf(fmaf(x, params.scale, of_pair) + renorm[half], 0.f) * params.inverse_scale;
         });
       }
 #pragma unroll

@@ -35,7 +35,7 @@ struct BiasGradientTraits {
   static constexpr int kPanels = panels(kHeadDim), kTile = tile_bytes(kBlock, kHeadDim), kPair = 2 * kTile;
   static constexpr int kStages = kHeadDim <= 64 ? 6 : 3;
   static constexpr int kWarpBias = 16 * kBlock * 2;  // of a warp's scores
-  static constexpr int kStatsBlock = backward_shape(kHeadDim, Added::kScores).block_m;
+  static constexpr int kStatsBlock = backward_shape(kHeadDim, ScoreKind::kScores).block_m;
   static_assert(kBlock % kStatsBlock == 0);
   // Where that number of the item's query `row` lies.
   static __device__ __forceinline__ int stat(int which, int row) {

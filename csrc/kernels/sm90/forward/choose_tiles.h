@@ -15,8 +15,8 @@
 namespace flash_ext::sm90 {
 
 // What a call takes in microseconds of an H200: rough, and enough to tell a half empty card from a full one. Of 108
-// calls of one batch element (head dim 64 and 128, full and causal, 512 to 2048 tokens, 8 to 128 heads) that have kMany
-// or kFew it takes the slower one in 9, three of them by 2 % or more: 12, 3 and 3 %.
+// calls of one batch element (head dim 64 and 128, full and causal, 512 to 2048 tokens, 8 to 128 heads) that have
+// kLarge or kSmall it takes the slower one in 9, three of them by 2 % or more: 12, 3 and 3 %.
 struct SplitModel {
   // A block's beginning and end; combine's launch; the counter's.
   static constexpr double kBlock = 3.0, kCombine = 3.0, kCounter = 1.0;
@@ -26,7 +26,7 @@ struct SplitModel {
   // FLOPs a microsecond and multiprocessor, with many keys.
   static double rate(int head_dim, Tiles tiles) {
     if (tiles == Tiles::kSplit) return head_dim <= 64 ? 3.6e6 : 4.0e6;
-    return (head_dim <= 64 ? 4.1e6 : 5.6e6) * (tiles == Tiles::kFew ? 0.9 : 1.0);
+    return (head_dim <= 64 ? 4.1e6 : 5.6e6) * (tiles == Tiles::kSmall ? 0.9 : 1.0);
   }
 
   const Problem& problem;
@@ -66,13 +66,13 @@ inline Problem mean_of_packed(const Problem& problem) {
 // multiprocessors: 0 where unknown.
 inline TileChoice choose_tiles(const Problem& problem, int head_dim, int multiprocessors) {
   if (is_scored(problem)) return {Tiles::kScored, {}};
-  if (problem.batch_invariant) return {Tiles::kMany, {}};
+  if (problem.batch_invariant) return {Tiles::kLarge, {}};
   if (problem.packed) {  // in deterministic mode a sequence has the same bits beside any others
     const bool few_keys = !problem.deterministic && has_few_keys(mean_of_packed(problem), head_dim);
-    return {few_keys ? Tiles::kFew : Tiles::kMany, {}};
+    return {few_keys ? Tiles::kSmall : Tiles::kLarge, {}};
   }
   const bool few_keys = has_few_keys(problem, head_dim);
-  TileChoice best{few_keys ? Tiles::kFew : Tiles::kMany, {}};
+  TileChoice best{few_keys ? Tiles::kSmall : Tiles::kLarge, {}};
   const int64_t heads = problem.heads_q * problem.batch;
   const int64_t split_m = forward_shape(head_dim, Tiles::kSplit).block_m();
   const bool few_queries = problem.len_q <= split_m;
@@ -112,9 +112,9 @@ inline TileChoice choose_tiles(const Problem& problem, int head_dim, int multipr
   };
   double best_time = time_of(best.tiles);
   if (problem.len_q > 64) {
-    // What kFew takes in a full card, over what it takes by the rate of a block alone.
+    // What kSmall takes in a full card, over what it takes by the rate of a block alone.
     const double few = head_dim <= 64 ? (few_keys ? 1.0 : 1.1) : head_dim <= 96 ? 1.0 : 0.9;
-    const Tiles other = few_keys ? Tiles::kMany : Tiles::kFew;
+    const Tiles other = few_keys ? Tiles::kLarge : Tiles::kSmall;
     const double other_time = time_of(other);
     if (few_keys ? other_time < 0.95 * few * best_time : few * other_time < 0.95 * best_time) {
       best.tiles = other;

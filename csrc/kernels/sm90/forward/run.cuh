@@ -128,16 +128,17 @@ void launch_forward(const ForwardArgs& args, const ForwardLaunch& how, void* wor
 template <DType kDType, int kHeadDim>
 void run_forward(const ForwardArgs& args, const ForwardLaunch& how, void* workspace) {
   using T = std::conditional_t<kDType == DType::kFloat16, __half, __nv_bfloat16>;
-  constexpr ForwardShape kFew = forward_shape(kHeadDim, Tiles::kFew), kMany = forward_shape(kHeadDim, Tiles::kMany),
+  constexpr ForwardShape kSmall = forward_shape(kHeadDim, Tiles::kSmall),
+                         kLarge = forward_shape(kHeadDim, Tiles::kLarge),
                          kSplit = forward_shape(kHeadDim, Tiles::kSplit);
   if (args.problem.packed) {
     if (how.tiles == Tiles::kScored) {
       return launch_forward<PackedTraits<T, kHeadDim, forward_shape(kHeadDim, Tiles::kScored)>>(args, how, workspace);
     }
-    if constexpr (kFew != kMany) {
-      if (how.tiles == Tiles::kFew) return launch_forward<PackedTraits<T, kHeadDim, kFew>>(args, how, workspace);
+    if constexpr (kSmall != kLarge) {
+      if (how.tiles == Tiles::kSmall) return launch_forward<PackedTraits<T, kHeadDim, kSmall>>(args, how, workspace);
     }
-    return launch_forward<PackedTraits<T, kHeadDim, kMany>>(args, how, workspace);
+    return launch_forward<PackedTraits<T, kHeadDim, kLarge>>(args, how, workspace);
   }
   if (how.tiles == Tiles::kScored) {
     return launch_forward<ForwardTraits<T, kHeadDim, forward_shape(kHeadDim, Tiles::kScored)>>(args, how, workspace);
@@ -151,10 +152,10 @@ void run_forward(const ForwardArgs& args, const ForwardLaunch& how, void* worksp
     }
     return;
   }
-  if constexpr (kFew != kMany) {
-    if (how.tiles == Tiles::kFew) return launch_forward<ForwardTraits<T, kHeadDim, kFew>>(args, how, workspace);
+  if constexpr (kSmall != kLarge) {
+    if (how.tiles == Tiles::kSmall) return launch_forward<ForwardTraits<T, kHeadDim, kSmall>>(args, how, workspace);
   }
-  launch_forward<ForwardTraits<T, kHeadDim, kMany>>(args, how, workspace);
+  launch_forward<ForwardTraits<T, kHeadDim, kLarge>>(args, how, workspace);
 }
 
 }  // namespace flash_ext::sm90

@@ -20,14 +20,14 @@ struct ForwardChoice {
   bool small_tiles;
   bool tensor_maps;  // tiles are copied by TMA
   int stages;
-  int64_t processors;  // blocks that run at a time; 0: not known
+  int64_t resident;  // blocks that run at a time; 0: not known
 };
 
 struct BackwardChoice {
   bool small_tiles;
   bool narrow_dbias;
   int64_t shared_limit, shared_bytes;  // of a block of the main kernel: what it may have, what it has
-  int64_t processors;                  // blocks that run at a time, 0: not known
+  int64_t resident;                    // blocks that run at a time, 0: not known
 };
 
 struct OneTileChoice {
@@ -54,30 +54,30 @@ inline TileSchedule packed_schedule(const Problem& problem, int64_t rows, int64_
   return schedule;
 }
 
-// What a kernel declares statically, from above: only the compiler knows; measure.cuh has as much.
+// What a kernel declares statically, from above: only the compiler knows; renormalise.cuh has as much.
 constexpr int64_t kStaticSharedBytes = 1024;
 
 // Positions are 32-bit in the kernels, and sums of two of them must be.
 constexpr int64_t kMaxLength = int64_t{1} << 30;
 
-// Of measure.cuh, which has one tile for all cards, and room for any bias and mask. Floats above head dimension 128
+// Of renormalise.cuh, which has one tile for all cards, and room for any bias and mask. Floats above head dimension 128
 // have half of the queries, for cards with 99 KiB.
-constexpr TileShape measure_tile(int element_bytes, int head_dim) {
+constexpr TileShape renormalise_tile(int element_bytes, int head_dim) {
   return {element_bytes == 4 && head_dim > 128 ? 16 : 32, 32, 2};
 }
 
-constexpr int64_t measure_shared_bytes(int head_dim, int element_bytes) {
-  const TileShape tile = measure_tile(element_bytes, head_dim);
+constexpr int64_t renormalise_shared_bytes(int head_dim, int element_bytes) {
+  const TileShape tile = renormalise_tile(element_bytes, head_dim);
   return 2 * (tile.block_m + tile.block_n) * head_dim * element_bytes +
          tile.block_m * (aux_pitch(tile.block_n, 4) + aux_pitch(tile.block_n, 1));
 }
 
-// Keys below which a row is measured. In 16-bit types the roundings of P and dS hide the rest, but with one key eager
-// attention has dS = 0 exactly; a few more cost nothing.
+// Keys below which a row is renormalised. In 16-bit types the roundings of P and dS hide the rest, but with one key
+// eager attention has dS = 0 exactly; a few more cost nothing.
 constexpr int64_t few_keys(bool is_float) { return is_float ? 64 : 16; }
 
-// Whether all rows are to be measured. In 16-bit types only a bias or an unusual scale leads to an lse beyond 2^12, and
-// a few rows with few keys among many others do not matter: all rows must be of that kind.
+// Whether all rows are to be renormalised. In 16-bit types only a bias or an unusual scale leads to an lse beyond 2^12,
+// and a few rows with few keys among many others do not matter: all rows must be of that kind.
 inline bool is_inexact(const Problem& problem) {
   const Band band = make_band(problem);
   const bool one_key = band.upper <= band.lower;
@@ -86,14 +86,14 @@ inline bool is_inexact(const Problem& problem) {
          band.keys({0, problem.len_q}, problem.len_k).size() < few_keys(false);
 }
 
-// Whether measure.cuh runs. Of packed sequences the shortest may have few keys, which the host does not know; a
+// Whether renormalise.cuh runs. Of packed sequences the shortest may have few keys, which the host does not know; a
 // batch-invariant call takes their way.
 inline bool may_be_inexact(const Problem& problem) {
   return problem.packed || problem.batch_invariant || is_inexact(problem);
 }
 
-// Whether dS is P o ((dP - delta) + dlse), with delta from measure.cuh, and not P o (dP - (delta - dlse)). With one key
-// dP - delta is 0 and dS is dlse, bit for bit; the gradients of a bias and of slopes add that up. The others are
+// Whether dS is P o ((dP - delta) + dlse), with delta from renormalise.cuh, and not P o (dP - (delta - dlse)). With one
+// key dP - delta is 0 and dS is dlse, bit for bit; the gradients of a bias and of slopes add that up. The others are
 // products, which round as much themselves.
 inline bool is_dlse_apart(const Problem& problem) { return problem.wants_dalibi || problem.wants_dbias; }
 
@@ -101,15 +101,15 @@ inline bool is_plain_backward(const Problem& problem) {
   return is_plain(problem) && !problem.wants_dbias && !problem.wants_dalibi;
 }
 
-// Between::kDropout. Its scores stay raw.
+// ScoreKind::kDropout. Its scores stay raw.
 inline bool has_dropout_alone(const Problem& problem) {
   Problem rest = problem;
   rest.dropout_p = 0.0;
   return problem.dropout_p > 0.0 && is_plain_backward(rest) && !is_inexact(problem) && !problem.batch_invariant;
 }
 
-// Whether the main kernel has no other way to rows whose lse is far from 0 than what far_rows.cuh finds.
-inline bool finds_far_rows(const Problem& problem) {
+// Whether the main kernel has no other way to rows whose lse is far from 0 than what renormalised_rows.cuh finds.
+inline bool finds_renorm_rows(const Problem& problem) {
   return problem.dtype != DType::kFloat32 &&
          (is_plain_backward(problem) || has_dropout_alone(problem) || !may_be_inexact(problem));
 }
@@ -128,7 +128,7 @@ inline int64_t shared_bytes(const Problem& problem, Pass pass, int head_dim, boo
   const BackwardShape shape = backward_shape(element_bytes, head_dim, small, is_plain_backward(problem));
   const BackwardNeeds needs = backward_needs(problem, head_dim, has_bulk_additions(device));
   int64_t bytes = backward_smem(shape, head_dim, element_bytes, needs).total;
-  if (may_be_inexact(problem)) bytes = std::max(bytes, measure_shared_bytes(head_dim, element_bytes));
+  if (may_be_inexact(problem)) bytes = std::max(bytes, renormalise_shared_bytes(head_dim, element_bytes));
   if (problem.wants_dbias) {
     const TileShape tile = bias_gradient_shape(element_bytes, head_dim, true).tile;  // its larger one is its own choice
     const int gradient = bias_gradient_smem(tile, head_dim, element_bytes, bias_bytes, problem.has_mask).total;

@@ -3,11 +3,11 @@
 //
 //   P_j = e^(s_j - m) / Z        m = max_j s_j        Z = sum_j e^(s_j - m)
 //
-// Where measure.cuh runs it finds both. Elsewhere, in 16-bit types without a bias, the kernel that computes delta looks
-// at each lse and finds them, one row a warp, and the main kernel reads them where a tile of queries has such a row.
-// Called by kernels/stages/rows.cu and bwd_steps.cuh. Invariant: scores come from the same products in the same order
-// as in the main kernel (bwd.cuh), so that m is one of its scores, bit for bit, and no size of scores lets a rounding
-// between them matter.
+// Where renormalise.cuh runs it finds both. Elsewhere, in 16-bit types without a bias, the kernel that computes delta
+// looks at each lse and finds them, one row a warp, and the main kernel reads them where a tile of queries has such a
+// row. Called by kernels/stages/rows.cu and bwd_steps.cuh. Invariant: scores come from the same products in the same
+// order as in the main kernel (bwd.cuh), so that m is one of its scores, bit for bit, and no size of scores lets a
+// rounding between them matter.
 #pragma once
 
 #include "kernels/sm80/score.cuh"
@@ -16,10 +16,10 @@ namespace flash_ext::sm80 {
 
 // Whether the lse of a row that has keys, or a score, is too far from 0 for one multiply-add before ex2, which rounds
 // its product with log2(e): beyond 2^12 by half of what P is in fp16, and at finfo.min it is infinite.
-__device__ __forceinline__ bool is_far(float x) { return fabsf(x) > 4096.f && fabsf(x) != -kMinusInf; }
+__device__ __forceinline__ bool needs_renorm(float x) { return fabsf(x) > 4096.f && fabsf(x) != -kMinusInf; }
 
 // What the search is told.
-struct FarRows {
+struct RenormRows {
   float2* rows;  // [b, h_q, s_q], null: none
   ScoreOptions options;
   float cap, to_cap;   // of ScoreMods
@@ -30,21 +30,21 @@ template <class Element>
 using FarMods = ScoreMods<Element, 64, 64, 32>;
 
 template <class Element>
-FarRows make_far_rows(const ForwardArgs& args, float2* rows) {
+RenormRows make_renorm_rows(const ForwardArgs& args, float2* rows) {
   FarMods<Element> mods;
   mods.set_cap(args.problem);
   const ScoreOptions options = ScoreOptions::of(args, true);
   return {rows, options, mods.cap, mods.to_cap, options.features & kRaw ? 1.f / options.scale : 1.f};
 }
 
-// To far.rows, of query `query` of a sequence: its largest score, in what the main kernel has before ex2,
+// To renorm.rows, of query `query` of a sequence: its largest score, in what the main kernel has before ex2,
 // and -log2 of Z. By a whole warp, 16 keys a step; all columns of the products' second factor are the one query.
 // NOTE: in the 48 registers that the kernel takes without it, which is why divisions are the host's.
 template <class Element>
-__device__ __forceinline__ float2 find_far_row(const ForwardArgs& args, const FarRows& far, const Sequence& sequence,
-                                               int b, int head, int query) {
+__device__ __forceinline__ float2 find_renorm_row(const ForwardArgs& args, const RenormRows& renorm,
+                                                  const Sequence& sequence, int b, int head, int query) {
   const Problem& problem = args.problem;
-  const ScoreOptions& options = far.options;
+  const ScoreOptions& options = renorm.options;
   const unsigned features = options.features;
   const auto row_of = [&](const TensorView& view, int of_head, int row) {
     return batch_offset(problem, view, b) + of_head * view.head_stride + row * view.row_stride;
@@ -58,8 +58,8 @@ __device__ __forceinline__ float2 find_far_row(const ForwardArgs& args, const Fa
   const auto score = [&](float x, int key) {  // as ScoreMods::apply
     if (features & kCap) {
       FarMods<Element> mods;
-      mods.cap = far.cap;
-      mods.to_cap = far.to_cap;
+      mods.cap = renorm.cap;
+      mods.to_cap = renorm.to_cap;
       x = mods.capped_score(x);
     } else if (!(features & kRaw)) {
       x = __fmul_rn(x, options.scale);
@@ -70,7 +70,7 @@ __device__ __forceinline__ float2 find_far_row(const ForwardArgs& args, const Fa
 
   float top = kMinusInf, sum = 0.f;            // of keys g and g + 8 of each 16
   if (problem.has_sinks && lane_row() == 0) {  // a sink is the first of its keys
-    top = sink_of<float>(args, b, head, 0) * far.from_natural;
+    top = sink_of<float>(args, b, head, 0) * renorm.from_natural;
     sum = top == kMinusInf ? 0.f : 1.f;
   }
   const Range keys = make_band(problem, sequence).keys({query, query + 1}, sequence.len_k);
@@ -122,11 +122,11 @@ __device__ __forceinline__ float2 find_far_row(const ForwardArgs& args, const Fa
   return {top, -log2f(sum)};
 }
 
-// The fragment of S^T becomes 2^shift P^T, where some rows are far. lse: in shared memory, +inf past the last query;
-// rows: in global memory, of the tile's first query.
+// The fragment of S^T becomes 2^shift P^T, where some rows are renormalised. lse: in shared memory, +inf past the last
+// query; rows: in global memory, of the tile's first query.
 template <int kM, int kN>
-__device__ __forceinline__ void exponentials_of_far_rows(float (&s)[kM][kN][4], const float* lse, const float2* rows,
-                                                         float to_log2, float shift) {
+__device__ __forceinline__ void exponentials_of_renorm_rows(float (&s)[kM][kN][4], const float* lse, const float2* rows,
+                                                            float to_log2, float shift) {
   const int column = 2 * lane_column();
   lse += column;
   rows += column;
@@ -136,7 +136,7 @@ __device__ __forceinline__ void exponentials_of_far_rows(float (&s)[kM][kN][4], 
     for (int i = 0; i < 2; ++i) {
       const float of_row = lse[n * 8 + i];
       float2 row = {0.f, minimum(-of_row * kLog2eFloat, 1e30f)};  // without keys lse = -inf, and scores are
-      if (is_far(of_row)) row = rows[n * 8 + i];
+      if (needs_renorm(of_row)) row = rows[n * 8 + i];
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
 #pragma unroll

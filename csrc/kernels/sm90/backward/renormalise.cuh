@@ -78,7 +78,7 @@ struct QueryTile {
 };
 
 // Where the product of lse and log2(e) is rounded by half of what P is in fp16. Neither infinite nor a number: not far.
-__device__ __forceinline__ bool is_far(float lse) { return fabsf(lse) > 4096.f && lse != kMinusInf; }
+__device__ __forceinline__ bool needs_renorm(float lse) { return fabsf(lse) > 4096.f && lse != kMinusInf; }
 
 // scale * product, capped, + bias - slope |i + offset - j|, -inf where the band or a mask hides it. added: the
 // magnitude of what is not the product; steep: what a change of the product's score changes, 1 - tanh^2 under a
@@ -136,9 +136,10 @@ struct Top {
   }
 };
 
-// Of the rows of a tile that are far: -log2 Z and -shift to `stats`. 16 queries at a time, 8 keys a warp.
+// Of the rows of a tile that are renormalised: -log2 Z and -shift to `stats`. 16 queries at a time, 8 keys a warp.
 template <class Traits>
-__device__ __forceinline__ void measure_rows(const BackwardArgs& args, const QueryTile<Traits>& tile, float* stats) {
+__device__ __forceinline__ void renormalise_rows(const BackwardArgs& args, const QueryTile<Traits>& tile,
+                                                 float* stats) {
   using T = typename Traits::T;
   constexpr int kWarps = kRowThreads / 32;
   __shared__ float largest[kWarps][16], margins[kWarps][16], sums[kWarps][16], slope;  // of 16 queries
@@ -178,11 +179,11 @@ __device__ __forceinline__ void measure_rows(const BackwardArgs& args, const Que
   };
 #pragma unroll 1
   for (int first = 0; first < Traits::kBlockM && tile.first_query + first < len_q; first += 16) {
-    const auto is_far_row = [&](int of) {
+    const auto is_renormalised = [&](int of) {
       const int query = tile.first_query + first + of;
-      return query < len_q && is_far(lse[query]);
+      return query < len_q && needs_renorm(lse[query]);
     };
-    if (!__any_sync(~0u, is_far_row(g) || is_far_row(g + 8))) continue;  // the same in all warps
+    if (!__any_sync(~0u, is_renormalised(g) || is_renormalised(g + 8))) continue;  // the same in all warps
     float shift[2] = {};
 #pragma unroll 1
     for (int pass = 0; pass < 2; ++pass) {  // shift, then Z
@@ -239,9 +240,9 @@ __device__ __forceinline__ void measure_rows(const BackwardArgs& args, const Que
         if (sink != kMinusInf) of_all.join(sink, 0.f);
         shift[half] = of_all.shift();
         z += exp2f(fminf(sink - shift[half], 0.f) * kLog2eFloat);
-        if (pass == 0 || warp > 0 || t > 0 || !is_far_row(of)) continue;
+        if (pass == 0 || warp > 0 || t > 0 || !is_renormalised(of)) continue;
         stats[kLseStat * Traits::kBlockM + first + of] -= log2f(z);
-        stats[kFarStat * Traits::kBlockM + first + of] = -shift[half];
+        stats[kRenormStat * Traits::kBlockM + first + of] = -shift[half];
       }
     }
   }

@@ -8,25 +8,25 @@
 // gradients are held to 1e-7, its rounding is felt from |lse| = 16 on, and where scores are exact (tile.cuh) always;
 // with few keys dP - delta cancels, which takes delta from the very numbers that it is subtracted from: a row that sees
 // one key then has dS = 0 but for dlse. The gradient of slopes multiplies dS by a distance and adds up whole rows,
-// where an error of delta, the same for all keys of a row, does not average out: all rows are measured for it. Blocks
-// of queries without such a row end at once. Called by run_backward between delta and the main kernel. Invariant: S^T
-// and dP^T come from the same products, in the same roles and order, as in the main kernel, so that both see the same
-// bits.
+// where an error of delta, the same for all keys of a row, does not average out: all rows are renormalised for it.
+// Blocks of queries without such a row end at once. Called by run_backward between delta and the main kernel.
+// Invariant: S^T and dP^T come from the same products, in the same roles and order, as in the main kernel, so that both
+// see the same bits.
 #pragma once
 
 #include "kernels/sm80/bwd_parts.cuh"
+#include "kernels/sm80/choose_tiles.h"
 #include "kernels/sm80/dropout.cuh"
-#include "kernels/sm80/shared_memory.h"
 
 namespace flash_ext::sm80 {
 
 template <class Element_, int kHeadDim_>
-struct MeasureTraits {
+struct RenormaliseTraits {
   using Element = Element_;
   using Frag = Fragments<Element>;
   using T = typename Frag::Storage;
   static constexpr int kHeadDim = kHeadDim_;
-  static constexpr TileShape kTile = measure_tile(sizeof(T), kHeadDim);
+  static constexpr TileShape kTile = renormalise_tile(sizeof(T), kHeadDim);
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;
   static constexpr int kWarps = kTile.warps;
   static_assert(kBlockN == 16 * kWarps, "a warp owns 16 keys");
@@ -41,16 +41,16 @@ struct MeasureTraits {
 template <class Traits>
 __device__ __forceinline__ bool is_inexact(const Problem& problem, float lse, int64_t visible) {
   if (lse == kMinusInf || visible == 0) return false;  // of a row that sees a sink alone delta is right as it is
-  if (problem.constant_lse) return is_far(lse);
+  if (problem.constant_lse) return needs_renorm(lse);
   if (problem.wants_dalibi || visible < few_keys(Traits::kFloat)) return true;
-  return Traits::kFloat ? fabsf(lse) > 16.f || has_exact_scores(problem) : is_far(lse);
+  return Traits::kFloat ? fabsf(lse) > 16.f || has_exact_scores(problem) : needs_renorm(lse);
 }
 
 // NOTE: the second bound is there for registers: without it ptxas stops at 128 and spills in half of the instances.
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
-    measure_kernel(const __grid_constant__ BackwardArgs args, const __grid_constant__ BackwardScratch scratch,
-                   int64_t m_blocks, unsigned features) {
+    renormalise_kernel(const __grid_constant__ BackwardArgs args, const __grid_constant__ BackwardScratch scratch,
+                       int64_t m_blocks, unsigned features) {
   using Frag = typename Traits::Frag;
   using T = typename Traits::T;
   using Tile = typename Traits::Tile;
@@ -62,19 +62,19 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   const int64_t of_grid = blockIdx.x / m_blocks;  // (b, head) or, packed, head
   const Place place =
       place_of(problem, {of_grid / problem.heads_q, of_grid % problem.heads_q, int64_t{blockIdx.x} % m_blocks},
-               scratch.measured_tiles);
+               scratch.renorm_tiles);
   if (place.is_empty()) return;
   const int64_t b = place.b, head = place.head;
   const Sequence sequence = place.sequence;
   const int len_q = sequence.len_q, len_k = sequence.len_k, first_query = static_cast<int>(place.block) * kBlockM;
   const Band band = make_band(problem, sequence);
   const int64_t row = row_index(problem, sequence, b, head) + first_query;
-  bool inexact = false, far = false;
+  bool inexact = false, renorm = false;
   if (threadIdx.x < kBlockM && first_query + static_cast<int>(threadIdx.x) < len_q) {
     const int64_t query = first_query + static_cast<int>(threadIdx.x);
     const float lse = static_cast<const float*>(args.fwd.lse)[row + threadIdx.x];
     inexact = is_inexact<Traits>(problem, lse, band.keys({query, query + 1}, len_k).size());
-    far = is_far(lse);
+    renorm = needs_renorm(lse);
     scratch.inverse[row + threadIdx.x] = 1.f;
     scratch.shift[row + threadIdx.x] = lse;
   }
@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   }
   // -inf where there is none.
   const auto sink = [&] { return sink_of<float>(args.fwd, b, head, 0); };
-  // The largest scores of far rows, of a thread's own keys, become what is subtracted.
+  // The largest scores of renormalised rows, of a thread's own keys, become what is subtracted.
   const auto find_shifts = [&](float(&most)[1][kN][4]) {
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       }
     }
     __syncthreads();
-    if (far) {
+    if (renorm) {
       float x = kMinusInf;
 #pragma unroll
       for (int w = 0; w < kWarps; ++w) x = fmaxf(x, sums[w][0][threadIdx.x]);
@@ -146,8 +146,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 
   const Range keys = band.keys({first_query, min(first_query + kBlockM, len_q)}, len_k);
   const int first_key = static_cast<int>(keys.first) / kBlockN * kBlockN;
-  // Where a row is far its largest score is found first; `sum` has the maxima then.
-  bool searches = __syncthreads_or(far) != 0;
+  // Where a row is renormalised its largest score is found first; `sum` has the maxima then.
+  bool searches = __syncthreads_or(renorm) != 0;
   if (searches) for_each_score<true>(sum, 0, 0, [](float& x, int, int) { x = kMinusInf; });
   for (int key = first_key; key < keys.last; key += kBlockN) {
     __syncthreads();  // nobody reads the last tiles any more
