@@ -8,18 +8,19 @@ What it costs: an all-gather of ``SIZE`` bytes a rank. Where the group has a bac
 and the GPU is not waited for. With NCCL alone it goes over the GPU, and reading it waits for all that was launched
 before; so then it is done once for a signature (this rank's shapes, dtypes and options), unless ``check=True``.
 
-Called by the public functions of ``flash_ext.distributed``.
+Called by the public functions of ``flash_ext.distributed``; ``agree_once`` by what wraps a model or an optimizer.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from flash_ext.distributed.exchange import Group
 from flash_ext.errors import AttentionError
@@ -63,6 +64,32 @@ def agree(
     if may_skip:
         seen[message] = owned
     return owned
+
+
+def agree_once(
+    group: dist.ProcessGroup | None, named: Iterable[tuple[str, Tensor]], options: Mapping[str, str]
+) -> None:
+    """An AttentionError on every rank where tensors (shape, dtype, whether trained) or options differ between ranks.
+
+    A message may be of any length: its length travels first.
+    """
+    tensors = dict(named)
+    said = {"the number of tensors": len(tensors), **options}
+    for name, tensor in tensors.items():
+        frozen = "" if tensor.requires_grad else ", without gradient"
+        said[name] = f"{tensor.dtype} of shape {tuple(tensor.shape)}{frozen}"
+    where = Group(group or dist.group.WORLD)
+    message = json.dumps({"equal": said}).encode()
+    own = next((tensor.device for tensor in tensors.values()), torch.device("cuda"))
+    device = torch.device("cpu") if _has_cpu(where) else own
+    lengths = torch.zeros(where.size, dtype=torch.int64, device=device)
+    lengths[where.rank] = len(message)
+    dist.all_reduce(lengths, group=group)
+    longest = max(lengths.tolist())
+    row = torch.frombuffer(bytearray(message.ljust(longest)), dtype=torch.uint8).to(device)
+    rows = [torch.empty_like(row) for _ in range(where.size)]
+    dist.all_gather(rows, row, group=group)
+    _compare([json.loads(bytes(row.tolist())) for row in rows])
 
 
 def _has_cpu(group: Group) -> bool:

@@ -20,9 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from flash_ext.distributed.agree import agree_once
 
-def broadcast_module(module: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Overwrites every parameter and buffer by that of the group's rank 0."""
+
+def broadcast_module(module: nn.Module, group: dist.ProcessGroup | None, **options: Any) -> None:
+    """Overwrites every parameter and buffer by that of the group's rank 0; they must fit, and options be the same."""
+    named = (*module.named_parameters(), *module.named_buffers())
+    agree_once(group, named, {name: str(value) for name, value in options.items()})
     for tensor in (*module.parameters(), *module.buffers()):
         dist.broadcast(tensor.detach(), group=group, group_src=0)
 
@@ -40,6 +44,8 @@ class DDP(nn.Module):
     For P bytes of gradients on N ranks, each rank sends and receives 2 (N - 1) / N * P bytes a step (a ring all-reduce
     is a reduce-scatter and an all-gather). It holds everything: parameters, gradients and optimizer state.
 
+    :raises AttentionError: on every rank, where parameters or buffers differ between ranks in number, name, shape or
+        dtype.
     :raises RuntimeError: where backward runs twice without ``finish_gradient_synchronization()`` in between.
 
     Source: Li et al. 2020, "PyTorch Distributed" (section 3.2), with a bucket for each parameter.

@@ -32,8 +32,8 @@ class FSDP(nn.Module):
     are cast to it. Gradients are summed in the masters' dtype. Call :meth:`finish_gradient_synchronization` between
     every ``backward()`` and the optimizer's ``step()``: gradients are then means over ranks.
 
-    All ranks must run the same layers in the same order, and a sharded weight may be used by its own module's forward
-    only. Tied weights stay tied. Layers that ``torch.utils.checkpoint`` runs again are gathered once in backward.
+    All ranks must have one model, else all raise an AttentionError, and run its layers in one order. A sharded weight
+    may be used by its own module's forward only. Tied ones stay tied. What is recomputed is gathered once in backward.
 
     For P weights on N ranks, of c bytes to compute and m to keep, a rank sends (N - 1) / N * P * (2 c + m) bytes a step
     (gathers in forward and in backward, a reduce-scatter; no second gather of an Embedding), and for parameters that
@@ -47,7 +47,7 @@ class FSDP(nn.Module):
     ) -> None:
         super().__init__()
         self.module, self.group, self.compute_dtype = module, group, compute_dtype
-        broadcast_module(module, group)
+        broadcast_module(module, group, compute_dtype=compute_dtype)
         sharded = [layer for layer in module.modules() if is_a(layer, "Linear", "Embedding")]
         others = {p for layer in module.modules() if layer not in sharded for p in layer.parameters(recurse=False)}
         weights: dict[nn.Parameter, ShardedWeight] = {}

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from flash_ext.distributed.agree import agree_once
+
 
 class ShardedOptimizer(Optimizer):
     """An ``optimizer_cls(params, **kwargs)`` whose state is sharded over the ranks of ``group`` (default: all).
@@ -31,6 +33,7 @@ class ShardedOptimizer(Optimizer):
     For P bytes of parameters on N ranks, a rank sends its P / N bytes to all and receives the other (N - 1) / N * P,
     after DDP's 2 (N - 1) / N * P of gradients.
 
+    :raises AttentionError: on every rank, where the optimizer, its options or the parameters differ between ranks.
     :raises ValueError: from ``load_state_dict`` for the part of another rank or of another number of ranks.
 
     Source: Rajbhandari et al. 2020, "ZeRO" (stage 1).
@@ -49,11 +52,21 @@ class ShardedOptimizer(Optimizer):
         self._owner: dict[Tensor, int] = {}
         self._local: Optimizer | None = None  # the optimizer of this rank's parameters
         super().__init__(params, dict(kwargs))
+        self._agree(self.param_groups, {"optimizer_cls": optimizer_cls.__name__})
         self._local = optimizer_cls([self._mine(entry) for entry in self.param_groups], **kwargs)
         self.defaults = self._local.defaults
         for whole, mine in zip(self.param_groups, self._local.param_groups, strict=True):
             whole.update((name, option) for name, option in mine.items() if name not in whole)
         self.state = self._local.state
+
+    def _agree(self, groups: list[dict[str, Any]], options: dict[str, str]) -> None:
+        """Raises on every rank where they differ; of options, numbers and words alone."""
+        named = {}
+        for i, group in enumerate(groups):
+            named |= {f"parameter {j} of group {i}": parameter for j, parameter in enumerate(group["params"])}
+            plain = {name: str(x) for name, x in group.items() if isinstance(x, (int, float, str, tuple, type(None)))}
+            options = options | {f"{name} of group {i}": text for name, text in plain.items()}
+        agree_once(self._group, named.items(), options)
 
     def _mine(self, param_group: dict[str, Any]) -> dict[str, Any]:
         """The group with this rank's parameters alone."""
@@ -69,6 +82,7 @@ class ShardedOptimizer(Optimizer):
             self._owner[parameter] = owner
             self._load[owner] += parameter.numel()
         if self._local is not None:
+            self._agree([added], {})
             self._local.add_param_group(self._mine(added))
 
     def _copy_options(self) -> None:

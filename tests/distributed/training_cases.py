@@ -26,6 +26,7 @@ import ranks
 from ranks import World
 from toy_models import Linear, Norm, RecomputedModel, TiedModel, ToyModel
 
+from flash_ext import AttentionError
 from flash_ext.distributed import DDP, FSDP, ShardedOptimizer
 
 CASES: dict[str, Callable[[], None]] = {}
@@ -195,6 +196,39 @@ def two_backwards_without_finishing_are_an_error() -> None:
         model.finish_gradient_synchronization()
         model(torch.ones(2, 3)).sum().backward()
         model.finish_gradient_synchronization()
+
+
+@case
+def ranks_that_disagree() -> None:
+    """One sentence on every rank, before anything of the model travels, and the group works afterwards."""
+    last = dist.get_rank() == dist.get_world_size() - 1
+
+    def told(words: str, call: Callable[[], object]) -> None:
+        raises(AttentionError, words, call)
+
+    for wrap in (get_ddp, get_fsdp):
+        told("weight is torch.float32 of shape (3, 3) on rank 0 and torch.float32 of shape (4, 3) on rank",
+             lambda wrap=wrap: wrap(nn.Linear(3, 4 if last else 3)))  # fmt: skip
+        told("weight is torch.float32 of shape (3, 3) on rank 0 and torch.float64 of shape (3, 3) on rank",
+             lambda wrap=wrap: wrap(nn.Linear(3, 3, dtype=torch.float64 if last else torch.float32)))  # fmt: skip
+        told("the number of tensors is 2 on rank 0 and 1 on rank",
+             lambda wrap=wrap: wrap(nn.Linear(3, 3, bias=not last)))  # fmt: skip
+        told("weight is torch.float32 of shape (3, 3) on rank 0 and torch.float32 of shape (3, 3), without gradient",
+             lambda wrap=wrap: wrap(nn.Linear(3, 3).requires_grad_(not last)))  # fmt: skip
+    told("compute_dtype is None on rank 0 and torch.float16 on rank",
+         lambda: get_fsdp(nn.Linear(3, 3), torch.float16 if last else None))  # fmt: skip
+
+    def sharded(kind: type = torch.optim.AdamW, **options: Any) -> torch.optim.Optimizer:
+        return get_sharded_optimizer([torch.ones(3, requires_grad=True)], kind, **options)
+
+    told("lr of group 0 is 0.1 on rank 0 and 0.2 on rank", lambda: sharded(lr=0.2 if last else 0.1))
+    told("betas of group 0 is (0.9, 0.9) on rank 0 and (0.9, 0.8)", lambda: sharded(betas=(0.9, 0.8 if last else 0.9)))
+    told("optimizer_cls is AdamW on rank 0 and SGD on rank",
+         lambda: sharded(torch.optim.SGD if last else torch.optim.AdamW))  # fmt: skip
+    optimizer, added = sharded(), torch.ones(2 if last else 3, requires_grad=True)
+    told("parameter 0 of group 0 is torch.float32 of shape (3,) on rank 0 and torch.float32 of shape (2,)",
+         lambda: optimizer.add_param_group({"params": [added]}))  # fmt: skip
+    get_ddp(nn.Linear(3, 3))
 
 
 @case
