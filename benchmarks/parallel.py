@@ -26,7 +26,7 @@ from figures import draw_ranks
 from harness import BenchmarkError, Reporter, make_folder, provenance, stdout_console, synchronize
 from limits import float32_products
 from model import ATTENTIONS, SIZES, TransformerLM, mark_ranges, named_range
-from ranks import barrier, joined, record_with_nsys, slowest
+from ranks import barrier, joined, record_with_nsys, same_on_all_ranks, slowest
 from stepping import profiling
 from strategies import STRATEGIES, Job, Sizes, kept_sizes, none
 from tables import Table, make_table, write_results
@@ -373,6 +373,8 @@ def train_parallel(args: Args) -> None:
 
 def train_on_ranks(args: Args) -> None:
     """On every rank: trains; rank 0 shows and writes the table and the curve."""
+    others = {"device": args.device, "checkpoint": args.checkpoint, "nvtx": args.nvtx}
+    same_on_all_ranks(settings_of(args) | others | {"resume": args.resume is not None, "save_every": args.save_every})
     check(args)
     text = load_text(args.data, args.context)
     result = run(args, text)

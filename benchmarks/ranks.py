@@ -76,10 +76,22 @@ def ranks_to_start(asked: list[int] | None) -> list[int]:
     return asked or [2]
 
 
+def same_on_all_ranks(arguments: dict[str, Any]) -> None:
+    """A BenchmarkError on every rank where one was given other arguments, as on another host it may be."""
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, {name: str(value) for name, value in arguments.items()})
+    for rank, other in enumerate(every):
+        for name, value in every[0].items():
+            if other[name] != value:
+                option = f"--{name.replace('_', '-')}"
+                raise BenchmarkError(f"{option} is {value} on rank 0 and {other[name]} on rank {rank}.")
+
+
 def rows_of_ranks(work: Callable[[Any], list[dict[str, Any]]], args: Any) -> list[dict[str, Any]]:
     """What `work(args)` gives on torchrun's ranks, else on those that are started here, `args.ranks` one by one."""
     if under_torchrun():
         with joined(args.device):
+            same_on_all_ranks({name: value for name, value in vars(args).items() if name != "out"})
             return work(args)
     return [row for ranks in args.ranks for row in spawn(work, ranks, args.device, args)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -165,6 +166,15 @@ def test_what_does_not_fit_the_ranks_is_told(bench, monkeypatch, changes, ranks,
     with pytest.raises(bench.harness.BenchmarkError) as told:
         bench.parallel.check(args)
     assert str(told.value) == words
+
+
+def test_ranks_that_disagree_are_told_on_each(tmp_path):
+    line = [*map(str, (sys.executable, BENCHMARKS / "train_lm.py", *SMALL, "--out", tmp_path)), "--parallel", "ddp"]
+    script = f"{shlex.join(line)} --seed $RANK"
+    process = begin([*TORCHRUN, "--no-python", "bash", "-c", script])
+    _, errors = process.communicate(timeout=600)
+    assert process.returncode != 0 and not list(tmp_path.iterdir())
+    assert errors.count("--seed is 0 on rank 0 and 1 on rank 1.") == 2, errors
 
 
 def test_a_checkpoint_of_another_run_is_refused(bench, monkeypatch, tmp_path):
