@@ -187,9 +187,34 @@ def what_usp_does_not_take(world: World) -> None:
     )
 
 
+def packed_ranks_that_disagree(world: World) -> None:
+    """One sentence on every rank, also of what is wrong on one alone, and the group works afterwards."""
+    last, total = world.rank == world.size - 1, 6 * world.size
+    cu, p = starts(world, 0, 4, total), rand(6, 4, 8).to(world.device)
+
+    def call(tensor: Tensor = p, bounds: Tensor = cu, **options: Any) -> Any:
+        options = {"max_seqlen": total} | options
+        return fd.context_parallel_attention_varlen(tensor, tensor, tensor, bounds, world.group, **options)
+
+    for text, differs in (
+        (f"max_seqlen is {total} on rank 0 and {total - 1} on rank", {"max_seqlen": total - 1}),
+        ("causal is False on rank 0 and True on rank", {"causal": True}),
+        ("cu_seqlens is ('torch.int32', 3) on rank 0 and ('torch.int32', 2)", {"bounds": starts(world, 0, total)}),
+        ("the heads and columns of query is (4, 8) on rank 0 and (2, 8)", {"tensor": p[:, :2]}),
+        ("the dtype of query is torch.float64 on rank 0 and torch.float32", {"tensor": p.float()}),
+        ("method is 'best'; it must be", {"method": "best"}),
+    ):
+        refused(text, lambda differs=differs: call(**(differs if last else {})))
+    refused("the call is context_parallel_attention on rank 0 and context_parallel_attention_varlen on rank",
+            lambda: call() if last else fd.context_parallel_attention(p[None], p[None], p[None], world.group)
+            )  # fmt: skip
+    assert call().shape == p.shape
+
+
 PROMISES = (
     packed_sequences, sinks_of_packed_sequences, slopes_of_packed_sequences, packed_on_uneven_ranks,
     another_sequence_is_not_read, calls_of_packed_sequences, what_usp_does_not_take,
+    packed_ranks_that_disagree,
 )  # fmt: skip
 
 
