@@ -74,7 +74,7 @@ Exact attention for PyTorch, forward and backward, that never materialises the s
 ```python
 from kernels import get_kernel
 
-flash_ext = get_kernel("{repo}", version={major})
+flash_ext = get_kernel("{repo}", version={major}, trust_remote_code=["{repo}"])
 out = flash_ext.attention(q, k, v, causal=True)  # [batch, heads, tokens, head dim]
 ```
 

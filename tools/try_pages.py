@@ -19,9 +19,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted(path for kind in ("use", "learn") for path in (ROOT / "docs" / kind).glob("*.md"))]
+PAGES.remove(ROOT / "docs/use/kernel-hub.md")  # of an upload; tests/integrations/test_kernel_hub.py runs it
 TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 SECONDS = 120
-NEEDS = {"use/transformers": "transformers", "use/image-models": "timm"}
+NEEDS = {"use/transformers": ("transformers",), "use/image-models": ("diffusers", "timm")}
 
 
 def name_of(page: Path) -> str:
@@ -61,9 +62,9 @@ def main(names: list[str]) -> int:
     failed = 0
     for page in PAGES:
         if program_of(page) and (not names or name_of(page) in names):
-            needs = NEEDS.get(name_of(page))
-            if needs and not names and find_spec(needs) is None:
-                print(f"{name_of(page):24} left out: {needs} is not installed", flush=True)
+            missing = [package for package in NEEDS.get(name_of(page), ()) if find_spec(package) is None]
+            if missing and not names:
+                print(f"{name_of(page):24} left out: {', '.join(missing)} not installed", flush=True)
                 continue
             wrong = run(page)
             failed += wrong != ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -68,6 +69,24 @@ def run(repository: Path, program: str, folder: Path) -> subprocess.CompletedPro
 def test_the_loader_takes_it(repository: Path, tmp_path: Path) -> None:
     done = run(repository, LOAD, tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+@needs_kernels
+def test_the_lines_of_the_page_and_of_the_card(repository: Path, tmp_path: Path) -> None:
+    """As they stand, with the folder in the place of what is uploaded, and on the CPU."""
+    programs = {}
+    pages = {"NAME/flash-ext": ROOT / "docs/use/kernel-hub.md", "someone/flash-ext": repository / "README.md"}
+    for name, file in pages.items():
+        programs[name] = re.search(r"^```python\n(.*?)^```", file.read_text(), re.MULTILINE | re.DOTALL)[1]
+    before = "import functools, kernels, os, sys, torch\n"
+    before += "kernels.get_kernel = functools.partial(kernels.get_kernel, backend='cpu')\n"
+    for name, program in programs.items():
+        assert len([line for line in program.splitlines() if line]) <= 5
+        assert f'trust_remote_code=["{name}"]' in program  # the hub's loader asks for it, a folder does not
+        given = f"os.environ['LOCAL_KERNELS'] = '{name}=' + sys.argv[1]\n"
+        given += "q, k, v = (torch.randn(1, 2, 9, 8) for _ in 'qkv')\n"
+        done = run(repository, before + given + program, tmp_path)
+        assert done.returncode == 0, done.stderr[-2000:]
 
 
 @needs_kernels
