@@ -55,6 +55,19 @@ def test_sequences_as_they_are_drawn() -> None:
     assert drawn(padded, 3, 8) == ["xxx.....", "....x...", "....xx.."]
     whole = fmha.BlockDiagonalPaddedKeysMask.from_seqlens([1, 2], 4, [3, 2], device="cpu")
     assert drawn(whole, 3, 8) == ["xxx.....", "....xx..", "....xx.."]
+    assert drawn(whole.make_local_attention(1, 0), 3, 8) == [".xx.....", "....x...", "....xx.."]
+    assert drawn(whole.make_local_attention(0, 1), 3, 8) == ["..x.....", "....xx..", ".....x.."]
+    local = biases.BlockDiagonalCausalLocalAttentionPaddedKeysMask.from_seqlens_local(
+        [1, 2], 4, [3, 2], 1, device="cpu"
+    )
+    assert drawn(local, 3, 8) == ["..x.....", "....x...", ".....x.."]
+    gaps = biases.BlockDiagonalGappyKeysMask.from_seqlens([1, 2], [1, 5, 8], [3, 2], device="cpu")
+    assert drawn(gaps, 3, 8) == [".xxx....", ".....xx.", ".....xx."]
+    gaps = biases.BlockDiagonalCausalWithOffsetGappyKeysMask.from_seqlens([1, 2], [1, 5, 8], [3, 2], device="cpu")
+    assert drawn(gaps, 3, 8) == [".xxx....", ".....x..", ".....xx."]
+    tables = torch.tensor([[3, 0], [1, 2]], dtype=torch.int32)
+    pages = padded.make_paged(tables, 2, biases.PagedBlockDiagonalCausalWithOffsetPaddedKeysMask)
+    assert drawn(pages, 3, 8) == ["x.....xx", "..x.....", "..xx...."]
 
 
 BANDS: dict[str, Callable[[], Any]] = {
@@ -113,14 +126,52 @@ def test_sequences(name: str, dtype: torch.dtype, device: str) -> None:
     )
 
 
-@pytest.mark.parametrize("kind", ["BlockDiagonalPaddedKeysMask", "BlockDiagonalCausalWithOffsetPaddedKeysMask"])
-def test_padded_keys_are_not_read(kind: str, device: str) -> None:
-    bias = getattr(fmha, kind).from_seqlens([1, 4, 2], kv_padding=10, kv_seqlen=[10, 7, 0], device=device)
-    inputs = inputs_of(1, 7, 30, torch.float32, device)
+PADDED = {"kv_padding": 10, "kv_seqlen": [10, 7, 0]}
+SOME_KEYS: dict[str, Callable[..., Any]] = {
+    "padded": lambda **on: fmha.BlockDiagonalPaddedKeysMask.from_seqlens([1, 4, 2], **PADDED, **on),
+    "causal padded": lambda **on: fmha.BlockDiagonalCausalWithOffsetPaddedKeysMask.from_seqlens(
+        [1, 4, 2], **PADDED, **on
+    ),
+    "local padded": lambda **on: fmha.BlockDiagonalLocalAttentionPaddedKeysMask.from_seqlens_local(
+        [1, 4, 2], **PADDED, window_left=3, window_right=1, **on
+    ),
+    "causal local padded": lambda **on: fmha.BlockDiagonalCausalLocalAttentionPaddedKeysMask.from_seqlens_local(
+        [1, 4, 2], **PADDED, window_size=3, **on
+    ),
+    "gappy": lambda **on: fmha.BlockDiagonalGappyKeysMask.from_seqlens([1, 4, 2], [3, 14, 22, 30], [9, 7, 0], **on),
+    "causal gappy": lambda **on: fmha.BlockDiagonalCausalWithOffsetGappyKeysMask.from_seqlens(
+        [1, 4, 2], [3, 14, 22, 30], [9, 7, 0], **on
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SOME_KEYS)
+def test_keys_that_are_not_used_are_not_read(name: str, device: str) -> None:
+    bias = SOME_KEYS[name](device=device)
+    inputs = inputs_of(1, 7, 30, torch.float64, device)
+    check(lambda **x: memory_efficient_attention(**x, attn_bias=bias), inputs, truth=by_matrix(bias))
     expected = by_matrix(bias)(**inputs)
-    for name in ("key", "value"):
-        inputs[name][:, 17:] = torch.nan
+    used = {row for first, end in bias.k_seqinfo.intervals() for row in range(first, end)}
+    for tensor in ("key", "value"):
+        inputs[tensor][:, [row for row in range(30) if row not in used]] = torch.nan
     torch.testing.assert_close(memory_efficient_attention(**inputs, attn_bias=bias), expected)
+
+
+@pytest.mark.parametrize("kind", ["PaddedKeysMask", "CausalWithOffsetPaddedKeysMask"])
+def test_pages(kind: str, device: str) -> None:
+    """The same as their rows one behind the other."""
+    tables = torch.tensor([[5, 0], [1, 2], [4, 4]], dtype=torch.int32, device=device)
+    paged, plain = (getattr(fmha, f"{paging}BlockDiagonal{kind}") for paging in ("Paged", ""))
+    bias = paged.from_seqlens([1, 4, 2], [10, 7, 0], tables, 5, device=device)
+    inputs = inputs_of(1, 7, 30, torch.float32, device)
+    got = memory_efficient_attention(**inputs, attn_bias=bias)
+    torch.testing.assert_close(got, by_matrix(bias)(**inputs))
+    rows = torch.cat([inputs[x].unflatten(1, (6, 5))[:, tables.long()].flatten(1, 3) for x in ("key", "value")], -1)
+    key, value = rows.split([16, 24], -1)
+    whole = plain.from_seqlens([1, 4, 2], **PADDED, device=device)
+    torch.testing.assert_close(got, memory_efficient_attention(inputs["query"], key, value, whole))
+    made = whole.make_paged(tables, 5, paged).to(device)
+    assert torch.equal(memory_efficient_attention(**inputs, attn_bias=made), got)
 
 
 @pytest.mark.parametrize("shape", [(20, 33), (3, 20, 33), (2, 3, 20, 33), (2, 1, 20, 1)], ids=name_of)
@@ -237,7 +288,13 @@ def test_errors() -> None:
                  lambda: biases.LowerTriangularFromBottomRightMask().make_local_attention(0),
                  lambda: fmha.BlockDiagonalMask.from_seqlens([3], device="cpu").make_local_attention(0),
                  lambda: fmha.BlockDiagonalMask.from_seqlens([3], [1, 2], device="cpu"),
-                 lambda: fmha.BlockDiagonalPaddedKeysMask.from_seqlens([1], 4, [5], device="cpu")):  # fmt: skip
+                 lambda: fmha.BlockDiagonalPaddedKeysMask.from_seqlens([1], 4, [5], device="cpu"),
+                 lambda: fmha.BlockDiagonalLocalAttentionPaddedKeysMask.from_seqlens([1], 4, [3], device="cpu"),
+                 lambda: fmha.BlockDiagonalCausalLocalAttentionPaddedKeysMask.from_seqlens([1], 4, [3], device="cpu"),
+                 lambda: fmha.BlockDiagonalGappyKeysMask.from_seqlens([1], [0], [3], device="cpu"),
+                 lambda: fmha.BlockDiagonalGappyKeysMask.from_seqlens([1, 1], [2, 0, 4], [1, 1], device="cpu"),
+                 lambda: fmha.BlockDiagonalGappyKeysMask.from_seqlens([1, 1], [0, 2, 4], [3, 1], device="cpu")
+    ):  # fmt: skip
         with pytest.raises(ValueError):
             make()
 

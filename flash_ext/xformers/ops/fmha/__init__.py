@@ -15,8 +15,12 @@ from .attn_bias import (
     BlockDiagonalCausalFromBottomRightMask,
     BlockDiagonalCausalLocalAttentionFromBottomRightMask,
     BlockDiagonalCausalLocalAttentionMask,
+    BlockDiagonalCausalLocalAttentionPaddedKeysMask,
     BlockDiagonalCausalMask,
+    BlockDiagonalCausalWithOffsetGappyKeysMask,
     BlockDiagonalCausalWithOffsetPaddedKeysMask,
+    BlockDiagonalGappyKeysMask,
+    BlockDiagonalLocalAttentionPaddedKeysMask,
     BlockDiagonalMask,
     BlockDiagonalPaddedKeysMask,
     LocalAttentionFromBottomRightMask,
@@ -24,6 +28,8 @@ from .attn_bias import (
     LowerTriangularFromBottomRightMask,
     LowerTriangularMask,
     LowerTriangularMaskWithTensorBias,
+    PagedBlockDiagonalCausalWithOffsetPaddedKeysMask,
+    PagedBlockDiagonalPaddedKeysMask,
 )
 from .common import AttentionBwOpBase, AttentionFwOpBase, AttentionOp, AttentionOpBase
 
@@ -36,8 +42,12 @@ __all__ = [
     "BlockDiagonalCausalFromBottomRightMask",
     "BlockDiagonalCausalLocalAttentionFromBottomRightMask",
     "BlockDiagonalCausalLocalAttentionMask",
+    "BlockDiagonalCausalLocalAttentionPaddedKeysMask",
     "BlockDiagonalCausalMask",
+    "BlockDiagonalCausalWithOffsetGappyKeysMask",
     "BlockDiagonalCausalWithOffsetPaddedKeysMask",
+    "BlockDiagonalGappyKeysMask",
+    "BlockDiagonalLocalAttentionPaddedKeysMask",
     "BlockDiagonalMask",
     "BlockDiagonalPaddedKeysMask",
     "LocalAttentionFromBottomRightMask",
@@ -51,6 +61,8 @@ __all__ = [
     "MemoryEfficientAttentionCutlassOp",
     "MemoryEfficientAttentionFlashAttentionOp",
     "MemoryEfficientAttentionSplitKCkOp",
+    "PagedBlockDiagonalCausalWithOffsetPaddedKeysMask",
+    "PagedBlockDiagonalPaddedKeysMask",
     "attn_bias",
     "ck",
     "ck_splitk",
@@ -107,7 +119,7 @@ def _attend(
                 f"query has batch size {q.shape[0]}; with {type(bias).__name__} it must be 1"
             )
         options |= bias.band | bias.to(q.device).lengths()
-        result = flash_ext.attention_varlen(q[0], k[0], v[0], **options)
+        result = flash_ext.attention_varlen(q[0], bias.rows(k[0]), bias.rows(v[0]), **options)
         out, lse = (result[0][None], result[1][None]) if return_lse else (result[None], None)
     else:
         if isinstance(bias, AttentionBias):

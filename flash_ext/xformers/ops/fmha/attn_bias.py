@@ -5,7 +5,7 @@ Called by ``fmha``. Invariant: no bias makes a matrix but in ``materialize``, wh
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-Device = str | torch.device
+from .seq_lens import Device, GappySeqLenInfo, PaddedSeqLenInfo, SeqLenInfo
+
 Self = TypeVar("Self", bound="AttentionBias")
 # Options of flash_ext.attention.
 ALL: Mapping[str, Any] = MappingProxyType({})
@@ -119,72 +120,6 @@ class LocalAttentionFromBottomRightMask(AttentionBias):
 # ---- sequences one behind the other ----
 
 
-def _default_device(device: Device | None) -> torch.device:
-    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-
-
-@dataclass(eq=False)
-class SeqLenInfo:
-    """Where sequences start, in a tensor and in a list, and the longest and the shortest."""
-
-    seqstart: Tensor  # (sequences + 1,) int32
-    max_seqlen: int
-    min_seqlen: int
-    seqstart_py: list[int]
-
-    @classmethod
-    def from_seqlens(cls, seqlens: Iterable[int], *, device: Device | None = None) -> SeqLenInfo:
-        lengths, starts = list(seqlens), [0]
-        for length in lengths:
-            starts.append(starts[-1] + length)
-        tensor = torch.tensor(starts, dtype=torch.int32, device=_default_device(device))
-        return cls(tensor, max(lengths, default=0), min(lengths, default=0), starts)
-
-    def to(self, device: Device) -> SeqLenInfo:
-        return replace(self, seqstart=self.seqstart.to(device))
-
-    def intervals(self) -> Iterable[tuple[int, int]]:
-        """(first, one behind the last) of each sequence."""
-        return zip(self.seqstart_py, self.seqstart_py[1:], strict=False)
-
-    def split(self, x: Tensor, batch_sizes: Sequence[int] | None = None) -> list[Tensor]:
-        """(1, rows, ...) in tensors (b, rows of a sequence, ...), of b equally long sequences each."""
-        if x.shape[:2] != (1, self.seqstart_py[-1]):
-            raise ValueError(f"the tensor has shape {tuple(x.shape)}; it must be (1, {self.seqstart_py[-1]}, ...)")
-        pieces, first = [], 0
-        for count in batch_sizes or [1] * (len(self.seqstart_py) - 1):
-            begin, end = self.seqstart_py[first], self.seqstart_py[first + count]
-            pieces.append(x[:, begin:end].reshape(count, -1, *x.shape[2:]))
-            first += count
-        return pieces
-
-
-@dataclass(eq=False)
-class PaddedSeqLenInfo(SeqLenInfo):
-    """Sequences whose room, ``padding`` rows each, is longer than what is used of it."""
-
-    seqlen: Tensor  # (sequences,) int32
-    seqlen_py: list[int]
-    padding: int
-
-    @classmethod
-    def from_seqlens_padded(
-        cls, seqlens: Sequence[int], padding: int, *, device: Device | None = None
-    ) -> PaddedSeqLenInfo:
-        if max(seqlens, default=0) > padding:
-            raise ValueError(f"a sequence has {max(seqlens)} keys; padding is {padding}")
-        room = SeqLenInfo.from_seqlens([padding] * len(seqlens), device=device)
-        used = torch.tensor(seqlens, dtype=torch.int32, device=room.seqstart.device)
-        longest, shortest = max(seqlens, default=0), min(seqlens, default=0)
-        return cls(room.seqstart, longest, shortest, room.seqstart_py, used, list(seqlens), padding)
-
-    def to(self, device: Device) -> PaddedSeqLenInfo:
-        return replace(self, seqstart=self.seqstart.to(device), seqlen=self.seqlen.to(device))
-
-    def intervals(self) -> Iterable[tuple[int, int]]:
-        return ((first, first + used) for first, used in zip(self.seqstart_py, self.seqlen_py, strict=False))
-
-
 @dataclass(eq=False)
 class _Sequences(AttentionBias):
     q_seqinfo: SeqLenInfo
@@ -205,10 +140,14 @@ class _Sequences(AttentionBias):
             seen[q0:q1, k0:k1] = _in_band(self.band, q1 - q0, k1 - k0, device)
         return seen
 
+    def rows(self, x: Tensor) -> Tensor:
+        """Key or value, (rows, heads, columns), as ``flash_ext.attention_varlen`` takes it."""
+        return x
+
     def lengths(self) -> dict[str, Any]:
         """As arguments of ``flash_ext.attention_varlen``."""
         given: dict[str, Any] = {"cu_seqlens_q": self.q_seqinfo.seqstart, "cu_seqlens_k": self.k_seqinfo.seqstart}
-        if isinstance(self.k_seqinfo, PaddedSeqLenInfo):
+        if isinstance(self.k_seqinfo, GappySeqLenInfo):
             given["seqused_k"] = self.k_seqinfo.seqlen
         return given | {"max_q": self.q_seqinfo.max_seqlen, "max_k": self.k_seqinfo.max_seqlen}
 
@@ -221,8 +160,7 @@ class BlockDiagonalMask(_Sequences):
         cls: Any, q_seqlen: Sequence[int], kv_seqlen: Sequence[int] | None = None, *, device: Device | None = None
     ) -> Any:
         """Of these lengths; the keys' are the queries' by default."""
-        if kv_seqlen is not None and len(q_seqlen) != len(kv_seqlen):
-            raise ValueError(f"q_seqlen has {len(q_seqlen)} sequences and kv_seqlen {len(kv_seqlen)}")
+        _as_many(q_seqlen, kv_seqlen if kv_seqlen is not None else q_seqlen)
         queries = SeqLenInfo.from_seqlens(q_seqlen, device=device)
         alike = kv_seqlen is None or list(q_seqlen) == list(kv_seqlen)
         return cls(queries, queries if alike else SeqLenInfo.from_seqlens(kv_seqlen or (), device=device))
@@ -317,6 +255,11 @@ class BlockDiagonalCausalLocalAttentionFromBottomRightMask(BlockDiagonalCausalLo
     _align = "bottom_right"
 
 
+def _as_many(q_seqlen: Sequence[int], kv_seqlen: Sequence[int]) -> None:
+    if len(q_seqlen) != len(kv_seqlen):
+        raise ValueError(f"q_seqlen has {len(q_seqlen)} sequences and kv_seqlen {len(kv_seqlen)}")
+
+
 class BlockDiagonalPaddedKeysMask(_Sequences):
     """Keys have room for ``kv_padding`` a sequence, of which the first ``kv_seqlen`` are there."""
 
@@ -326,13 +269,131 @@ class BlockDiagonalPaddedKeysMask(_Sequences):
         device: Device | None = None,
     ) -> Any:  # fmt: skip
         """Of these lengths. ``causal_diagonal`` is not used, as in xformers."""
-        if len(q_seqlen) != len(kv_seqlen):
-            raise ValueError(f"q_seqlen has {len(q_seqlen)} sequences and kv_seqlen {len(kv_seqlen)}")
+        _as_many(q_seqlen, kv_seqlen)
         queries = SeqLenInfo.from_seqlens(q_seqlen, device=device)
         return cls(queries, PaddedSeqLenInfo.from_seqlens_padded(kv_seqlen, kv_padding, device=device))
+
+    def make_local_attention(self, window_left: int, window_right: int) -> BlockDiagonalLocalAttentionPaddedKeysMask:
+        """With queries and keys aligned at their ends, ``window_left`` keys before and ``window_right`` behind."""
+        return BlockDiagonalLocalAttentionPaddedKeysMask(
+            self.q_seqinfo, self.k_seqinfo, window_left=window_left, window_right=window_right
+        )
+
+    def make_paged(self, block_tables: Tensor, page_size: int, paged_type: Any) -> Any:
+        """The same of keys in pages, as a ``paged_type``."""
+        return paged_type(self.q_seqinfo, self.k_seqinfo, block_tables=block_tables, page_size=page_size)
 
 
 class BlockDiagonalCausalWithOffsetPaddedKeysMask(BlockDiagonalPaddedKeysMask):
     """:class:`BlockDiagonalPaddedKeysMask`, causal in each sequence, aligned at the end of what is there."""
+
+    band = CAUSAL_AT_END
+
+
+@dataclass(eq=False)
+class BlockDiagonalLocalAttentionPaddedKeysMask(BlockDiagonalPaddedKeysMask):
+    """:class:`BlockDiagonalPaddedKeysMask` and a window, aligned at the end of what is there."""
+
+    window_left: int = -1
+    window_right: int = -1
+
+    def __post_init__(self) -> None:
+        self.band = LocalAttentionFromBottomRightMask(self.window_left, self.window_right).band
+
+    @classmethod
+    def from_seqlens_local(
+        cls, q_seqlen: Sequence[int], kv_padding: int, kv_seqlen: Sequence[int], window_left: int, window_right: int, *,
+        device: Device | None = None,
+    ) -> BlockDiagonalLocalAttentionPaddedKeysMask:  # fmt: skip
+        """Of these lengths."""
+        whole = BlockDiagonalPaddedKeysMask.from_seqlens(q_seqlen, kv_padding, kv_seqlen, device=device)
+        return whole.make_local_attention(window_left, window_right)
+
+
+@dataclass(eq=False)
+class BlockDiagonalCausalLocalAttentionPaddedKeysMask(BlockDiagonalPaddedKeysMask):
+    """:class:`BlockDiagonalCausalWithOffsetPaddedKeysMask`, and of those keys the last ``window_size``."""
+
+    _window_size: int = 0
+
+    def __post_init__(self) -> None:
+        self.band = LowerTriangularFromBottomRightLocalAttentionMask(self._window_size).band
+
+    @classmethod
+    def from_seqlens_local(
+        cls, q_seqlen: Sequence[int], kv_padding: int, kv_seqlen: Sequence[int], window_size: int, *,
+        device: Device | None = None,
+    ) -> BlockDiagonalCausalLocalAttentionPaddedKeysMask:  # fmt: skip
+        """Of these lengths."""
+        whole = BlockDiagonalPaddedKeysMask.from_seqlens(q_seqlen, kv_padding, kv_seqlen, device=device)
+        return cls(whole.q_seqinfo, whole.k_seqinfo, _window_size=window_size)
+
+
+class BlockDiagonalGappyKeysMask(_Sequences):
+    """Keys of a sequence are ``kv_seqlen`` from ``kv_seqstarts`` on, in order; what lies between belongs to none."""
+
+    @classmethod
+    def from_seqlens(
+        cls: Any, q_seqlen: Sequence[int], kv_seqstarts: Sequence[int], kv_seqlen: Sequence[int], *,
+        device: Device | None = None,
+    ) -> Any:  # fmt: skip
+        """Of these lengths; the last of ``kv_seqstarts`` is how many keys there are in all."""
+        _as_many(q_seqlen, kv_seqlen)
+        keys = GappySeqLenInfo.from_seqlens_gappy(kv_seqstarts, kv_seqlen, device=device)
+        return cls(SeqLenInfo.from_seqlens(q_seqlen, device=device), keys)
+
+    def rows(self, x: Tensor) -> Tensor:
+        """From the first sequence on: ``attention_varlen`` begins there."""
+        return x[self.k_seqinfo.seqstart_py[0] :]
+
+    def lengths(self) -> dict[str, Any]:
+        return super().lengths() | {"cu_seqlens_k": self.k_seqinfo.seqstart - self.k_seqinfo.seqstart_py[0]}
+
+
+class BlockDiagonalCausalWithOffsetGappyKeysMask(BlockDiagonalGappyKeysMask):
+    """:class:`BlockDiagonalGappyKeysMask`, causal in each sequence, aligned at the end of its keys."""
+
+    band = CAUSAL_AT_END
+
+
+@dataclass(eq=False)
+class PagedBlockDiagonalPaddedKeysMask(_Sequences):
+    """Keys lie in pages of ``page_size`` rows, one behind the other; ``block_tables`` has those of each sequence."""
+
+    block_tables: Tensor = None  # (sequences, pages of the longest) int32
+    page_size: int = 0
+
+    @classmethod
+    def from_seqlens(
+        cls: Any, q_seqlen: Sequence[int], kv_seqlen: Sequence[int], block_tables: Tensor, page_size: int, *,
+        device: Device | None = None,
+    ) -> Any:  # fmt: skip
+        """Of these lengths."""
+        room = block_tables.shape[1] * page_size
+        whole = BlockDiagonalPaddedKeysMask.from_seqlens(q_seqlen, room, kv_seqlen, device=device)
+        return whole.make_paged(block_tables, page_size, cls)
+
+    def to(self: Any, device: Device) -> Any:
+        return replace(super().to(device), block_tables=self.block_tables.to(device))
+
+    def rows(self, x: Tensor) -> Tensor:
+        return x.unflatten(0, (-1, self.page_size))
+
+    def visible(self, queries: int, keys: int, device: Device) -> Tensor:
+        """``keys`` are the rows of all pages."""
+        seen = torch.zeros(queries, keys, dtype=torch.bool, device=device)
+        places = torch.arange(keys, device=device).unflatten(0, (-1, self.page_size))
+        tables = self.block_tables.to(places.device).long()
+        for (q0, q1), used, table in zip(self.q_seqinfo.intervals(), self.k_seqinfo.seqlen_py, tables, strict=True):
+            seen[q0:q1, places[table].flatten()[:used]] = _in_band(self.band, q1 - q0, used, device)
+        return seen
+
+    def lengths(self) -> dict[str, Any]:
+        given = super().lengths() | {"block_table": self.block_tables}
+        return {name: value for name, value in given.items() if name != "cu_seqlens_k"}
+
+
+class PagedBlockDiagonalCausalWithOffsetPaddedKeysMask(PagedBlockDiagonalPaddedKeysMask):
+    """:class:`PagedBlockDiagonalPaddedKeysMask`, causal in each sequence, aligned at the end of its keys."""
 
     band = CAUSAL_AT_END
