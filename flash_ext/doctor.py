@@ -172,7 +172,7 @@ def backend_finding(name: str, device: str, dtypes: tuple[torch.dtype, ...]) -> 
         remedy = "please report this, with all lines above; FLASH_EXT_BACKEND=chunked computes without the kernels"
         return Finding(where, WRONG, "; ".join(wrong), remedy)
     if refused and not right:
-        return Finding(where, ABSENT, refused[0])
+        return Finding(where, ABSENT, refused[0], "none is needed: other backends serve this machine")
     return Finding(where, OK, ", ".join(right))
 
 

@@ -102,6 +102,7 @@ def test_a_refusal_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash_ext, "attention", refuses)
     finding = doctor.backend_finding("cpu", "cpu", (torch.float32,))
     assert finding.state == doctor.ABSENT and "compute capability 8.0" in finding.text
+    assert "other backends" in finding.remedy
 
 
 @pytest.mark.gpu
