@@ -27,12 +27,11 @@ PERMISSION = (
 )
 # scan's look_back looks as far back as the run lets it, and spins; in the others the compiler joins neighbouring loads
 # of shared memory to wider ones
-SPURIOUS = 0.005  # of the requests, at most
+SPURIOUS = 0.005  # of the requests, at most, more or fewer
 DEPENDS_ON_THE_RUN = {("scan", "look_back")}
 JOINED = {
     ("scan", "blelloch"),
     ("load_tile", "tail"),
-    ("load_tile", "unaligned"),
     ("matmul", "shared"),
     ("matmul", "registers"),
     ("tiny_flash", "tile"),
@@ -228,8 +227,9 @@ def test_a_gpu_measures_what_is_counted(name: str) -> None:
                 assert measured.costs[key] >= sectors if copies else measured.costs[key] == sectors, told
                 continue
             passes = sum(site.passes for site in sites)
-            assert measured.requests[key] <= requests * (1 + SPURIOUS), (*told, measured.requests[key], requests)
-            assert joined or measured.requests[key] >= requests, (*told, measured.requests[key], requests)
+            both = (*told, measured.requests[key], requests)
+            assert measured.requests[key] <= requests * (1 + SPURIOUS), both
+            assert joined or measured.requests[key] >= requests * (1 - SPURIOUS), both
             if key not in measured.costs:
                 assert copies, told
                 continue
