@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -170,21 +171,21 @@ def flex_peer() -> Peer:
     return run
 
 
-def fa3_peer() -> Peer:
-    """FlashAttention-3, whose module is flash_attn_interface; layout (b, s, h, d), diagonal at the bottom right."""
+def flash_attention_peer(name: str, module: str) -> Peer:
+    """FlashAttention's call of version 3 or 4; layout (b, s, h, d), diagonal at the bottom right."""
     try:
-        from flash_attn_interface import flash_attn_func
-    except ImportError as error:
-        raise BenchmarkError(f"The peer fa3 cannot be imported ({error}).") from None
+        attend = import_module(module).flash_attn_func
+    except Exception as error:  # whatever a package raises whose own needs are of other versions
+        raise BenchmarkError(f"The peer {name} cannot be imported ({error}).") from None
 
     def run(case: Case, x: Inputs) -> Tensor:
         if case.mask != "none" or case.dropout or case.alibi or (case.causal and case.sq != case.sk):
             raise RuntimeError("takes no mask, dropout or ALiBi, and no top-left diagonal")
         if case.lengths:
-            raise RuntimeError("its call for packed sequences is the peer fa3-varlen")
-        window = (case.window, 0) if case.window else (-1, -1)
+            raise RuntimeError(f"its call for packed sequences is the peer {name}-varlen")
+        options: dict[str, Any] = {"window_size": (case.window, 0)} if case.window else {}
         query, key, value = (t.transpose(1, 2) for t in (x.query, x.key, x.value))
-        out = flash_attn_func(query, key, value, causal=case.causal, window_size=window, softcap=case.softcap)
+        out = attend(query, key, value, causal=case.causal, softcap=case.softcap, **options)
         return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
     return run
@@ -258,11 +259,12 @@ GPU_PEERS: dict[str, Callable[[], Peer]] = {
     "torch-math": lambda: torch_backend(SDPBackend.MATH),
     "compiled-eager": compiled_eager_peer,
     "flex": flex_peer,
-    "fa3": fa3_peer,
+    "fa3": partial(flash_attention_peer, "fa3", "flash_attn_interface"),
+    "fa4": partial(flash_attention_peer, "fa4", "flash_attn.cute"),
     "torch-varlen": partial(torch_varlen_peer, repeated=False),
     "torch-varlen-repeated": partial(torch_varlen_peer, repeated=True),
     "fa3-varlen": partial(flash_attention_varlen_peer, "fa3-varlen", "flash_attn_interface"),
     "fa4-varlen": partial(flash_attention_varlen_peer, "fa4-varlen", "flash_attn.cute"),
 }
 # What may be missing: a suite goes without it
-OPTIONAL = ("fa3", "torch-varlen", "torch-varlen-repeated", "fa3-varlen", "fa4-varlen")
+OPTIONAL = ("fa3", "fa4", "torch-varlen", "torch-varlen-repeated", "fa3-varlen", "fa4-varlen")

@@ -19,6 +19,7 @@ PADDED = f"{OURS}-padded"
 BY_NAME = tuple(f"{OURS}-{backend}" for backend in ("sm80", "sm90"))  # that backend alone
 FUSED = ("torch-flash", "torch-cudnn", "torch-efficient")
 PYTORCH = (*FUSED, "torch-math")
+FLASH = ("fa3", "fa4")  # FlashAttention-3 and -4, where they can be imported
 PACKED = ("torch-varlen", "torch-varlen-repeated", "flex", "fa3-varlen", "fa4-varlen")
 
 
@@ -236,12 +237,12 @@ def quick(cases: list[Case]) -> list[Case]:
 
 SUITES: dict[str, Suite] = {
     "cpu": Suite(cpu_cases, ("torch", OURS), ("fp32", "bf16", "fp16"), device="cpu"),
-    "grid": Suite(grid_cases, (*PYTORCH, "fa3", OURS)),
+    "grid": Suite(grid_cases, (*PYTORCH, *FLASH, OURS)),
     "masks": Suite(mask_cases, (*PYTORCH, "flex", OURS)),
     "windows": Suite(window_cases, (*PYTORCH, "flex", OURS)),
-    "extras": Suite(extra_cases, (*FUSED, "flex", "fa3", OURS)),
+    "extras": Suite(extra_cases, (*FUSED, "flex", *FLASH, OURS)),
     "fp32": Suite(fp32_cases, dtypes=("fp32",)),
-    "short": Suite(short_cases, (*PYTORCH, "fa3", OURS), device="both"),
+    "short": Suite(short_cases, (*PYTORCH, *FLASH, OURS), device="both"),
     "choice": Suite(choice_cases, (*BY_NAME, OURS)),
     "decode": Suite(decode_cases, ("torch-flash", "torch-cudnn", "torch-math", OURS), passes=("fwd",), device="both"),
     "flash": Suite(flash_cases, (*FUSED, OURS), ("bf16", "fp32"), ("fwd", "bwd", "e2e"), device="both"),
