@@ -1,7 +1,7 @@
 # flash_ext_add_cuda_units(target): adds what a build with CUDA has more, where CUDA_ENABLED. Sets CUDA_BACKENDS.
 #
 # The kernels of sm80/ are templates over (element, head dimension). Instances of a pass are units, written here from
-# csrc/kernels/sm80/fwd.cu.in and bwd.cu.in, so that ninja builds them side by side and a changed pass rebuilds its own: of
+# unit.cu.in of its forward/ and backward/, so that ninja builds them side by side and a changed pass rebuilds its own: of
 # backward each one, of forward all of an element, because what a unit takes beside its kernels (5 s of 20) would be a
 # quarter of it. The same lists become the types of sm80_instances.h, which dispatch reads: they exist once, and an instance
 # that dispatch names and nobody compiles is an undefined symbol, which the linker refuses.
@@ -96,8 +96,8 @@ function(flash_ext_add_cuda_units target)
   if(NOT largest IN_LIST tf32_head_dims)
     list(APPEND tf32_head_dims ${largest})
   endif()
-  file(READ ${folder}/fwd.cu.in forward)
-  set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${folder}/fwd.cu.in)
+  file(READ ${folder}/forward/unit.cu.in forward)
+  set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${folder}/forward/unit.cu.in)
   foreach(ELEMENT IN LISTS FLASH_EXT_ELEMENTS)
     string(TOLOWER ${ELEMENT} element)
     set(instances "")
@@ -115,7 +115,7 @@ function(flash_ext_add_cuda_units target)
                       "template void inspect_one_tile${signature}(const Problem&, Plan&);\n")
       endif()
       string(APPEND instances "${instance}")
-      configure_file(${folder}/bwd.cu.in ${generated}/sm80_bwd_${element}_${HEAD_DIM}.cu @ONLY)
+      configure_file(${folder}/backward/unit.cu.in ${generated}/sm80_bwd_${element}_${HEAD_DIM}.cu @ONLY)
       target_sources(${target} PRIVATE ${generated}/sm80_bwd_${element}_${HEAD_DIM}.cu)
     endforeach()
     file(CONFIGURE OUTPUT ${generated}/sm80_fwd_${element}.cu CONTENT "${instances}" @ONLY)
@@ -128,7 +128,7 @@ function(flash_ext_add_cuda_units target)
   set_property(SOURCE ${folder}/rows.cpp APPEND PROPERTY INCLUDE_DIRECTORIES ${generated})
 
   file(GLOB sources CONFIGURE_DEPENDS csrc/kernels/stages/*.cu csrc/kernels/decode/*.cu csrc/gpu/host/*.cpp
-       csrc/kernels/sm80/*.cu csrc/kernels/sm80/*.cpp)
+       csrc/kernels/sm80/*/*.cu csrc/kernels/sm80/*.cpp)
   target_sources(${target} PRIVATE ${sources})
   target_compile_definitions(${target} PRIVATE FLASH_EXT_WITH_CUDA)
 

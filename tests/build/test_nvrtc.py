@@ -18,7 +18,17 @@ pytestmark = [pytest.mark.kernels("sm80"), pytest.mark.no_gpu]
 CSRC = Path(__file__).parents[2] / "csrc"
 # Host code: what plans and launches.
 HOST = ("run", "instance")
-SHARED = ("band", "bias_gradient_plan", "decode", "dropout", "online_softmax", "score_mod", "sequences")
+SHARED = (
+    "band",
+    "bias_gradient_plan",
+    "decode",
+    "dropout",
+    "elements",
+    "online_softmax",
+    "score_kind",
+    "score_mod",
+    "sequences",
+)
 HEADERS = [
     *(CSRC / "core" / f"{name}.h" for name in (*SHARED, "tile_schedule")),
     *sorted((CSRC / "gpu").glob("*.h")),
@@ -112,8 +122,8 @@ using namespace flash_ext;
 """
 TWO_PASS = "Sm90<sm90::TwoPassTraits<__half, 128, ScoreKind::kScores>>"
 WITH_FUNCTION = {
-    "sm80/fwd.cuh": "sm80::forward_kernel<Sm80<sm80::ForwardTraits<sm80::Bf16, 64, false, false>>>",
-    "sm80/bwd.cuh": "sm80::backward_kernel<Sm80<sm80::BackwardTraits<sm80::Bf16, 64, false, ScoreKind::kAny>>>",
+    "sm80/forward/kernel.cuh": "sm80::forward_kernel<Sm80<sm80::ForwardTraits<Bf16, 64, false, false>>>",
+    "sm80/backward/kernel.cuh": "sm80::backward_kernel<Sm80<sm80::BackwardTraits<Bf16, 64, false, ScoreKind::kAny>>>",
     "sm90/forward/kernel.cuh": "sm90::forward_kernel<Sm90<"
     "sm90::ForwardTraits<__half, 128, sm90::forward_shape(128, sm90::Tiles::kScored)>>>",
     "sm90/backward_two_pass/keys.cuh": f"sm90::keys_kernel<{TWO_PASS}>",

@@ -14,7 +14,7 @@
     dS           P * (dP - (delta - dlse))
 
 lse is off by up to one unit. Rows of |lse| > `far` have the P of forward, because it is found again from their own
-scores; where that is done by csrc/kernels/sm80/renormalise.cuh, delta is rowsum(P * dP) / rowsum(P), too. Errors are
+scores; where csrc/kernels/sm80/backward/renormalise.cuh does that, delta is rowsum(P * dP) / rowsum(P), too. Errors are
 drawn for each number, or, where numbers are equal and so are rounded alike, one for all of a tensor.
 """
 
@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
 
-# Rows of a larger |lse|, and calls of fewer keys, have P and delta from their own sums (sm80/renormalise.cuh). Half
+# Rows of a larger |lse|, and calls of fewer keys, have P and delta from their own sums (renormalise.cuh). Half
 # types: from there on the rounding of lse is that of P. float32: it is felt in the gradients.
 FAR = {torch.bfloat16: 2.0**15, torch.float16: 2.0**12, torch.float32: 16.0, torch.float64: -1.0}
 FEW_KEYS = {torch.bfloat16: 16, torch.float16: 16, torch.float32: 64, torch.float64: 0}

@@ -11,10 +11,11 @@
 #include <cmath>
 
 #include "gpu/ptx/grid.cuh"
+#include "gpu/shared_value.cuh"
+#include "gpu/softmax.cuh"
 #include "kernels/decode/merge.cuh"
 #include "kernels/decode/products.cuh"
 #include "kernels/decode/rows.cuh"
-#include "kernels/sm80/softmax.cuh"
 
 namespace flash_ext::decode {
 
@@ -42,8 +43,8 @@ __device__ __forceinline__ void modify(const DecodeArgs& args, typename Products
                                        const RowTable<Traits>& table, const TileKeys& seen) {
   const float cap = args.softcap * kLog2eFloat, to_cap = cap > 0.f ? 2.f * kLog2eFloat / args.softcap : 0.f;
   const bool is_boundary = key < seen.all_first || key + Traits::kKeys > seen.all_last;
-  key += 2 * sm80::lane_column();
-  row += sm80::lane_row();
+  key += 2 * lane_column();
+  row += lane_row();
 #pragma unroll
   for (int m = 0; m < Traits::kM; ++m) {
 #pragma unroll
@@ -84,16 +85,16 @@ __device__ __forceinline__ int first_row_of(int thread) {
 // What a warp has of a segment, to shared memory.
 template <class Traits>
 __device__ __forceinline__ void store_group(const typename Products<Traits>::Out& o,
-                                            const sm80::SoftmaxRows<Traits::kM>& softmax, float* to, float2* sums) {
+                                            const SoftmaxRows<Traits::kM>& softmax, float* to, float2* sums) {
   const int thread = static_cast<int>(no_hoist(threadIdx.x));
   const int group = thread / Traits::kGroupThreads, row = first_row_of<Traits>(thread);
 #pragma unroll
   for (int m = 0; m < Traits::kM; ++m) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int at = group * Traits::kRows + row + 16 * m + 8 * half + sm80::lane_row();
+      const int at = group * Traits::kRows + row + 16 * m + 8 * half + lane_row();
       const float sum = softmax.total(m, half);
-      if (sm80::lane_column() == 0) sums[at] = make_float2(softmax.row_max[m][half], sum);
+      if (lane_column() == 0) sums[at] = make_float2(softmax.row_max[m][half], sum);
       float* const line = to + at * Traits::kOutPitch;
       constexpr int kStep = Traits::kFp8 ? 2 : 1;
 #pragma unroll
@@ -159,7 +160,7 @@ struct Tiles {
 //   S = Q K^T, m, l, P, O += P V
 template <class Traits>
 __device__ __forceinline__ void attend(const DecodeArgs& args, Tiles<Traits>& tiles, Products<Traits>& products,
-                                       typename Products<Traits>::Out& o, sm80::SoftmaxRows<Traits::kM>& softmax,
+                                       typename Products<Traits>::Out& o, SoftmaxRows<Traits::kM>& softmax,
                                        const RowTable<Traits>& table, const TileKeys& seen) {
   constexpr float kGrowth = 8.f;  // of a maximum, in log2, before O follows it
   using KeyTile = typename Products<Traits>::KeyTile;
@@ -199,9 +200,9 @@ template <class Traits>
 struct BlockState {
   RowTable<Traits> table;
   TileKeys seen;
-  sm80::SharedValue<Walk> walk;  // thread 0's
-  sm80::SharedValue<Segment> segment;
-  sm80::SharedValue<Turn> next;
+  SharedValue<Walk> walk;  // thread 0's
+  SharedValue<Segment> segment;
+  SharedValue<Turn> next;
 };
 
 // A block's walk over its segments. Keys of the next one are copied while the groups merge what they have of this one,
@@ -255,8 +256,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     }
     products.load_query();
     typename Products<Traits>::Out o;
-    sm80::clear(o);
-    sm80::SoftmaxRows<Traits::kM> softmax;
+    clear(o);
+    SoftmaxRows<Traits::kM> softmax;
     attend(args, tiles, products, o, softmax, state.table, state.seen);
     __syncthreads();  // nobody reads Q, or reads or copies to the ring any more; the next turn is there
     const int before_sums = no_hoist(static_cast<int>(plan.shared_bytes)) - Traits::kSumBytes;

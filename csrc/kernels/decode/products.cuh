@@ -1,5 +1,5 @@
 // S = Q K^T and O += P V of a warp: its rows and one tile of keys of its group. Keys and values of 16 bits by the
-// fragments of sm80; e4m3 as pairs of bytes, which ldmatrix moves as numbers of 16 bits, made fp16 in registers:
+// fragments of mma.sync; e4m3 as pairs of bytes, which ldmatrix moves as numbers of 16 bits, made fp16 in registers:
 //
 //   K   a lane gets 4 numbers in a row of 16: {4t, 4t + 1} are its first word of B, {4t + 2, 4t + 3} its second. So
 //       columns of Q lie in the order of query.cuh
@@ -11,8 +11,8 @@
 
 #include <cuda_fp8.h>
 
+#include "gpu/mma.cuh"
 #include "kernels/decode/config.h"
-#include "kernels/sm80/mma.cuh"
 
 namespace flash_ext::decode {
 
@@ -24,9 +24,9 @@ __device__ __forceinline__ uint32_t half_of_e4m3(uint32_t bytes) {
 
 template <class Traits>
 struct Products {
-  using Frag = sm80::Fragments16<typename Traits::T>;
-  using QueryTile = sm80::SmemTile<typename Traits::T, Traits::kHeadDim>;
-  using KeyTile = sm80::SmemTile<typename Traits::T, Traits::kRowBytes / 2>;  // e4m3: of pairs
+  using Frag = Fragments16<typename Traits::T>;
+  using QueryTile = SmemTile<typename Traits::T, Traits::kHeadDim>;
+  using KeyTile = SmemTile<typename Traits::T, Traits::kRowBytes / 2>;  // e4m3: of pairs
   static constexpr int kM = Traits::kM, kSteps = Traits::kHeadDim / 16, kBlocks = Traits::kKeys / 8;
   using Scores = float[kM][kBlocks][4];
   using Out = float[kM][Traits::kHeadDim / 8][4];
@@ -37,7 +37,7 @@ struct Products {
 
   // Which column an accumulator of Out is of.
   static __device__ __forceinline__ int column_of(int n, int i) {
-    const int t = sm80::lane_column();
+    const int t = lane_column();
     return Traits::kFp8 ? n / 2 * 16 + 4 * t + 2 * (i % 2) + n % 2 : n * 8 + 2 * t + i % 2;
   }
 
@@ -56,10 +56,10 @@ struct Products {
   }
 
   __device__ __forceinline__ void scores(Scores& s, KeyTile keys) const {
-    sm80::clear(s);
+    clear(s);
     const unsigned lane = threadIdx.x % 32;
     if constexpr (!Traits::kFp8) {
-      sm80::multiply<Frag, Traits::kHeadDim, 1, 1, kM == 1>(
+      multiply<Frag, Traits::kHeadDim, 1, 1, kM == 1>(
           s, [&](auto& a, int m, int k) { query_at(a, m, k); },
           [&](auto& b, int n, int k) { Frag::load_b_nt(b, keys, n * 8, k, lane); });
     } else {
@@ -91,9 +91,9 @@ struct Products {
   }
 
   __device__ __forceinline__ void add_values(Out& o, const Scores& s, KeyTile values) const {
-    const auto p = sm80::operands<Frag>(s);
+    const auto p = operands<Frag>(s);
     if constexpr (!Traits::kFp8) {
-      sm80::gemm_from_registers<Frag, sm80::StepSums<1, 1>, kM == 1>(o, p, values, 0, 0);
+      gemm_from_registers<Frag, StepSums<1, 1>, kM == 1>(o, p, values, 0, 0);
     } else {
       const unsigned lane = threadIdx.x % 32;
 #pragma unroll

@@ -9,9 +9,9 @@
 #pragma once
 
 #include "core/online_softmax.h"
+#include "gpu/fragments.cuh"
 #include "kernels/decode/config.h"
 #include "kernels/decode/work.cuh"
-#include "kernels/sm80/fragments.cuh"
 
 namespace flash_ext::decode {
 
@@ -93,7 +93,7 @@ __device__ __forceinline__ float scale_to_half(uint32_t (&words)[kWords], bool i
 template <class Traits>
 class QueryLoad {
  public:
-  using Tile = sm80::SmemTile<typename Traits::T, Traits::kHeadDim>;
+  using Tile = SmemTile<typename Traits::T, Traits::kHeadDim>;
 
   __device__ __forceinline__ void begin(const DecodeArgs& args, const DecodePlan& plan, const Segment& segment) {
     ask(args, plan, segment, static_cast<int>(threadIdx.x) / 32);

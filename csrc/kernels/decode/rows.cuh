@@ -7,9 +7,9 @@
 // not read, so that what lies there never meets a product; an index of a page is bounded before it is followed.
 #pragma once
 
+#include "gpu/fragments.cuh"
 #include "kernels/decode/config.h"
 #include "kernels/decode/work.cuh"
-#include "kernels/sm80/fragments.cuh"
 
 namespace flash_ext::decode {
 
@@ -18,7 +18,7 @@ class KeyRows {
  public:
   static constexpr int kRowStep = Traits::kGroupThreads / Traits::kRowChunks;  // between two rows of a thread
   static_assert(kRowStep > 0 && Traits::kKeys % kRowStep == 0);
-  using Tile = sm80::SmemTile<uint8_t, Traits::kRowBytes>;
+  using Tile = SmemTile<uint8_t, Traits::kRowBytes>;
 
   explicit __device__ __forceinline__ KeyRows(const DecodeArgs& args) : args_(args) {}
 

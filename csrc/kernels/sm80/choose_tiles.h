@@ -54,14 +54,14 @@ inline TileSchedule packed_schedule(const Problem& problem, int64_t rows, int64_
   return schedule;
 }
 
-// What a kernel declares statically, from above: only the compiler knows; renormalise.cuh has as much.
+// What a kernel declares statically, from above: only the compiler knows; backward/renormalise.cuh has as much.
 constexpr int64_t kStaticSharedBytes = 1024;
 
 // Positions are 32-bit in the kernels, and sums of two of them must be.
 constexpr int64_t kMaxLength = int64_t{1} << 30;
 
-// Of renormalise.cuh, which has one tile for all cards, and room for any bias and mask. Floats above head dimension 128
-// have half of the queries, for cards with 99 KiB.
+// Of backward/renormalise.cuh, which has one tile for all cards, and room for any bias and mask. Floats above head
+// dimension 128 have half of the queries, for cards with 99 KiB.
 constexpr TileShape renormalise_tile(int element_bytes, int head_dim) {
   return {element_bytes == 4 && head_dim > 128 ? 16 : 32, 32, 2};
 }
@@ -86,15 +86,15 @@ inline bool is_inexact(const Problem& problem) {
          band.keys({0, problem.len_q}, problem.len_k).size() < few_keys(false);
 }
 
-// Whether renormalise.cuh runs. Of packed sequences the shortest may have few keys, which the host does not know; a
-// batch-invariant call takes their way.
+// Whether backward/renormalise.cuh runs. Of packed sequences the shortest may have few keys, which the host does not
+// know; a batch-invariant call takes their way.
 inline bool may_be_inexact(const Problem& problem) {
   return problem.packed || problem.batch_invariant || is_inexact(problem);
 }
 
-// Whether dS is P o ((dP - delta) + dlse), with delta from renormalise.cuh, and not P o (dP - (delta - dlse)). With one
-// key dP - delta is 0 and dS is dlse, bit for bit; the gradients of a bias and of slopes add that up. The others are
-// products, which round as much themselves.
+// Whether dS is P o ((dP - delta) + dlse), with delta from backward/renormalise.cuh, and not P o (dP - (delta - dlse)).
+// With one key dP - delta is 0 and dS is dlse, bit for bit; the gradients of a bias and of slopes add that up. The
+// others are products, which round as much themselves.
 inline bool is_dlse_apart(const Problem& problem) { return problem.wants_dalibi || problem.wants_dbias; }
 
 inline bool is_plain_backward(const Problem& problem) {
@@ -108,7 +108,8 @@ inline bool has_dropout_alone(const Problem& problem) {
   return problem.dropout_p > 0.0 && is_plain_backward(rest) && !is_inexact(problem) && !problem.batch_invariant;
 }
 
-// Whether the main kernel has no other way to rows whose lse is far from 0 than what renormalised_rows.cuh finds.
+// Whether the main kernel has no other way to rows whose lse is far from 0 than what backward/renormalised_rows.cuh
+// finds.
 inline bool finds_renorm_rows(const Problem& problem) {
   return problem.dtype != DType::kFloat32 &&
          (is_plain_backward(problem) || has_dropout_alone(problem) || !may_be_inexact(problem));

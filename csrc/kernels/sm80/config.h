@@ -3,8 +3,8 @@
 //
 // Two tiles a (element, head dimension, pass): `large` for speed, `small` for few queries, for cards with less shared
 // memory (8.6, 8.9 and 12.x have 99 KiB a block) and where two of them are faster (takes_small_tiles). Called by
-// fwd.cuh, bwd.cuh and bias_gradient.cuh. Invariant: every buffer starts at a multiple of 128 bytes; head dimensions
-// are padded to the bucket with zeros.
+// forward/kernel.cuh, backward/kernel.cuh and bias_gradient/kernel.cuh. Invariant: every buffer starts at a multiple of
+// 128 bytes; head dimensions are padded to the bucket with zeros.
 #pragma once
 
 #include <cstdint>
@@ -164,7 +164,7 @@ constexpr BiasGradientShape bias_gradient_shape(int element_bytes, int head_dim,
   return head_dim <= 128 ? BiasGradientShape{{64, 64, 8}, 16} : BiasGradientShape{{32, 64, 8}, 16};
 }
 
-// Backward where one tile holds all queries and keys of a head (one_tile.cuh).
+// Backward where one tile holds all queries and keys of a head (backward_single_tile/kernel.cuh).
 constexpr int kOneTile = 64, kOneTileItemBytes = 640;
 constexpr int one_tile_blocks(int head_dim) { return head_dim <= 32 ? 3 : 2; }  // of a multiprocessor
 
@@ -216,7 +216,7 @@ inline bool is_plain(const Problem& problem) {
 // With one key P is 1 and dS is P dlse: in eager attention dP - delta is exactly 0 there, and the difference of two
 // roundings is all that would be left of it here. So dP is 0, and delta only says whether the product with the values
 // is a number (kernels/stages/rows.cu). NOTE: half types lose it among the roundings of P. A batch-invariant call does
-// as one beside a sequence of more keys: renormalise.cuh finds dP for delta.
+// as one beside a sequence of more keys: backward/renormalise.cuh finds dP for delta.
 FLASH_DEVICE constexpr bool has_one_float_key(const Problem& problem) {
   return problem.len_k == 1 && problem.dtype == DType::kFloat32 && !problem.batch_invariant && !problem.has_sinks &&
          !problem.constant_lse;

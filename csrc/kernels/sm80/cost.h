@@ -39,7 +39,7 @@ inline double backward_cost(const Problem& problem, const DeviceInfo& device) {
   const int64_t head_dim = std::max(problem.head_dim, problem.head_dim_v);
   const double tflops = head_dim <= 64 ? 290 : head_dim <= 128 ? 335 : 280;
   const double tiles = static_cast<double>(problem.batch * problem.heads_k * block_count(problem.len_k, 128));
-  // A tile that holds all keys needs no sums of dQ (run_bwd.cuh, kDirectDq).
+  // A tile that holds all keys needs no sums of dQ (backward/run.cuh, kDirectDq).
   const bool is_direct = head_dim <= 64 && problem.len_k <= 128;
   // An H100, 2048 tokens: with a softcap, or in one order, 150 to 230 TFLOP/s.
   const bool is_slow = problem.softcap != 0.0 || problem.deterministic;

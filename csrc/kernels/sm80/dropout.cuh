@@ -1,6 +1,7 @@
 // The dropout map of core/dropout.h over a warp's fragment of scores, as it stands or transposed.
 //
-// Called by fwd.cuh, bwd_steps.cuh, renormalise.cuh and bias_gradient.cuh. Invariant: every lane of a warp takes part.
+// Called by forward/kernel.cuh, backward/steps.cuh, backward/renormalise.cuh and bias_gradient/kernel.cuh. Invariant:
+// every lane of a warp takes part.
 #pragma once
 
 #include "kernels/sm80/score.cuh"

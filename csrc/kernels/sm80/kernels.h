@@ -1,22 +1,17 @@
 // What the host side of this backend calls, without any CUDA syntax: one function a (pass, element, head dimension).
 //
-// Definitions lie in generated units (cmake/cuda_units.cmake writes one per instance from fwd.cu.in and bwd.cu.in), so
-// a missing instance is an undefined symbol, which the linker refuses. Called by rows.cpp only.
+// Definitions lie in generated units (cmake/cuda_units.cmake writes one per instance from unit.cu.in of forward/ and
+// backward/), so a missing instance is an undefined symbol, which the linker refuses. Called by rows.cpp only.
 #pragma once
 
 #include <type_traits>
 
 #include "core/args.h"
 #include "core/device.h"
+#include "core/elements.h"
 #include "core/plan.h"
 
 namespace flash_ext::sm80 {
-
-// What the tensor cores multiply; accumulators are float.
-struct Fp16 {};
-struct Bf16 {};
-struct Fp32 {};  // three TF32 products a product: float accuracy
-struct Tf32 {};  // floats rounded to TF32, one product: where the problem allows it
 
 template <class Element, int kHeadDim>
 Plan plan_forward(const Problem& problem, const DeviceInfo& device);
@@ -32,7 +27,7 @@ void run_backward(const BackwardArgs& args, const Plan& plan, void* workspace);
 template <class Element, int kHeadDim>
 void inspect_backward(const Problem& problem, Plan& plan);
 
-// Where one tile holds all queries and keys of a head (one_tile.cuh): 16 bits.
+// Where one tile holds all queries and keys of a head (backward_single_tile/kernel.cuh): 16 bits.
 template <class Element, int kHeadDim>
 constexpr bool kHasOneTile = (std::is_same_v<Element, Fp16> || std::is_same_v<Element, Bf16>)&&kHeadDim <= 64;
 template <class Element, int kHeadDim>
@@ -42,7 +37,7 @@ void run_one_tile(const BackwardArgs& args, const Plan& plan, void* workspace);
 template <class Element, int kHeadDim>
 void inspect_one_tile(const Problem& problem, Plan& plan);
 
-// float64: correct and simple, without tensor cores (fp64_forward.cu, fp64_backward.cu).
+// float64: correct and simple, without tensor cores (fp64/forward.cu, fp64/backward.cu).
 Plan plan_fp64(const Problem& problem, Pass pass, const DeviceInfo& device);
 void forward_fp64(const ForwardArgs& args);
 void inspect_forward_fp64(Plan& plan);

@@ -3,9 +3,9 @@
 //   s = cap * tanh(scale * q k^T / cap) + bias - slope * |i + offset - j|,  -inf where band or mask removes the pair
 //
 // (core/score_mod.h, written here per feature over the whole fragment, so that a feature that is off costs one
-// branch a tile). Bias and mask come from shared memory. Called by fwd.cuh, bwd.cuh and bias_gradient.cuh.
-// Invariant: coordinates are (query, key) inside the tile, whichever of the two runs along the fragment's rows:
-// kTransposed says that rows are keys, as in backward, which computes S^T.
+// branch a tile). Bias and mask come from shared memory. Called by forward/kernel.cuh, backward/kernel.cuh and
+// bias_gradient/kernel.cuh. Invariant: coordinates are (query, key) inside the tile, whichever of the two runs along
+// the fragment's rows: kTransposed says that rows are keys, as in backward, which computes S^T.
 #pragma once
 
 #include "core/dropout.h"
@@ -106,12 +106,12 @@ enum ScoreFlag : unsigned {
   kDropout = 128,
   kRaw = 256,  // scores stay q k^T, which the kernel scales
   // Of backward:
-  kRenormalised = 512,  // rows may have an inverse, see renormalise.cuh
+  kRenormalised = 512,  // rows may have an inverse, see backward/renormalise.cuh
   kDlseApart = 1024,    // see is_dlse_apart
   kSlopeGradient = 2048,
   kBiasGradient = 4096,  // written by the main kernel, in float
   kBiasBoxes = 8192,     // the same in bf16, by TMA
-  kNarrowDbias = 16384,  // of bias_gradient.cuh: in the type of query, not in float
+  kNarrowDbias = 16384,  // of bias_gradient/kernel.cuh: in the type of query, not in float
   kPApart = 32768,       // BackwardNeeds::p_apart
 };
 
@@ -163,7 +163,7 @@ struct ScoreOptions {
   float dropout_scale;  // Dropout::scale
 
   // Scores stay q k^T where nothing but the band, a mask or dropout lies behind them: the scale is then part of the
-  // multiply-add before ex2. `may_be_raw`: not where renormalise.cuh must find the same bits.
+  // multiply-add before ex2. `may_be_raw`: not where backward/renormalise.cuh must find the same bits.
   static ScoreOptions of(const ForwardArgs& args, bool may_be_raw) {
     const Problem& problem = args.problem;
     const bool is_raw =

@@ -1,8 +1,8 @@
 // Where the rows of a block's tile lie: those of a batch element or, in a packed call, of a sequence, which a list of
 // tiles made on the device (kernels/stages/sequences.h) tells by the block's number.
 //
-// Called by fwd_block.cuh, bwd_steps.cuh, bwd_block.cuh, renormalise.cuh and what they call. Invariant: a block's
-// lengths are its sequence's, never the problem's, and it has no tile where the list has ended.
+// Called by forward/block.cuh, backward/steps.cuh, backward/block.cuh, backward/renormalise.cuh and what they call.
+// Invariant: a block's lengths are its sequence's, never the problem's, and it has no tile where the list has ended.
 #pragma once
 
 #include "core/sequences.h"

@@ -7,16 +7,10 @@
 #pragma once
 
 #include "core/args.h"
-#include "kernels/sm80/mma.cuh"
+#include "gpu/mma.cuh"
+#include "gpu/shared_value.cuh"
 
 namespace flash_ext::sm80 {
-
-// A T in static shared memory, which may not have constructors.
-template <class T>
-struct SharedValue {
-  alignas(T) unsigned char bytes[sizeof(T)];
-  __device__ __forceinline__ T& get() { return reinterpret_cast<T&>(bytes); }
-};
 
 // The rows of one (batch, head) in global memory.
 template <class T>

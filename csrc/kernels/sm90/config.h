@@ -122,14 +122,14 @@ struct ForwardOrder {
 
 constexpr int kCounterBytes = 64;  // scratch of a counted order
 
-constexpr int64_t kL2Budget = 16 << 20;  // of the 50 to 60 MB of H100 and H200
+constexpr int64_t kL2OfKeys = 16 << 20;  // of kL2Budget, where tiles of queries read keys and values alone
 
 // Of packed sequences, how many keys of a head tiles read at a time (prepare_packed's `together`): what L2 keeps. NOTE:
 // a quarter where sequences are short, because then all of it is asked of memory within two tiles' time: 32 causal ones
 // of 512 at head dim 128 took 7 % longer.
 inline int packed_rows_together(const Problem& problem) {
   const bool is_short = problem.rows_k <= 512 * problem.batch;
-  return static_cast<int>((is_short ? kL2Budget / 4 : kL2Budget) / ((problem.head_dim + problem.head_dim_v) * 2));
+  return static_cast<int>((is_short ? kL2OfKeys / 4 : kL2OfKeys) / ((problem.head_dim + problem.head_dim_v) * 2));
 }
 
 // Of packed sequences: a head has the tiles of their list (core/sequences.h), what takes longest first, or fewer: only
@@ -143,7 +143,7 @@ inline ForwardOrder packed_order(const Problem& problem, int block_m, int multip
   const int64_t longest = problem.len_k, keys = problem.rows_k / problem.batch;
   const int64_t mean = make_band(problem).unbounded() ? keys : keys / 2;
   const int64_t shortest = std::min(std::max<int64_t>(2 * mean - longest, 1), longest), last = schedule.blocks - 1;
-  set_sections(schedule, heads_per_section(problem.rows_k * (problem.head_dim + problem.head_dim_v) * 2, kL2Budget),
+  set_sections(schedule, heads_per_section(problem.rows_k * (problem.head_dim + problem.head_dim_v) * 2, kL2OfKeys),
                multiprocessors,
                [&](int64_t block) { return last > 0 ? longest - (longest - shortest) * block / last : longest; });
   const int64_t tiles = schedule.size();
@@ -158,7 +158,7 @@ inline ForwardOrder forward_order(const Problem& problem, int block_m, int multi
                      keys_of(problem, 0) == keys_of(problem, problem.len_q - 1);
   const int64_t kv_head_bytes = problem.len_k * (problem.head_dim + problem.head_dim_v) * 2;
   ForwardOrder order{
-      make_tile_schedule(problem, block_m, kv_head_bytes, alike ? 0 : kL2Budget, alike ? 0 : multiprocessors), false,
+      make_tile_schedule(problem, block_m, kv_head_bytes, alike ? 0 : kL2OfKeys, alike ? 0 : multiprocessors), false,
       0};
   const int64_t tiles = order.schedule.size();
   order.grid = multiprocessors > 0 && multiprocessors < tiles ? multiprocessors : tiles;

@@ -6,7 +6,7 @@
 #include "gpu/arch.h"
 #include "gpu/host/launch.h"
 #include "gpu/warp.cuh"
-#include "kernels/sm80/renormalised_rows.cuh"
+#include "kernels/sm80/backward/renormalised_rows.cuh"
 #include "kernels/stages/find_sequence.cuh"
 #include "kernels/stages/rows.h"
 
@@ -32,7 +32,7 @@ struct Row {
 using sm80::elements_of, sm80::rows_of_head;
 
 template <class T>
-using ElementOf = std::conditional_t<std::is_same_v<T, __half>, sm80::Fp16, sm80::Bf16>;
+using ElementOf = std::conditional_t<std::is_same_v<T, __half>, Fp16, Bf16>;
 
 // Of row `index` of [b, h_q, s_q] or, packed, [h_q, rows_q], which has keys.
 template <class Element>

@@ -5,8 +5,8 @@
 #include <random>
 #include <vector>
 
-#include "kernels/sm80/fp64_backward.cu"
-#include "kernels/sm80/fp64_forward.cu"
+#include "kernels/sm80/fp64/backward.cu"
+#include "kernels/sm80/fp64/forward.cu"
 
 namespace flash_ext {
 namespace {

@@ -2,9 +2,9 @@
 // feature, against the formulas in double. What must hold: every element of every result is written and near the
 // reference, nothing beside it is touched, and deterministic gradients do not depend on the order in which threads run.
 #include "attention_call.h"
+#include "kernels/sm80/backward/run.cuh"
+#include "kernels/sm80/forward/run.cuh"
 #include "kernels/sm80/rows.cpp"
-#include "kernels/sm80/run_bwd.cuh"
-#include "kernels/sm80/run_fwd.cuh"
 #include "kernels/stages/rows.cu"
 #include "kernels/stages/sequences.cu"
 #include "score_functions.h"
@@ -16,15 +16,11 @@
 namespace flash_ext {
 namespace {
 
-using sm80::Bf16;
-using sm80::Fp16;
-using sm80::Fp32;
-
 const Rows kTable(sm80::kernels());
 
 template <class Element>
 void check_element(const Case& c) {
-  check<sm80::StorageOf<Element>>(kTable, c);
+  check<StorageOf<Element>>(kTable, c);
 }
 
 class Sm80Kernels : public testing::TestWithParam<Case> {};
@@ -209,9 +205,9 @@ INSTANTIATE_TEST_SUITE_P(Hidden, Sm80Kernels, testing::ValuesIn(kHiddenCases),
 
 class Sm80Packed : public testing::TestWithParam<PackedCase> {};
 
-TEST_P(Sm80Packed, Bf16) { check_packed<sm80::StorageOf<Bf16>>(kTable, GetParam()); }
-TEST_P(Sm80Packed, Fp16) { check_packed<sm80::StorageOf<Fp16>>(kTable, GetParam()); }
-TEST_P(Sm80Packed, Fp32) { check_packed<sm80::StorageOf<Fp32>>(kTable, GetParam()); }
+TEST_P(Sm80Packed, Bf16) { check_packed<StorageOf<Bf16>>(kTable, GetParam()); }
+TEST_P(Sm80Packed, Fp16) { check_packed<StorageOf<Fp16>>(kTable, GetParam()); }
+TEST_P(Sm80Packed, Fp32) { check_packed<StorageOf<Fp32>>(kTable, GetParam()); }
 
 INSTANTIATE_TEST_SUITE_P(All, Sm80Packed, testing::ValuesIn(kPackedCases),
                          [](const auto& info) { return info.param.options.name; });
@@ -220,7 +216,7 @@ INSTANTIATE_TEST_SUITE_P(All, Sm80Packed, testing::ValuesIn(kPackedCases),
 TEST(Sm80PackedGarbage, EndsWhateverIsInMemory) {
   std::mt19937 random(11);
   for (int round = 0; round < 6; ++round) {
-    PackedCall<sm80::StorageOf<Bf16>> call({{.name = "garbage", .causal = true, .deterministic = true}, kShort});
+    PackedCall<StorageOf<Bf16>> call({{.name = "garbage", .causal = true, .deterministic = true}, kShort});
     for (std::vector<int32_t>* cu : {&call.cu_q(), &call.cu_k()}) {
       for (int32_t& x : *cu) x = static_cast<int32_t>(random() % 400) - 100;
       if (round % 2 == 0) std::sort(cu->begin(), cu->end());
@@ -249,7 +245,7 @@ void check_function(const Case& c) {
   };
   const Kernel rows[] = {row_with(sm80::kernels(), "sm80.forward", &Kernel::forward, +forward),
                          row_with(sm80::kernels(), "sm80.backward", &Kernel::backward, +backward)};
-  check<sm80::StorageOf<Element>>(Rows(rows), with_function<F>(c));
+  check<StorageOf<Element>>(Rows(rows), with_function<F>(c));
 }
 
 class Sm80Functions : public testing::TestWithParam<Case> {};

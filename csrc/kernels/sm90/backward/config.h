@@ -158,7 +158,6 @@ constexpr BackwardSmem backward_smem(BackwardShape shape, int head_dim, int work
 //
 // Of packed sequences a head has the tiles of their list (core/sequences.h), which has its order, or fewer.
 inline TileSchedule backward_schedule(const Problem& problem, int block_n, int64_t sms) {
-  constexpr int64_t kL2Budget = 24 << 20;
   TileSchedule schedule;
   if (problem.packed) {
     schedule.blocks = most_packed_tiles(problem, problem.rows_k, block_n);

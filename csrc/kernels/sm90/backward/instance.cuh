@@ -1,5 +1,5 @@
 // From the types of kernels.h to those of the backward's kernels, as forward/run.cuh does for the forward.
-// Called by rows.cpp through kernels.h; instantiated by generated units (bwd.cu.in). Invariant: the scratch that is
+// Called by rows.cpp through kernels.h; instantiated by generated units (unit.cu.in). Invariant: the scratch that is
 // asked for is the one that launch_backward and launch_two_pass use.
 #pragma once
 

@@ -98,7 +98,7 @@ constexpr QueriesSmem queries_smem(TwoPassShape shape, int head_dim) {
 // Of the queries' kernel, whose tiles have two warpgroups' queries.
 inline TileSchedule two_pass_queries(const Problem& problem, int64_t sms) {
   const int64_t kv_head_bytes = problem.len_k * (problem.head_dim + problem.head_dim_v) * 2;
-  return make_tile_schedule(problem, 2 * TwoPassShape::block, kv_head_bytes, int64_t{16} << 20, sms);
+  return make_tile_schedule(problem, 2 * TwoPassShape::block, kv_head_bytes, kL2OfKeys, sms);
 }
 
 constexpr bool two_pass_fits(int head_dim, ScoreKind kind) {

@@ -1,6 +1,6 @@
 // From the types of kernels.h to those of the kernels: parameters, tensor maps, which of the shapes of a head
 // dimension is launched, and combine behind it.
-// Called by rows.cpp through kernels.h; instantiated by generated units (fwd.cu.in).
+// Called by rows.cpp through kernels.h; instantiated by generated units (unit.cu.in).
 #pragma once
 
 #include <algorithm>

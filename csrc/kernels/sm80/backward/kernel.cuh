@@ -8,13 +8,13 @@
 // FlashAttention-2 (arXiv:2307.08691), algorithm 2, with S transposed and two kinds of warps. A pair of warps, one of
 // each kind, owns the same keys. One computes S^T, P^T and dV, the other dP^T, dS^T and dK; P^T and dS^T are their
 // register operands. P passes from one to the other, dS to all for dQ, through shared memory. dQ of a tile is computed
-// beside the next tile's softmax, and added up in float in global memory (dq_sum.cuh), in the order of the blocks of
-// keys when deterministic. Called by rows.cpp through kernels.h, made of the steps of bwd_steps.cuh. Invariant: rows
-// past a sequence's last are zeros in shared memory, with an lse of +inf; they and keys past its last are hidden
+// beside the next tile's softmax, and added up in float in global memory (dq_accumulate.cuh), in the order of the
+// blocks of keys when deterministic. Called by rows.cpp through kernels.h, made of the steps of steps.cuh. Invariant:
+// rows past a sequence's last are zeros in shared memory, with an lse of +inf; they and keys past its last are hidden
 // (hidden.cuh): P = 0 and dS = 0.
 #pragma once
 
-#include "kernels/sm80/bwd_steps.cuh"
+#include "kernels/sm80/backward/steps.cuh"
 
 namespace flash_ext::sm80 {
 

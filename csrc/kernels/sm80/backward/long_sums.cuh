@@ -1,6 +1,6 @@
 // dK and dV in fp16 where very many queries see few keys, which accumulators alone do not sum up well enough.
 //
-// Called by bwd_steps.cuh and, for the room in scratch, run_bwd.cuh. Invariant: each block of keys of a launch has sums
+// Called by steps.cuh and, for the room in scratch, run.cuh. Invariant: each block of keys of a launch has sums
 // of its own, zeros before the launch and after it.
 #pragma once
 

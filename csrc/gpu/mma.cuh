@@ -2,12 +2,12 @@
 //
 //   C[16 * kM, 8 * kN] += A B
 //
-// in terms of the fragments of fragments.cuh. Called by fwd.cuh, bwd.cuh, one_tile.cuh and bias_gradient.cuh.
+// in terms of the fragments of fragments.cuh. Called by the kernels of sm80 and of decode.
 #pragma once
 
-#include "kernels/sm80/fragments.cuh"
+#include "gpu/fragments.cuh"
 
-namespace flash_ext::sm80 {
+namespace flash_ext {
 
 template <int kM, int kN>
 __device__ __forceinline__ void clear(float (&c)[kM][kN][4]) {
@@ -251,4 +251,4 @@ __device__ __forceinline__ void gemm_from_accumulators(float (&c)[kM][kN][4], fl
   }
 }
 
-}  // namespace flash_ext::sm80
+}  // namespace flash_ext

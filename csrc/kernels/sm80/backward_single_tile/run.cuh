@@ -1,10 +1,11 @@
-// The host side of one_tile.cuh. Called by rows.cpp through kernels.h; instantiated by generated units (bwd.cu.in).
+// The host side of kernel.cuh. Called by rows.cpp through kernels.h; instantiated by generated units
+// (backward/unit.cu.in).
 #pragma once
 
 #include "core/plan_bias_gradient.h"
 #include "gpu/host/inspect.h"
 #include "gpu/host/launch.h"
-#include "kernels/sm80/one_tile.cuh"
+#include "kernels/sm80/backward_single_tile/kernel.cuh"
 #include "kernels/stages/rows.h"
 
 namespace flash_ext::sm80 {

@@ -9,7 +9,7 @@
 // Fragments are 512 bytes in a row, and a bulk addition takes them out of shared memory when no warp waits for it.
 // Where one block meets all keys there is nothing to add, and dQ needs no memory beside itself (store_dq): PyTorch's
 // leanest backend has none there either.
-// Called by bwd_steps.cuh and bwd_block.cuh; kernels/stages/rows.cu reads them. Invariant: a call adds to each group of
+// Called by steps.cuh and block.cuh; kernels/stages/rows.cu reads them. Invariant: a call adds to each group of
 // rows in one way only.
 #pragma once
 

@@ -4,10 +4,10 @@
 //   score = mods(scale * dot)     P = e^(score - lse)     d_score = mods'(P * (keep * d_prob - delta))
 //
 // Correct and simple: a block of 256 threads owns a tile of the output and walks over the other dimension; a thread
-// holds rows ty, ty + 16 and columns tx, tx + 16 of each 32 x 32 tile. Included by fp64_forward.cu, fp64_backward.cu
-// and, for what happens to one pair, restore_rows.cuh. Invariant: strides are always used, offsets are 64-bit, and what
-// lies outside a matrix is a zero in shared memory. A product starts with a barrier, so its callers may write the tile
-// it reads without one.
+// holds rows ty, ty + 16 and columns tx, tx + 16 of each 32 x 32 tile. Included by forward.cu, backward.cu
+// and, for what happens to one pair, forward/restore_rows.cuh. Invariant: strides are always used, offsets are 64-bit,
+// and what lies outside a matrix is a zero in shared memory. A product starts with a barrier, so its callers may write
+// the tile it reads without one.
 #pragma once
 
 #include <cstdint>

@@ -1,14 +1,14 @@
-// The softmax of forward's rows, tile by tile, in a warp's registers.
+// The softmax of forward's rows, tile by tile, in the registers of a warp: accumulators of mma.sync.
 //
 // In 16-bit types m is brought up to date only when a maximum grew by more than 2^8 (FlashAttention-4's lazy
-// rescaling): until then P is at most 2^8 and O needs no correction. Called by fwd.cuh. Invariant: a row lies in four
-// lanes of one warp; row_max is the same in all of them, row_sum is of a lane's own columns.
+// rescaling): until then P is at most 2^8 and O needs no correction. Called by sm80's forward and by decode. Invariant:
+// a row lies in four lanes of one warp; row_max is the same in all of them, row_sum is of a lane's own columns.
 #pragma once
 
 #include "core/online_softmax.h"
-#include "kernels/sm80/score.cuh"
+#include "gpu/ptx.cuh"
 
-namespace flash_ext::sm80 {
+namespace flash_ext {
 
 // The running softmax of a warp's rows: thread-local sums over its own columns, maxima of whole rows.
 template <int kM>
@@ -120,4 +120,4 @@ struct SoftmaxRows {
   }
 };
 
-}  // namespace flash_ext::sm80
+}  // namespace flash_ext

@@ -1,14 +1,14 @@
 // Rows of a forward in float that came out as NaN, computed again as eager attention does, in double.
 //
 // Three products of TF32 numbers make NaN of every infinity, which is split as inf + (inf - inf). Eager attention has
-// an infinity there, of a value, or a number, where a score is -inf or a softcap bounds it. Called by fwd.cuh, by a
+// an infinity there, of a value, or a number, where a score is -inf or a softcap bounds it. Called by kernel.cuh, by a
 // warp for its 16 rows, when all else is done. NOTE: a call of its own takes no registers from the loop; one that keeps
 // infinities took 20 to 100, and a split that does would be two instructions more than the three it takes. Invariant: a
 // number in out stays as it is.
 #pragma once
 
 #include "gpu/ptx.cuh"
-#include "kernels/sm80/fp64.cuh"
+#include "kernels/sm80/fp64/parts.cuh"
 #include "kernels/sm80/sequence.h"
 
 namespace flash_ext::sm80 {

@@ -6,13 +6,13 @@
 // stays in shared memory. NOTE: what limits it on 9.0 is that a scheduler has two warps, which issue an instruction in
 // 37 % of the clocks. Two halves of a block of 256 queries that take turns at the products (FlashAttention-3) were 13 %
 // slower: they spilled, and a warp alone waits for its ldmatrix; blocks that start half a tile apart were as fast.
-// Launched by run_fwd.cuh. Invariant: rows and keys past the sequence's last ones are zeros in shared memory; such keys
+// Launched by run.cuh. Invariant: rows and keys past the sequence's last ones are zeros in shared memory; such keys
 // are masked, such rows never written.
 #pragma once
 
 #include "kernels/sm80/choose_tiles.h"
-#include "kernels/sm80/fwd_block.cuh"
-#include "kernels/sm80/restore_rows.cuh"
+#include "kernels/sm80/forward/block.cuh"
+#include "kernels/sm80/forward/restore_rows.cuh"
 
 namespace flash_ext::sm80 {
 

@@ -6,15 +6,15 @@
 //
 // A block of threads walks units; the loads of the next item run beside the products of this one. A warp owns 16
 // queries: S, P, dP, dS and dQ are its own, with the whole row at hand, so that the softmax is computed anew (what
-// renormalise.cuh is for otherwise) and delta is rowsum(P o dP) - dlse. P and dS pass through shared memory once,
-// because dV and dK sum over the queries of all warps; there a warp owns 16 keys.
+// backward/renormalise.cuh is for otherwise) and delta is rowsum(P o dP) - dlse. P and dS pass through shared memory
+// once, because dV and dK sum over the queries of all warps; there a warp owns 16 keys.
 //
-// Launched by run_one_tile.cuh. Invariant: the order of every sum depends on nothing but the shapes and the card;
+// Launched by run.cuh. Invariant: the order of every sum depends on nothing but the shapes and the card;
 // queries past len_q are zeros in shared memory, which make dS = 0 and add nothing to dV; keys past len_k are masked.
 #pragma once
 
 #include "core/bias_gradient_plan.h"
-#include "kernels/sm80/bwd_parts.cuh"
+#include "kernels/sm80/backward/parts.cuh"
 
 namespace flash_ext::sm80 {
 
@@ -139,7 +139,7 @@ __device__ __forceinline__ void sum_rows_or_columns(const float* sums, const Bia
   if (i < size) to[i * stride] = total;
 }
 
-// The steps of a block. NOTE: P, dS and the sum of the bias's gradient are the kernel's own, as in fwd.cuh.
+// The steps of a block. NOTE: P, dS and the sum of the bias's gradient are the kernel's own, as in forward/kernel.cuh.
 template <class Traits>
 struct OneTile {
   using Frag = typename Traits::Frag;

@@ -1,20 +1,20 @@
-// The steps of the main backward kernel, in the order in which its main loop (bwd.cuh) takes them: a tile of queries
+// The steps of the main backward kernel, in the order in which its main loop (kernel.cuh) takes them: a tile of queries
 // arrives, S^T becomes P^T, dP^T becomes dS^T, dQ is added to its sum, and dK and dV leave.
 //
-// Called by bwd.cuh. Invariant: fragments are [keys, queries]; what lies in BackwardBlock is written by one thread,
+// Called by kernel.cuh. Invariant: fragments are [keys, queries]; what lies in BackwardBlock is written by one thread,
 // between two __syncthreads.
 #pragma once
 
 #include "core/tile_schedule.h"
-#include "kernels/sm80/bias_boxes.cuh"
-#include "kernels/sm80/bwd_block.cuh"
+#include "kernels/sm80/backward/bias_boxes.cuh"
+#include "kernels/sm80/backward/block.cuh"
+#include "kernels/sm80/backward/dq_accumulate.cuh"
 #include "kernels/sm80/choose_tiles.h"
-#include "kernels/sm80/dq_sum.cuh"
 #include "kernels/sm80/dropout.cuh"
 
 namespace flash_ext::sm80 {
 
-// NOTE: dK, dV and the flags of dropout are the kernel's own, and the block is handed on, for what fwd.cuh says.
+// NOTE: dK, dV and dropout's flags are the kernel's own, and the block is handed on; forward/kernel.cuh says why.
 template <class Traits>
 struct Backward {
   using Frag = typename Traits::Frag;

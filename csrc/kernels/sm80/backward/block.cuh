@@ -1,14 +1,14 @@
 // What a block of the main backward kernel reads once a tile of queries or less: where its rows lie, which tiles it
 // visits, the numbers of its head. It lies in shared memory, because it must not occupy registers during the products.
 //
-// Called by bwd_steps.cuh: found by one thread, which every other one waits for before it reads. Invariant: heads of a
+// Called by steps.cuh: found by one thread, which every other one waits for before it reads. Invariant: heads of a
 // group follow each other, so that all of them but the first are found by stepping on.
 #pragma once
 
 #include "core/tile_schedule.h"
+#include "kernels/sm80/backward/dq_accumulate.cuh"
+#include "kernels/sm80/backward/parts.cuh"
 #include "kernels/sm80/boxes.cuh"
-#include "kernels/sm80/bwd_parts.cuh"
-#include "kernels/sm80/dq_sum.cuh"
 
 namespace flash_ext::sm80 {
 

@@ -1,11 +1,11 @@
 // The host side of forward: which instance, its plan, its launch. Called by rows.cpp through kernels.h; instantiated by
-// generated units (fwd.cu.in).
+// generated units (unit.cu.in).
 #pragma once
 
 #include "gpu/host/inspect.h"
 #include "gpu/host/launch.h"
 #include "gpu/host/tensor_map.h"
-#include "kernels/sm80/fwd.cuh"
+#include "kernels/sm80/forward/kernel.cuh"
 #include "kernels/stages/sequences.h"
 
 namespace flash_ext::sm80 {
@@ -59,7 +59,6 @@ ForwardSmem forward_smem_of(const Problem& problem, int stages) {
 }
 
 inline TileSchedule forward_schedule(const Problem& problem, int block_m, int element_bytes, int64_t resident) {
-  constexpr int64_t kL2Budget = 24 << 20;  // of the 40 to 60 MB of A100 and H200
   const int64_t rows = problem.packed ? problem.rows_k : problem.len_k;
   const int64_t kv_head_bytes = rows * (problem.head_dim + problem.head_dim_v) * element_bytes;
   if (problem.packed) {

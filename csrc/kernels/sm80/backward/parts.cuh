@@ -1,9 +1,9 @@
 // What the backward kernels are made of beside tiles, products and scores: their traits and scratch, fragments of S^T,
 // and the scale of dS in fp16.
 //
-// Called by bwd_steps.cuh, one_tile.cuh, bias_gradient.cuh, renormalise.cuh and run_bwd.cuh. Invariant: fragments are
-// [keys, queries], one row of 16 keys a warp; every sum runs in an order that depends on nothing but the shapes, but
-// for dQ's without turns.
+// Called by steps.cuh, backward_single_tile/kernel.cuh, bias_gradient/kernel.cuh, renormalise.cuh and run.cuh.
+// Invariant: fragments are [keys, queries], one row of 16 keys a warp; every sum runs in an order that depends on
+// nothing but the shapes, but for dQ's without turns.
 #pragma once
 
 #include <cmath>
@@ -13,9 +13,9 @@
 #include "core/tile_schedule.h"
 #include "gpu/tensor_map.h"
 #include "gpu/warp.cuh"
+#include "kernels/sm80/backward/long_sums.cuh"
+#include "kernels/sm80/backward/renormalised_rows.cuh"
 #include "kernels/sm80/choose_tiles.h"
-#include "kernels/sm80/long_sums.cuh"
-#include "kernels/sm80/renormalised_rows.cuh"
 #include "kernels/sm80/score.cuh"
 
 namespace flash_ext::sm80 {
@@ -45,7 +45,7 @@ struct BackwardScratch {
   bool direct_dbias = false;           // no dimension of the bias is broadcast: the main kernel writes its gradient
   cuda::TensorMap dbias_map;           // of bias_boxes.cuh
   bool adds_dbias = false;             // to what is there
-  bool direct_dq = false;              // one tile of keys: dQ is written, see dq_sum.cuh
+  bool direct_dq = false;              // one tile of keys: dQ is written, see dq_accumulate.cuh
   int first_batch = 0;                 // of this launch
   PackedTile* tiles = nullptr;         // packed: list of tiles of keys
   PackedTile* renorm_tiles = nullptr;  // ... and of queries, of renormalise.cuh

@@ -4,14 +4,14 @@
 //   dbias[query, key] = sum over the batch elements that share the bias of dS^T[key, query]
 //
 // Batch elements that share it run one after the other, a launch each, so that the order of a sum is theirs. A sum is
-// rounded to bf16 that many times; beyond kMostSums it has bias_gradient.cuh, a pass of its own that computes S and dP
-// anew. NOTE: 4x16x4096x128, (1, 16, S, S): that pass takes 3.9 ms, what its operands take from L2, beside the 4.9 of
-// the main kernel. Called by bwd_steps.cuh and run_bwd.cuh. Invariant: two boxes that add to the same element are never
-// in flight together.
+// rounded to bf16 that many times; beyond kMostSums it has bias_gradient/kernel.cuh, a pass of its own that computes S
+// and dP anew. NOTE: 4x16x4096x128, (1, 16, S, S): that pass takes 3.9 ms, what its operands take from L2, beside
+// the 4.9 of the main kernel. Called by steps.cuh and run.cuh. Invariant: two boxes that add to the same element are
+// never in flight together.
 #pragma once
 
+#include "kernels/sm80/backward/parts.cuh"
 #include "kernels/sm80/boxes.cuh"
-#include "kernels/sm80/bwd_parts.cuh"
 #include "kernels/sm80/choose_tiles.h"
 
 namespace flash_ext::sm80 {

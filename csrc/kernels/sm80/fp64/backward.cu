@@ -11,7 +11,7 @@
 
 #include "gpu/host/inspect.h"
 #include "gpu/host/launch.h"
-#include "kernels/sm80/fp64.cuh"
+#include "kernels/sm80/fp64/parts.cuh"
 #include "kernels/sm80/kernels.h"
 
 namespace flash_ext::sm80 {

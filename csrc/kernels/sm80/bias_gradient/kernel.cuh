@@ -8,17 +8,17 @@
 // one's P and dP are made, V and dO while the next S is. What the next item shares stays.
 // core/bias_gradient_plan.h has the order of the items; where parts share a tile, a second kernel adds their sums
 // up in order. A bias that is broadcast over nothing, or in bf16 over few batch elements, gets its gradient from the
-// main backward kernel (bwd.cuh, bias_boxes.cuh). Called by run_backward. Invariant: each element of the gradient is
-// written exactly once.
+// main backward kernel (backward/kernel.cuh, backward/bias_boxes.cuh). Called by run_backward. Invariant: each element
+// of the gradient is written exactly once.
 #pragma once
 
-#include "kernels/sm80/bias_gradient_parts.cuh"
+#include "kernels/sm80/bias_gradient/parts.cuh"
 #include "kernels/sm80/dropout.cuh"
 
 namespace flash_ext::sm80 {
 
-// The steps of a block. NOTE: P, dP and their sum are the kernel's own, as in fwd.cuh; everything else is found anew
-// wherever it is wanted, because they leave no registers to keep anything in.
+// The steps of a block. NOTE: P, dP and their sum are the kernel's own, as in forward/kernel.cuh; everything else is
+// found anew wherever it is wanted, because they leave no registers to keep anything in.
 template <class Traits>
 struct BiasGradient {
   using Frag = typename Traits::Frag;

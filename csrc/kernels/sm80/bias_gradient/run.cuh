@@ -1,9 +1,9 @@
-// The host side of the gradient of a bias: which tiles, the order of items, the launches. Called by run_bwd.cuh.
+// The host side of the gradient of a bias: which tiles, the order of items, the launches. Called by backward/run.cuh.
 #pragma once
 
 #include "core/plan_bias_gradient.h"
 #include "gpu/host/launch.h"
-#include "kernels/sm80/bias_gradient.cuh"
+#include "kernels/sm80/bias_gradient/kernel.cuh"
 #include "kernels/stages/rows.h"
 
 namespace flash_ext::sm80 {

@@ -1,12 +1,12 @@
-// What bias_gradient.cuh is made of: its traits, how a block of threads finds the items of its units (what
+// What kernel.cuh is made of: its traits, how a block of threads finds the items of its units (what
 // core/bias_gradient_plan.h says, with the places of their tensors), and how a unit's sums leave the registers.
 //
-// Called by bias_gradient.cuh only. Invariant: every sum is taken in an order that depends on nothing but the shapes
+// Called by kernel.cuh only. Invariant: every sum is taken in an order that depends on nothing but the shapes
 // and the number of multiprocessors.
 #pragma once
 
 #include "core/bias_gradient_plan.h"
-#include "kernels/sm80/bwd_parts.cuh"
+#include "kernels/sm80/backward/parts.cuh"
 
 namespace flash_ext::sm80 {
 

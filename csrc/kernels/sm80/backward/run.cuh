@@ -10,11 +10,11 @@
 #include "gpu/host/inspect.h"
 #include "gpu/host/launch.h"
 #include "gpu/host/tensor_map.h"
-#include "kernels/sm80/bwd.cuh"
+#include "kernels/sm80/backward/kernel.cuh"
+#include "kernels/sm80/backward/renormalise.cuh"
+#include "kernels/sm80/backward_single_tile/run.cuh"
+#include "kernels/sm80/bias_gradient/run.cuh"
 #include "kernels/sm80/choose_tiles.h"
-#include "kernels/sm80/renormalise.cuh"
-#include "kernels/sm80/run_bias_gradient.cuh"
-#include "kernels/sm80/run_one_tile.cuh"
 #include "kernels/stages/rows.h"
 #include "kernels/stages/sequences.h"
 
@@ -45,7 +45,6 @@ BackwardSmem backward_smem_of(const Problem& problem, const DeviceInfo& device) 
 // batch: of how many elements.
 template <class Traits>
 TileSchedule backward_schedule(const Problem& problem, int64_t batch, int64_t groups, int64_t resident) {
-  constexpr int64_t kL2Budget = 24 << 20;
   const int64_t bytes = rows_of_head(problem) * (problem.head_dim * (sizeof(typename Traits::T) + 4) +
                                                  problem.head_dim_v * sizeof(typename Traits::T));
   const int64_t l2_heads = heads_per_section(bytes * problem.heads_q / groups, kL2Budget);
@@ -72,7 +71,8 @@ inline BackwardArgs without_values(BackwardArgs args, float* zeros) {
   return args;
 }
 
-// Whether the gradient is wanted in bf16: where this may serve, and if it does not, bias_gradient.cuh writes it so.
+// Whether the gradient is wanted in bf16: where this may serve, and if it does not, bias_gradient/kernel.cuh writes it
+// so.
 template <class Traits>
 bool has_narrow_dbias(const Problem& problem, const DeviceInfo& device) {
   return !problem.packed && Traits::kSendsDbias &&

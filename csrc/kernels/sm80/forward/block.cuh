@@ -1,14 +1,14 @@
 // What a block of the forward kernel works on, and what it keeps in shared memory beside its tiles: read once a tile of
 // keys, it must not occupy registers during the products.
 //
-// Called by fwd.cuh: four threads find it together, and the others wait for them. Invariant: the keys of a block are
+// Called by kernel.cuh: four threads find it together, and the others wait for them. Invariant: the keys of a block are
 // whole tiles from `first_key` on; without keys last_key is first_key. q, k, v and out have the rows of one sequence.
 #pragma once
 
 #include "core/tile_schedule.h"
+#include "gpu/softmax.cuh"
 #include "kernels/sm80/boxes.cuh"
 #include "kernels/sm80/dropout.cuh"
-#include "kernels/sm80/softmax.cuh"
 
 namespace flash_ext::sm80 {
 

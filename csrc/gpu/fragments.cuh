@@ -8,12 +8,14 @@
 // 1, 3, 5, 7}, which makes an accumulator an A operand as it is.
 #pragma once
 
+#include <type_traits>
+
+#include "core/elements.h"
 #include "core/smem.h"
 #include "gpu/arch.h"
 #include "gpu/ptx.cuh"
-#include "kernels/sm80/kernels.h"
 
-namespace flash_ext::sm80 {
+namespace flash_ext {
 
 // g and t of this lane, hidden as no_hoist() says.
 __device__ __forceinline__ int lane_row() { return static_cast<int>(no_hoist(threadIdx.x) % 32 / 4); }
@@ -339,4 +341,4 @@ using Fragments = typename FragmentsOf<Element>::Type;
 template <class Element>
 using StorageOf = typename Fragments<Element>::Storage;
 
-}  // namespace flash_ext::sm80
+}  // namespace flash_ext

@@ -5,8 +5,8 @@
 //
 // Where renormalise.cuh runs it finds both. Elsewhere, in 16-bit types without a bias, the kernel that computes delta
 // looks at each lse and finds them, one row a warp, and the main kernel reads them where a tile of queries has such a
-// row. Called by kernels/stages/rows.cu and bwd_steps.cuh. Invariant: scores come from the same products in the same
-// order as in the main kernel (bwd.cuh), so that m is one of its scores, bit for bit, and no size of scores lets a
+// row. Called by kernels/stages/rows.cu and steps.cuh. Invariant: scores come from the same products in the same
+// order as in the main kernel (kernel.cuh), so that m is one of its scores, bit for bit, and no size of scores lets a
 // rounding between them matter.
 #pragma once
 

@@ -14,7 +14,7 @@
 // see the same bits.
 #pragma once
 
-#include "kernels/sm80/bwd_parts.cuh"
+#include "kernels/sm80/backward/parts.cuh"
 #include "kernels/sm80/choose_tiles.h"
 #include "kernels/sm80/dropout.cuh"
 
