@@ -25,7 +25,7 @@ from data import Text, batches, load_text
 from figures import draw_ranks
 from harness import BenchmarkError, Reporter, make_folder, provenance, stdout_console, synchronize
 from limits import float32_products
-from model import ATTENTIONS, SIZES, TransformerLM, mark_ranges, named_range
+from model import ATTENTIONS, BYTE_VOCAB, SIZES, TransformerLM, mark_ranges, named_range
 from ranks import barrier, joined, record_with_nsys, same_on_all_ranks, slowest
 from stepping import profiling
 from strategies import STRATEGIES, Job, Sizes, kept_sizes, none
@@ -321,9 +321,9 @@ def sizes_of(args: Args, model: TransformerLM) -> Sizes:
     weights = sum(parameter.numel() for parameter in model.parameters())
     single = args.precision in ("fp32", "tf32")
     activations = args.batch * args.context * size.d_model * (4 if single else 2)
-    # What autocast keeps, attention that keeps scores, and what is computed again has no arithmetic here.
-    known = single and args.checkpoint == "none" and args.attention in ("flash_ext", "sdpa")
-    shape = size.layers, size.heads, size.d_model, size.d_ff, args.batch, args.context
+    # Attention that keeps scores, and what is computed again, has no arithmetic here.
+    known = args.checkpoint == "none" and args.attention in ("flash_ext", "sdpa")
+    shape = size.layers, size.heads, size.d_model, size.d_ff, args.batch, args.context, BYTE_VOCAB, not single
     return Sizes(ranks, 4 * weights, 4 * split, activations, size.layers, **(kept_sizes(*shape) if known else {}))
 
 

@@ -127,20 +127,29 @@ class Sizes:
     outside: int = 0  # kept for backward outside of attention and MLP, and within them, of the whole batch; in float32
     inside: int = 0
     angles: int = 0  # of the rotary embedding, kept as well
+    casts_split: int = 0  # autocast's copies of weights that tensor parallelism splits
+    casts_whole: int = 0  # and of the head's
 
 
-def kept_sizes(layers: int, heads: int, d_model: int, d_ff: int, batch: int, context: int) -> dict[str, int]:
-    """Bytes that model.TransformerLM keeps for backward in float32, with attention that keeps no scores.
+def kept_sizes(
+    layers: int, heads: int, d_model: int, d_ff: int, batch: int, context: int, vocab: int, half: bool
+) -> dict[str, int]:
+    """Bytes that model.TransformerLM keeps for backward, with attention that keeps no scores.
 
     A token keeps in a norm its input, the normed one, the result and a factor: 3 d + 1, in two norms a block and one
     before the head; in attention the projection (3 d), query and key turned, out twice, and a log-sum-exp a head:
-    7 d + heads; in the MLP 4 d_ff; and its number, of 8 bytes.
+    7 d + heads; in the MLP 4 d_ff; and its number, of 8 bytes. All are float32, or with ``half`` what autocast has in
+    16 bits: the results of norms, and all but the log-sum-exp in attention and in the MLP. Autocast keeps its copies of
+    the weights as well.
     """
-    tokens = 4 * batch * context
+    width, tokens = 2 if half else 4, batch * context
+    norm = (8 + width) * d_model + 4
     return {
-        "outside": tokens * (layers * (6 * d_model + 2) + 3 * d_model + 3),
-        "inside": tokens * layers * (7 * d_model + heads + 4 * d_ff),
+        "outside": tokens * ((2 * layers + 1) * norm + 8),
+        "inside": tokens * layers * (width * (7 * d_model + 4 * d_ff) + 4 * heads),
         "angles": 4 * context * d_model // heads,
+        "casts_split": 2 * layers * (4 * d_model**2 + 3 * d_model * d_ff) * half,
+        "casts_whole": 2 * d_model * vocab * half,
     }
 
 
@@ -160,8 +169,9 @@ class Strategy:
         projection.
         """
         if self.splits == "nothing":
-            return s.outside + s.inside / s.ranks + s.angles
-        return (s.outside + s.inside) / s.ranks + (s.angles / s.ranks if self.splits == "tokens" else s.angles)
+            return s.outside + (s.inside + s.casts_split) / s.ranks + s.angles + s.casts_whole
+        angles = s.angles / s.ranks if self.splits == "tokens" else s.angles
+        return (s.outside + s.inside) / s.ranks + angles + s.casts_split + s.casts_whole
 
 
 def _ring(s: Sizes) -> float:

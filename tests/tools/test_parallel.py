@@ -97,6 +97,24 @@ def test_each_rank_holds_what_the_arithmetic_says(folder, name):
         assert bool(row["exposed_ms"]) == (name in ("ddp", "zero1", "fsdp"))
 
 
+def test_what_autocast_keeps_is_what_the_arithmetic_says(bench, tmp_path):
+    """On a CPU; and what two H200 kept, where DDP copies the numbers of the tokens once more."""
+    command = [sys.executable, BENCHMARKS / "train_lm.py", *SMALL, "--parallel", "none", "--precision", "bf16"]
+    process = begin([*command, "--steps", "1", "--no-sample", "--out", tmp_path / "one.csv"])
+    _, errors = process.communicate(timeout=600)
+    assert process.returncode == 0, errors
+    row = rows_of(tmp_path / "one.csv")[0]
+    assert int(row["saved_bytes"]) == pytest.approx(int(row["saved_should"]), abs=2e3)
+    kept = bench.strategies.kept_sizes
+    for row in rows_of(ROOT / "benchmarks/results/nvidia-h200/two-ranks/train_lm_parallel.csv"):
+        size, batch, context = bench.model.SIZES[row["size"]], int(row["batch"]), int(row["context"])
+        shape = size.layers, size.heads, size.d_model, size.d_ff, batch, context, bench.model.BYTE_VOCAB, True
+        sizes = bench.strategies.Sizes(int(row["ranks"]), 0, 0, 0, size.layers, **kept(*shape))
+        by_ulysses = 2 * 2 * size.d_model * size.layers * batch * context / 2 if "cp" in row["parallel"] else 0
+        should = bench.strategies.STRATEGIES[row["parallel"]].kept(sizes) - by_ulysses
+        assert 0 <= int(row["saved_bytes"]) - should <= 8 * batch * context + 16, row["parallel"]
+
+
 def test_a_run_that_loses_a_rank_goes_on_where_it_was(folder, tmp_path):
     saving = ("--parallel", "fsdp", "--resume", tmp_path / "saved", "--save-every", 3)
     command = [*TORCHRUN, BENCHMARKS / "train_lm.py", *SMALL, *saving, "--out", tmp_path]
