@@ -165,19 +165,19 @@ BACKWARD: dict[str, tuple[dict[str, Tensor], dict[str, Any], str]] = {
 MASK = half(256, 256).bool()
 SLOPES = half(4, dtype=torch.float32)
 TWO_PASS: dict[str, tuple[dict[str, Tensor], dict[str, Any], str]] = {
-    "mask in order": (wanting(*ALL), {"mask": MASK, "deterministic": True}, ".narrow"),
-    "bias in order": (wanting(*ALL), {"bias": half(256, 256), "deterministic": True}, ".narrow"),
-    "slopes in order": (wanting(*ALL), {"alibi_slopes": SLOPES, "deterministic": True}, ".narrow"),
-    "dropout in order": (wanting(*ALL), {"dropout_p": 0.1, "deterministic": True}, ".narrow"),
-    "softcap in order": (wanting(*ALL), {"softcap": 5.0, "deterministic": True}, ".narrow"),
-    "softcap beside a mask": (wanting(*ALL, shape=(2, 4, 256, 128)), {"softcap": 5.0, "mask": MASK}, ".narrow"),
+    "mask in order": (wanting(*ALL), {"mask": MASK, "deterministic": True}, ".small_head_dim"),
+    "bias in order": (wanting(*ALL), {"bias": half(256, 256), "deterministic": True}, ".small_head_dim"),
+    "slopes in order": (wanting(*ALL), {"alibi_slopes": SLOPES, "deterministic": True}, ".small_head_dim"),
+    "dropout in order": (wanting(*ALL), {"dropout_p": 0.1, "deterministic": True}, ".small_head_dim"),
+    "softcap in order": (wanting(*ALL), {"softcap": 5.0, "deterministic": True}, ".small_head_dim"),
+    "softcap beside a mask": (wanting(*ALL, shape=(2, 4, 256, 128)), {"softcap": 5.0, "mask": MASK}, ".small_head_dim"),
     "wide mask": (wanting(*ALL, shape=(2, 4, 256, 136)), {"mask": MASK}, ".scored"),
     "wide dropout": (wanting(*ALL, shape=(2, 4, 256, 192)), {"dropout_p": 0.1}, ".scored"),
     "wide softcap": (wanting(*ALL, shape=(2, 4, 256, 256)), {"softcap": 5.0}, ".softcap"),
     "wide": (wanting(*ALL, shape=(2, 4, 256, 256)), {}, ""),
-    "no dq": (wanting("key", "value"), {}, ".narrow"),
-    "no dk": (wanting("query", "value"), {}, ".narrow"),
-    "only dq": (wanting("query"), {"mask": MASK}, ".narrow"),
+    "no dq": (wanting("key", "value"), {}, ".small_head_dim"),
+    "no dk": (wanting("query", "value"), {}, ".small_head_dim"),
+    "only dq": (wanting("query"), {"mask": MASK}, ".small_head_dim"),
     "no dv": (wanting("query", "key", shape=(2, 4, 256, 256)), {}, ""),
 }
 
