@@ -27,7 +27,7 @@ PERMISSION = (
 )
 # scan's look_back looks as far back as the run lets it, and spins; in the others the compiler joins neighbouring loads
 # of shared memory to wider ones
-SPURIOUS = 0.005  # of the requests, at most, more or fewer
+SPURIOUS = 0.005  # of the requests, at most
 DEPENDS_ON_THE_RUN = {("scan", "look_back")}
 JOINED = {
     ("scan", "blelloch"),
@@ -229,7 +229,7 @@ def test_a_gpu_measures_what_is_counted(name: str) -> None:
             passes = sum(site.passes for site in sites)
             both = (*told, measured.requests[key], requests)
             assert measured.requests[key] <= requests * (1 + SPURIOUS), both
-            assert joined or measured.requests[key] >= requests * (1 - SPURIOUS), both
+            assert joined or measured.requests[key] >= requests, both
             if key not in measured.costs:
                 assert copies, told
                 continue
