@@ -267,7 +267,7 @@ def dropout(mesh: Any) -> None:
         assert 0.4 < kept.float().mean() < 0.6
         assert torch.equal(kept, dropped(mesh, names, seed=7)[0]) and not torch.equal(kept, dropped(mesh, names, 8)[0])
         # Replicas agree, also where the ranks' seeds do not; every (batch, head) has a map of its own.
-        again, _ = dropped(mesh, names, seed=mesh.get_local_rank(0))
+        again = dropped(mesh, names, seed=mesh.get_local_rank(0))[0].to(mesh.device_type)  # NCCL has no CPU tensors
         heads = again.flatten(0, 1)
         assert not any(torch.equal(heads[i], heads[j]) for i in range(4) for j in range(i))
         everyone = [torch.empty_like(again) for _ in range(2)]
