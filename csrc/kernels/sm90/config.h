@@ -23,13 +23,16 @@ enum class Schedule : uint8_t {
   kPingPong,  // one warpgroup after the other issues its products
 };
 
+constexpr int kSpeculates = 0;  // P first, then a look at its sum; see SpeculativeSoftmax
+
 struct ForwardShape {
   int consumers;  // warpgroups of 64 queries
   int block_n;    // keys
   int stages;     // of K and of V
   int q_stages;   // 2: the next tile's Q arrives during this one, and out leaves through Q's stage
   Schedule schedule;
-  int split;  // columns of S whose maximum is taken before the first exponential; the others' is taken meanwhile
+  int split;  // columns of S whose maximum is taken before the first exponential, the others' is taken meanwhile; or
+              // kSpeculates
   bool shares_keys = false;  // the keys of a tile of queries may be several blocks', see forward/splits.h
   bool scored = false;       // with a bias or mask, which the producer's other three warps bring, slopes or dropout
 
@@ -75,10 +78,10 @@ constexpr ForwardShape forward_shape(int head_dim, Tiles tiles) {
     return {2, 48, 2, 1, Schedule::kOverlap, 48, false, true};
   }
   const bool few = tiles == Tiles::kSmall;
-  if (head_dim <= 64 && few) return {4, 64, 4, 2, Schedule::kOverlap, 64};
-  if (head_dim <= 64) return {3, 128, 3, 2, Schedule::kPingPong, 128};
+  if (head_dim <= 64 && few) return {4, 64, 4, 2, Schedule::kOverlap, kSpeculates};
+  if (head_dim <= 64) return {3, 128, 3, 2, Schedule::kPingPong, kSpeculates};
   if (head_dim <= 128 && few) return {2, 128, 2, 2, Schedule::kOverlap, 32};
-  if (head_dim <= 96) return {3, 96, 2, 2, Schedule::kPingPong, 96};
+  if (head_dim <= 96) return {3, 96, 2, 2, Schedule::kPingPong, kSpeculates};
   if (head_dim <= 128) return {3, 80, 2, 2, Schedule::kOverlap, 80};
   if (head_dim <= 192) return {2, 96, 2, 1, Schedule::kPingPong, 48};
   return {2, 64, 2, 1, Schedule::kPingPong, 32};

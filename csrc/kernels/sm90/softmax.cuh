@@ -4,8 +4,11 @@
 //
 // in units of q k^T, with scale * log2(e) folded into the multiply-add before ex2, or, with a bias, in natural units.
 // Sums are of the thread's own columns until the end. Called by forward/kernel.cuh, between the wait for S and the wait
-// for O. Invariant: step() touches S only; O, on which wgmma may still work, is rescaled by the caller after its wait.
+// for O. Invariant: S only is touched; O, on which wgmma may still work, is rescaled by the caller after its wait.
 #pragma once
+
+#include <limits>
+#include <type_traits>
 
 #include "core/band.h"
 #include "core/online_softmax.h"
@@ -33,106 +36,77 @@ __device__ __forceinline__ void mask_band(float (&s)[kCount], const TileBand& ba
   }
 }
 
-// Maxima are brought up to date when one of the warp's rows grew by more than 2^kLimit, which P stays below; sums are
-// float, so nothing is lost, and most tiles skip a pass over O.
+// The maximum of columns [kFirst, kLast) of each row that are this thread's.
+template <int kFirst, int kLast, int kCount>
+__device__ __forceinline__ void own_max(float (&max)[2], const float (&s)[kCount]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float* const c = s + kFirst / 2 + 2 * half;
+    max[half] = fmaxf(c[0], c[1]);
+#pragma unroll
+    for (int n = 1; n < (kLast - kFirst) / 8; ++n) max[half] = fmaxf(max[half], fmaxf(c[4 * n], c[4 * n + 1]));
+  }
+}
+
+// Maxima and sums of this thread's two rows; of the sums its own columns' part.
 // In a multiply-add before ex2 score * to_log2 is exact and maximum * to_log2 is rounded, or infinite: where the
-// maximum of a row is far from 0, in log2, raise() subtracts it before the multiplication. NOTE: such rows are raised
-// for every tile, so that the usual tile has no branch more; around or in front of the exponentials it was 2 to 8 %.
-// kHasLimit: what a maximum may reach is a register beside what P is made with, and one comparison; else one number
-// says both.
-template <bool kHasLimit>
-struct RowSoftmax {
-  static constexpr int kLimit = 8;
+// maximum of a row is far from 0, in log2, raise() subtracts it before the multiplication, for every tile.
+struct RowStats {
   float row_max[2] = {kMinusInf, kMinusInf};
   float row_sum[2] = {0.f, 0.f};
-  float limit[2] = {std::numeric_limits<float>::quiet_NaN(),
-                    std::numeric_limits<float>::quiet_NaN()};  // what a tile's maximum may reach and row_max stays, or
-                                                               // minus; NaN: raise() each time
-  float minus[kHasLimit ? 2 : 1] = {};                         // -row_max in log2, which P is made with; 0 of a far row
-  float to_log2;                                               // what one unit of score is in log2
+  float to_log2;  // what one unit of score is in log2
 
-  __device__ __forceinline__ explicit RowSoftmax(float to_log2_) : to_log2(to_log2_) {}
+  __device__ __forceinline__ explicit RowStats(float to_log2_) : to_log2(to_log2_) {}
 
-  // Before a new tile of queries.
-  __device__ __forceinline__ void reset() {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      row_max[half] = kMinusInf;
-      row_sum[half] = 0.f;
-      limit[half] = std::numeric_limits<float>::quiet_NaN();
-    }
-  }
-
-  __device__ __forceinline__ float minus_of(int half) const {
-    if constexpr (kHasLimit) return minus[half];
-    return limit[half] == limit[half] ? limit[half] : 0.f;
-  }
-
-  // The maximum of columns [kFirst, kLast) of each row.
-  template <int kFirst, int kLast, int kCount>
-  static __device__ __forceinline__ void tile_max(float (&max)[2], const float (&s)[kCount]) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float* const c = s + kFirst / 2 + 2 * half;
-      float x = fmaxf(c[0], c[1]);
-#pragma unroll
-      for (int n = 1; n < (kLast - kFirst) / 8; ++n) x = fmaxf(x, fmaxf(c[4 * n], c[4 * n + 1]));
-      x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-      max[half] = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-    }
-  }
-
-  // Whether one of the warp's rows grew beyond the limit, or has to be raised.
-  __device__ __forceinline__ bool exceeds(const float (&max)[2]) const {
-    const auto grew = [&](int half) {
-      if constexpr (kHasLimit) return !(max[half] <= limit[half]);
-      return !(fmaf(max[half], to_log2, limit[half]) <= kLimit);
-    };
-    return __any_sync(~0u, grew(0) || grew(1));
-  }
+  // -maximum in log2, which P is made with, 0 of a far row; and whether the next tile has to raise it, too: of a row
+  // that is far or has no keys yet.
+  struct Raised {
+    float minus[2];
+    bool each_time[2];
+  };
 
   // Brings maxima and sums up to date, before P of columns [kFirst, kLast); what belongs to the old maxima is to be
-  // multiplied by `factor`.
+  // multiplied by `factor`. own: as own_max() has them. room: what a new maximum is taken higher than it is. NOTE: only
+  // here do the four threads of a row agree on its maximum; when they did for each tile, it took 1 to 6 % longer.
   template <int kFirst, int kLast, int kCount>
-  __device__ __forceinline__ void raise(const float (&max)[2], float (&factor)[2], float (&s)[kCount]) {
+  __device__ __forceinline__ Raised join(const float (&own)[2], float (&factor)[2], float (&s)[kCount],
+                                         float room = 0.f) {
     constexpr float kFar = 4096;  // there the product is rounded by half of what P is in fp16
     float far[2];                 // the maximum of a row that is
+    Raised raised;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float before = row_max[half], after = fmaxf(before, max[half]);
+      const float pair = fmaxf(own[half], __shfl_xor_sync(~0u, own[half], 1));
+      const float max = fmaxf(pair, __shfl_xor_sync(~0u, pair, 2));
+      const float before = row_max[half], after = fmaxf(before, max + room);
       row_max[half] = after;
       factor[half] = before == kMinusInf ? 0.f : exp2_fast((before - after) * to_log2);
       row_sum[half] *= factor[half];
       const bool has_keys = after != kMinusInf, is_far = has_keys && fabsf(after * to_log2) > kFar;
       far[half] = is_far ? after : 0.f;
-      const float now = has_keys && !is_far ? -after * to_log2 : 0.f;
-      limit[half] =
-          has_keys && !is_far ? (kHasLimit ? after + kLimit / to_log2 : now) : std::numeric_limits<float>::quiet_NaN();
-      if constexpr (kHasLimit) minus[half] = now;
+      raised.each_time[half] = !has_keys || is_far;
+      raised.minus[half] = raised.each_time[half] ? 0.f : -after * to_log2;
     }
-    if (!__any_sync(~0u, far[0] != 0.f || far[1] != 0.f)) return;
+    if (!__any_sync(~0u, far[0] != 0.f || far[1] != 0.f)) return raised;
 #pragma unroll
     for (int i = kFirst / 2; i < kLast / 2; ++i) s[i] -= far[i / 2 % 2];
+    return raised;
   }
 
   // S becomes P in columns [kFirst, kLast).
   template <int kFirst, int kLast, int kCount>
-  __device__ __forceinline__ void exponentiate(float (&s)[kCount]) {
+  __device__ __forceinline__ float exponentiate(float (&s)[kCount], int half, float minus) const {
+    float sum = 0.f;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float shift = minus_of(half);
-      float sum = 0.f;
+    for (int n = kFirst / 8; n < kLast / 8; ++n) {
 #pragma unroll
-      for (int n = kFirst / 8; n < kLast / 8; ++n) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          float& x = s[4 * n + 2 * half + i];
-          x = exp2_fast(fmaf(x, to_log2, shift));
-          sum += x;
-        }
+      for (int i = 0; i < 2; ++i) {
+        float& x = s[4 * n + 2 * half + i];
+        x = exp2_fast(fmaf(x, to_log2, minus));
+        sum += x;
       }
-      row_sum[half] += sum;
     }
+    return sum;
   }
 
   // Whole-row sum, over the four threads that share a row.
@@ -140,6 +114,139 @@ struct RowSoftmax {
     float sum = row_sum[half];
     sum += __shfl_xor_sync(~0u, sum, 1);
     return sum + __shfl_xor_sync(~0u, sum, 2);
+  }
+
+  // Before a new tile of queries.
+  __device__ __forceinline__ void reset() {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      row_max[half] = kMinusInf;
+      row_sum[half] = 0.f;
+    }
+  }
+};
+
+// Maxima first. They are brought up to date when one of the warp's rows grew by more than 2^kLimit, which P stays
+// below; sums are float, so nothing is lost, and most tiles skip a pass over O. NOTE: far rows are raised for every
+// tile, so that the usual tile has no branch more; around or in front of the exponentials it was 2 to 8 %.
+// kHasLimit: what a maximum may reach is a register beside what P is made with, and one comparison; else one number
+// says both.
+template <bool kHasLimit>
+struct RowSoftmax : RowStats {
+  static constexpr int kLimit = 8;
+  float limit[2] = {std::numeric_limits<float>::quiet_NaN(),
+                    std::numeric_limits<float>::quiet_NaN()};  // what a tile's maximum may reach and row_max stays, or
+                                                               // minus; NaN: raise() each time
+  float minus[kHasLimit ? 2 : 1] = {};
+
+  using RowStats::RowStats;
+
+  __device__ __forceinline__ void reset() {
+    RowStats::reset();
+    limit[0] = limit[1] = std::numeric_limits<float>::quiet_NaN();
+  }
+
+  __device__ __forceinline__ float minus_of(int half) const {
+    if constexpr (kHasLimit) return minus[half];
+    return limit[half] == limit[half] ? limit[half] : 0.f;
+  }
+
+  // Whether one of the warp's rows grew beyond the limit, or has to be raised.
+  __device__ __forceinline__ bool exceeds(const float (&own)[2]) const {
+    const auto grew = [&](int half) {
+      if constexpr (kHasLimit) return !(own[half] <= limit[half]);
+      return !(fmaf(own[half], to_log2, limit[half]) <= kLimit);
+    };
+    return __any_sync(~0u, grew(0) || grew(1));
+  }
+
+  template <int kFirst, int kLast, int kCount>
+  __device__ __forceinline__ void raise(const float (&own)[2], float (&factor)[2], float (&s)[kCount]) {
+    const Raised raised = join<kFirst, kLast>(own, factor, s);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      limit[half] = raised.each_time[half] ? std::numeric_limits<float>::quiet_NaN()
+                    : kHasLimit            ? row_max[half] + kLimit / to_log2
+                                           : raised.minus[half];
+      if constexpr (kHasLimit) minus[half] = raised.minus[half];
+    }
+  }
+
+  template <int kFirst, int kLast, int kCount>
+  __device__ __forceinline__ void exponentiate(float (&s)[kCount]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      row_sum[half] += RowStats::exponentiate<kFirst, kLast>(s, half, minus_of(half));
+    }
+  }
+
+  // What lse begins with. unit: of a score.
+  __device__ __forceinline__ float max_of(int half, float unit) const { return row_max[half] * unit; }
+};
+
+// No maxima, as a rule: P of a tile is made with the maxima of the tiles before, and its sum says whether that was
+// right. Beyond kMost lower() divides by powers of two, which is exact. Where a sum is beyond float, S is lost; the
+// caller multiplies it once more, and maxima are taken.
+// kMost: what a thread's sum may reach, because T holds it (fp16 65,504), and O whatever V is. kRoom: how far below 1 P
+// begins, in log2, so that it seldom gets there. With both, bf16 has room for scores that grow by 44 after the first
+// tile, and O for V from 2^-94 to 2^80; of fp16, which ends at 2^-24, scores may grow by 10.
+template <class T>
+struct SpeculativeSoftmax : RowStats {
+  static constexpr bool kHalf = std::is_same_v<T, __half>;
+  static constexpr float kMost = kHalf ? 0x1p15f : 0x1p32f, kLost = 0x1p90f;
+  static constexpr int kRoom = kHalf ? 0 : 32;
+  float minus[2] = {};
+  float sum[2] = {};  // of the last tile
+  bool needs_maxima = true;
+
+  using RowStats::RowStats;
+
+  template <int kCount>
+  __device__ __forceinline__ void exponentiate(float (&s)[kCount]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) sum[half] = RowStats::exponentiate<0, 2 * kCount>(s, half, minus[half]);
+  }
+
+  // The same with maxima.
+  template <int kCount>
+  __device__ __forceinline__ void raise(float (&factor)[2], float (&s)[kCount]) {
+    float own[2];
+    own_max<0, 2 * kCount>(own, s);
+    const float room = kRoom > 0 ? fminf(kRoom / to_log2, 1e30f) : 0.f;  // scale may be 0
+    const Raised raised = join<0, 2 * kCount>(own, factor, s, room);
+    minus[0] = raised.minus[0];
+    minus[1] = raised.minus[1];
+    needs_maxima = __any_sync(~0u, raised.each_time[0] || raised.each_time[1]);
+    exponentiate(s);
+  }
+
+  // Whether one of the warp's sums is beyond what it may be, or NaN.
+  __device__ __forceinline__ bool exceeds(float most) const { return __any_sync(~0u, !(sum[0] + sum[1] <= most)); }
+
+  template <int kCount>
+  __device__ __forceinline__ void lower(float (&factor)[2], float (&p)[kCount]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float pair = fmaxf(sum[half], __shfl_xor_sync(~0u, sum[half], 1));
+      const float most = fmaxf(pair, __shfl_xor_sync(~0u, pair, 2));
+      const int exponent = most > kMost / 2 ? (__float_as_int(most) >> 23) - 127 + kRoom : 0;
+      factor[half] = __int_as_float((127 - exponent) << 23);
+      minus[half] -= static_cast<float>(exponent);
+      row_max[half] += static_cast<float>(exponent) / to_log2;
+      row_sum[half] *= factor[half];
+      sum[half] *= factor[half];
+    }
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) p[i] *= factor[i / 2 % 2];
+  }
+
+  __device__ __forceinline__ void add() {
+    row_sum[0] += sum[0];
+    row_sum[1] += sum[1];
+  }
+
+  __device__ __forceinline__ float max_of(int half, float unit) const {
+    return minus[half] != 0.f ? -minus[half] * kLn2Float : row_max[half] * unit;
   }
 };
 

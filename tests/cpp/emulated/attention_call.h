@@ -50,6 +50,15 @@ class Call {
       q_.fill(integer);
       k_.fill(integer);
     }
+    const auto first_column = [&](Matrices<T>& x, int heads, int64_t rows, const auto& number) {
+      for (int64_t i = 0; i < c.batch * heads * rows && c.rise != 0; ++i)
+        x.at(i / rows, i % rows, 0) = T(number(i % rows));
+    };
+    const double unit = 8 * (c.scale != 0 ? c.scale : 1 / std::sqrt(static_cast<double>(d_)));
+    first_column(q_, c.heads_q, c.len_q, [](int64_t) { return 8.f; });
+    first_column(k_, c.heads_k, c.len_k, [&](int64_t j) {
+      return static_cast<float>(c.rise / unit * static_cast<double>(c.len_k - 1 - j) / static_cast<double>(c.len_k));
+    });
     for (int64_t row = 0; row < c.len_q && c.large_row >= 0; ++row) {
       for (int64_t i = 0; i < c.batch * c.heads_q * d_ && row != c.large_row; ++i) {
         T& x = q_.at(i / d_, row, i % d_);

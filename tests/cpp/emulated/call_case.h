@@ -41,6 +41,7 @@ struct Case {
   // query are `equal` and all of key too, or its negative; or query, key and a float bias over scale are integers.
   float equal = 0;
   bool opposite = false, integers = false;
+  double rise = 0;                   // what scores of the first key have more than those of the last
   int64_t large_row = -1;            // query, the others are 2^-20 times it; -1: all
   float slope = 0;                   // a multiple of it, where not 0
   double rounding = 0;               // of the largest scores, which is more than what their dtype is allowed

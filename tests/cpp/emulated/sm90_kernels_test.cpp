@@ -7,6 +7,7 @@
 #include "kernels/sm90/forward/run.cuh"
 #include "kernels/sm90/rows.cpp"
 #include "kernels/stages/combine.cu"
+#include "rising_cases.h"
 #include "sink_cases.h"
 #include "sm90_functions.h"
 #include "sm90_packed.h"
@@ -255,6 +256,9 @@ const Case kCases[] = {
 INSTANTIATE_TEST_SUITE_P(All, Sm90Kernels, testing::ValuesIn(kCases), [](const auto& info) { return info.param.name; });
 
 INSTANTIATE_TEST_SUITE_P(Sinks, Sm90Kernels, testing::ValuesIn(kSinkCases),
+                         [](const auto& info) { return info.param.name; });
+
+INSTANTIATE_TEST_SUITE_P(Rising, Sm90Kernels, testing::ValuesIn(kRisingCases),
                          [](const auto& info) { return info.param.name; });
 
 INSTANTIATE_TEST_SUITE_P(TwoPass, Sm90Kernels, testing::ValuesIn(kTwoPassCases),

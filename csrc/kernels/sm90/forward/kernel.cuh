@@ -128,7 +128,7 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
   [[maybe_unused]] ScorePlace c(params);
   float o_acc[kHeadDim / 2], s_acc[kBlockN / 2];
   uint32_t p_frag[kBlockN / 4];
-  RowSoftmax<Traits::kHasLimit> softmax(params.to_log2);
+  typename Traits::Softmax softmax(params.to_log2);
   Work work;
   [[maybe_unused]] float slope = 0.f;  // of the work's head
   int top_n = 0;                       // this warpgroup sees no key of tiles from here on
@@ -156,15 +156,8 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
       if (work.any()) slope = params.scores.alibi.of(work.head, work.b0, work.b1);
     }
   };
-  // S of the tile n is there.
-  const auto after_s = [&](int n) {
-    release(rings.k, k);
-    if constexpr (Traits::kScored) {
-      const int row = consumer * 64 + warp_row, first = work.first_query + row + lane / 4 - lane % 4 * 2;
-      take_scores<T, kBlockN, (kHeadDim <= 128), typename Traits::Function>(
-          s_acc, params.scores, rings.scores, c, row, slope, first + work.diagonal_of(params) - n * kBlockN);
-    }
-    if (!Traits::kStaged && n == work.first_n && lane == 0) barrier_arrive(rings.q.empty(q_index()));
+  // The band, on S of the tile n.
+  const auto mask = [&](int n) {
     const int first_row = work.first_query + consumer * 64;
     const int row_mask = kShape.shares_keys ? params.shared.row_mask : -1;
     const int queries = kShape.shares_keys ? params.shared.queries : 64;
@@ -172,6 +165,24 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
     if (band.is_boundary(first_row & row_mask, queries, n * kBlockN, kBlockN)) {
       mask_band(s_acc, band, first_row + warp_row + lane / 4, n * kBlockN, row_mask);
     }
+  };
+  // S of the tile n is there, and is not made again.
+  const auto hand_back_k = [&](int n) {
+    release(rings.k, k);
+    if (!Traits::kStaged && n == work.first_n && lane == 0) barrier_arrive(rings.q.empty(q_index()));
+  };
+  const auto multiply_s_again = [&](int n) {
+    multiply_again<Traits>(s_acc, rings.q.tile(q_index()), rings.k.tile(k.stage), warp_row);
+    mask(n);
+  };
+  // S of the tile n is there.
+  const auto after_s = [&](int n) {
+    if constexpr (Traits::kScored) {
+      const int row = consumer * 64 + warp_row, first = work.first_query + row + lane / 4 - lane % 4 * 2;
+      take_scores<T, kBlockN, (kHeadDim <= 128), typename Traits::Function>(
+          s_acc, params.scores, rings.scores, c, row, slope, first + work.diagonal_of(params) - n * kBlockN);
+    }
+    mask(n);
   };
   // P of the tile n is packed.
   const auto drop_p = [&](int n) {
@@ -268,6 +279,12 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
   //   wait O                each warp arrives at the empty barrier of V[n + 1]; O' = O e^(m - m') where m grew
   //                         P packed, dropout
   //
+  // or, with a speculative softmax (SpeculativeSoftmax):
+  //
+  //   under O               P = e^(S - m) and its sum
+  //   wait O                where the sum is too large m grows and O is rescaled; where P is beyond float, S once more
+  //                         each warp arrives at the empty barriers of K[n] and V[n + 1]
+  //
   // Shared memory: Q of each warpgroup and stage, K and V of each stage, slots of bias and mask, works (forward_smem).
   // The first S of a tile of queries is issued with the last O of the one before.
   if (consumer == kConsumers - 1) pass_turn<Traits>(consumer);
@@ -277,6 +294,7 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
   begin();
   int done_index = -1;
   while (true) {
+    hand_back_k(top_n - 1);
     after_s(top_n - 1);
     make_first_p<Traits>(softmax, s_acc, p_frag);
     drop_p(top_n - 1);
@@ -287,6 +305,7 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
       issue_s_and_o();
       wgmma_wait<1>();
       fence_registers(s_acc);
+      if (!Traits::kSpeculative) hand_back_k(n);
       after_s(n);
       float factor[2];
       const bool rescale = begin_p<Traits>(softmax, s_acc, factor);
@@ -298,7 +317,11 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
         wgmma_wait<0>();
       } while (params.tiles == 0);
       fence_registers(o_acc);
-      if (rescale) scale_rows<kHeadDim>(o_acc, factor);
+      if (rescale) {
+        mend_p<Traits>(softmax, s_acc, factor, [&] { multiply_s_again(n); });
+        scale_rows<kHeadDim>(o_acc, factor);
+      }
+      if (Traits::kSpeculative) hand_back_k(n);
       fence_registers(p_frag);
       release(rings.v, v);
       end_p<Traits>(softmax, s_acc, p_frag);

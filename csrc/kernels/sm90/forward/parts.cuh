@@ -27,7 +27,9 @@ struct TraitsOfWork {
   static constexpr bool kStaged = kShape.q_stages > 1;  // out goes through Q's stage
   static constexpr bool kScored = kShape.scored;
   static constexpr bool kHasLimit = !kScored || kHeadDim <= 128;  // NOTE: else 4 to 8 bytes were spilled
-  using Function = void;                                          // in the place of the softcap, see cap_or_call
+  static constexpr bool kSpeculative = kShape.split == kSpeculates;
+  using Softmax = std::conditional_t<kSpeculative, SpeculativeSoftmax<T>, RowSoftmax<kHasLimit>>;
+  using Function = void;  // in the place of the softcap, see cap_or_call
   using QPlace = RingPlace<kShape.q_stages>;
   using KvPlace = RingPlace<kShape.stages>;
   using WorkPlace = RingPlace<kWorks>;
@@ -97,6 +99,29 @@ __device__ __forceinline__ void issue_o(float (&o_acc)[Traits::kHeadDim / 2],
   wgmma_commit();
 }
 
+// S of a warp's 16 rows once more, by mma.sync, without the other warps of the warpgroup: the same accumulators.
+template <class Traits>
+__device__ __forceinline__ void multiply_again(float (&s_acc)[Traits::kBlockN / 2], uint32_t q_tile, uint32_t k_tile,
+                                               int warp_row) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (float& x : s_acc) x = 0.f;
+#pragma unroll 1
+  for (int col = 0; col < Traits::kHeadDim; col += 16) {
+    uint32_t a[4], b[4];
+    ldmatrix_x4(a, q_tile + tile_offset(64, warp_row + lane % 16, col + lane / 16 * 8));
+#pragma unroll
+    for (int n = 0; n < Traits::kBlockN; n += 16) {
+      ldmatrix_x4(b, k_tile + tile_offset(Traits::kBlockN, n + lane / 16 * 8 + lane % 8, col + lane / 8 % 2 * 8));
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        auto& c = reinterpret_cast<float(&)[4]>(s_acc[n / 2 + 4 * i]);
+        mma_m16n8k16(c, a, b[2 * i], b[2 * i + 1], typename Traits::T());
+      }
+    }
+  }
+}
+
 // P, packed, in columns [kFirst, kLast).
 template <class Traits, int kFirst, int kLast>
 __device__ __forceinline__ void pack_p(uint32_t (&p_frag)[Traits::kBlockN / 4],
@@ -110,48 +135,75 @@ __device__ __forceinline__ void pack_p(uint32_t (&p_frag)[Traits::kBlockN / 4],
 }
 
 // P of the first tile of keys.
-template <class Traits, class Softmax>
-__device__ __forceinline__ void make_first_p(Softmax& softmax, float (&s_acc)[Traits::kBlockN / 2],
+template <class Traits>
+__device__ __forceinline__ void make_first_p(typename Traits::Softmax& softmax, float (&s_acc)[Traits::kBlockN / 2],
                                              uint32_t (&p_frag)[Traits::kBlockN / 4]) {
   constexpr int kBlockN = Traits::kBlockN;
-  float tile_max[2], factor[2];
+  float factor[2];
   softmax.reset();
-  softmax.template tile_max<0, kBlockN>(tile_max, s_acc);
-  softmax.template raise<0, kBlockN>(tile_max, factor, s_acc);
-  softmax.template exponentiate<0, kBlockN>(s_acc);
+  if constexpr (Traits::kSpeculative) {
+    softmax.raise(factor, s_acc);
+    softmax.add();
+  } else {
+    float own[2];
+    own_max<0, kBlockN>(own, s_acc);
+    softmax.template raise<0, kBlockN>(own, factor, s_acc);
+    softmax.template exponentiate<0, kBlockN>(s_acc);
+  }
   pack_p<Traits, 0, kBlockN>(p_frag, s_acc);
 }
 
-// What of a later tile's softmax runs under O += P V: its maxima, and P of its first kSplit columns. Returns whether O
-// is to be multiplied by `factor`.
-template <class Traits, class Softmax>
-__device__ __forceinline__ bool begin_p(Softmax& softmax, float (&s_acc)[Traits::kBlockN / 2], float (&factor)[2]) {
-  constexpr int kSplit = Traits::kShape.split, kBlockN = Traits::kBlockN;
-  float tile_max[2];
-  softmax.template tile_max<0, kSplit>(tile_max, s_acc);
-  bool rescale = softmax.exceeds(tile_max);
-  factor[0] = factor[1] = 1.f;
-  if (rescale) softmax.template raise<0, kSplit>(tile_max, factor, s_acc);
-  softmax.template exponentiate<0, kSplit>(s_acc);
-  if constexpr (kSplit < kBlockN) {
-    softmax.template tile_max<kSplit, kBlockN>(tile_max, s_acc);
-    rescale = rescale || softmax.exceeds(tile_max);
-    if (rescale) {
-      float more[2];
-      softmax.template raise<kSplit, kBlockN>(tile_max, more, s_acc);
-      scale_rows<kSplit>(s_acc, more);
-      factor[0] *= more[0];
-      factor[1] *= more[1];
+// What of a later tile's softmax runs under O += P V: P, or its maxima and P of its first kSplit columns. Returns
+// whether O is to be multiplied by `factor`, which mend_p() gives where softmax is speculative.
+template <class Traits>
+__device__ __forceinline__ bool begin_p(typename Traits::Softmax& softmax, float (&s_acc)[Traits::kBlockN / 2],
+                                        float (&factor)[2]) {
+  if constexpr (Traits::kSpeculative) {
+    if (softmax.needs_maxima) return true;
+    softmax.exponentiate(s_acc);
+    return softmax.exceeds(Traits::Softmax::kMost);
+  } else {
+    constexpr int kSplit = Traits::kShape.split, kBlockN = Traits::kBlockN;
+    float own[2];
+    own_max<0, kSplit>(own, s_acc);
+    bool rescale = softmax.exceeds(own);
+    factor[0] = factor[1] = 1.f;
+    if (rescale) softmax.template raise<0, kSplit>(own, factor, s_acc);
+    softmax.template exponentiate<0, kSplit>(s_acc);
+    if constexpr (kSplit < kBlockN) {
+      own_max<kSplit, kBlockN>(own, s_acc);
+      rescale = rescale || softmax.exceeds(own);
+      if (rescale) {
+        float more[2];
+        softmax.template raise<kSplit, kBlockN>(own, more, s_acc);
+        scale_rows<kSplit>(s_acc, more);
+        factor[0] *= more[0];
+        factor[1] *= more[1];
+      }
     }
+    return rescale;
   }
-  return rescale;
+}
+
+// Where begin_p() returned true. again(): S is made once more.
+template <class Traits, class Again>
+__device__ __forceinline__ void mend_p(typename Traits::Softmax& softmax, float (&s_acc)[Traits::kBlockN / 2],
+                                       float (&factor)[2], const Again& again) {
+  if constexpr (Traits::kSpeculative) {
+    if (!softmax.needs_maxima) {
+      if (!softmax.exceeds(Traits::Softmax::kLost)) return softmax.lower(factor, s_acc);
+      again();
+    }
+    softmax.raise(factor, s_acc);
+  }
 }
 
 // The rest of it, when P V no longer reads the packed P of the tile before.
-template <class Traits, class Softmax>
-__device__ __forceinline__ void end_p(Softmax& softmax, float (&s_acc)[Traits::kBlockN / 2],
+template <class Traits>
+__device__ __forceinline__ void end_p(typename Traits::Softmax& softmax, float (&s_acc)[Traits::kBlockN / 2],
                                       uint32_t (&p_frag)[Traits::kBlockN / 4]) {
-  constexpr int kSplit = Traits::kShape.split, kBlockN = Traits::kBlockN;
+  constexpr int kBlockN = Traits::kBlockN, kSplit = Traits::kSpeculative ? kBlockN : Traits::kShape.split;
+  if constexpr (Traits::kSpeculative) softmax.add();
   pack_p<Traits, 0, kSplit>(p_frag, s_acc);
   if constexpr (kSplit < kBlockN) {
     softmax.template exponentiate<kSplit, kBlockN>(s_acc);
@@ -175,7 +227,7 @@ __device__ __forceinline__ void store_rows(float (&o_acc)[Traits::kHeadDim / 2],
   for (int half = 0; half < 2; ++half) {
     float sum = softmax.total(half), keys = dropout_of(params).scale;
     const auto at = place(half);
-    float max = sum == 0.f ? kMinusInf : softmax.row_max[half] * params.scale;
+    float max = sum == 0.f ? kMinusInf : softmax.max_of(half, params.scale);
     if (params.sinks.data != nullptr && !is_part && at.exists) {
       const SinkView& sinks = params.sinks;
       const int64_t of_batch = done.b0 * sinks.b0 + done.b1 * sinks.b1;
