@@ -384,14 +384,15 @@ TEST(BackwardTiles, InOrderWhereAskedForOrShort) {
   EXPECT_FALSE(is_ordered(problem(512, true)));
   EXPECT_FALSE(is_ordered(problem(1024, false)));
   for (const bool causal : {false, true}) {
-    Problem many = problem(2048, causal);
-    many.batch = 512 / 16 / many.heads_k;  // 16 tiles of keys a head
+    const int64_t longest = causal ? 2048 : 1024;
+    Problem many = problem(longest, causal);
+    many.batch = 512 / (longest / 128) / many.heads_k;
     many.head_dim = many.head_dim_v = 128;
     EXPECT_TRUE(is_ordered(many));
     many.head_dim = many.head_dim_v = 64;
     EXPECT_FALSE(is_ordered(many));
     many.head_dim = 128;
-    many.len_q = many.len_k = 2049;
+    many.len_q = many.len_k = longest + 1;
     EXPECT_FALSE(is_ordered(many));
   }
   Problem strict = problem(1024, true);

@@ -48,10 +48,17 @@ __device__ __forceinline__ void own_max(float (&max)[2], const float (&s)[kCount
   }
 }
 
+// Over the four threads that share a row.
+__device__ __forceinline__ float whole_row_max(float own) {
+  own = fmaxf(own, __shfl_xor_sync(~0u, own, 1));
+  return fmaxf(own, __shfl_xor_sync(~0u, own, 2));
+}
+
 // Maxima and sums of this thread's two rows; of the sums its own columns' part.
 // In a multiply-add before ex2 score * to_log2 is exact and maximum * to_log2 is rounded, or infinite: where the
 // maximum of a row is far from 0, in log2, raise() subtracts it before the multiplication, for every tile.
 struct RowStats {
+  static constexpr float kFar = 4096;  // there the product is rounded by half of what P is in fp16
   float row_max[2] = {kMinusInf, kMinusInf};
   float row_sum[2] = {0.f, 0.f};
   float to_log2;  // what one unit of score is in log2
@@ -66,19 +73,16 @@ struct RowStats {
   };
 
   // Brings maxima and sums up to date, before P of columns [kFirst, kLast); what belongs to the old maxima is to be
-  // multiplied by `factor`. own: as own_max() has them. room: what a new maximum is taken higher than it is. NOTE: only
-  // here do the four threads of a row agree on its maximum; when they did for each tile, it took 1 to 6 % longer.
+  // multiplied by `factor`. own: as own_max() has them. NOTE: only here do the four threads of a row agree on its
+  // maximum; when they did for each tile, it took 1 to 6 % longer.
   template <int kFirst, int kLast, int kCount>
-  __device__ __forceinline__ Raised join(const float (&own)[2], float (&factor)[2], float (&s)[kCount],
-                                         float room = 0.f) {
-    constexpr float kFar = 4096;  // there the product is rounded by half of what P is in fp16
-    float far[2];                 // the maximum of a row that is
+  __device__ __forceinline__ Raised join(const float (&own)[2], float (&factor)[2], float (&s)[kCount]) {
+    float far[2];  // the maximum of a row that is
     Raised raised;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float pair = fmaxf(own[half], __shfl_xor_sync(~0u, own[half], 1));
-      const float max = fmaxf(pair, __shfl_xor_sync(~0u, pair, 2));
-      const float before = row_max[half], after = fmaxf(before, max + room);
+      const float max = whole_row_max(own[half]);
+      const float before = row_max[half], after = fmaxf(before, max);
       row_max[half] = after;
       factor[half] = before == kMinusInf ? 0.f : exp2_fast((before - after) * to_log2);
       row_sum[half] *= factor[half];
@@ -179,22 +183,18 @@ struct RowSoftmax : RowStats {
       row_sum[half] += RowStats::exponentiate<kFirst, kLast>(s, half, minus_of(half));
     }
   }
-
-  // What lse begins with. unit: of a score.
-  __device__ __forceinline__ float max_of(int half, float unit) const { return row_max[half] * unit; }
 };
 
 // No maxima, as a rule: P of a tile is made with the maxima of the tiles before, and its sum says whether that was
-// right. Beyond kMost lower() divides by powers of two, which is exact. Where a sum is beyond float, S is lost; the
-// caller multiplies it once more, and maxima are taken.
-// kMost: what a thread's sum may reach, because T holds it (fp16 65,504), and O whatever V is. kRoom: how far below 1 P
-// begins, in log2, so that it seldom gets there. With both, bf16 has room for scores that grow by 44 after the first
-// tile, and O for V from 2^-94 to 2^80; of fp16, which ends at 2^-24, scores may grow by 10.
+// right. Beyond kMost lower() divides by the maximum of P. Where a sum is beyond float, S is lost; the caller
+// multiplies it once more, and maxima are taken.
+//
+// kMost: what a thread's sum may reach. T holds it (fp16 65,504), and O does for V up to 2^80. NOTE: the larger, the
+// seldomer it is met; but where one key has nearly all of a row's weight, its P is 1, and out that key's value without
+// a rounding, only if the maximum is that key's.
 template <class T>
 struct SpeculativeSoftmax : RowStats {
-  static constexpr bool kHalf = std::is_same_v<T, __half>;
-  static constexpr float kMost = kHalf ? 0x1p15f : 0x1p32f, kLost = 0x1p90f;
-  static constexpr int kRoom = kHalf ? 0 : 32;
+  static constexpr float kMost = std::is_same_v<T, __half> ? 0x1p15f : 0x1p32f, kLost = 0x1p120f;
   float minus[2] = {};
   float sum[2] = {};  // of the last tile
   bool needs_maxima = true;
@@ -212,8 +212,7 @@ struct SpeculativeSoftmax : RowStats {
   __device__ __forceinline__ void raise(float (&factor)[2], float (&s)[kCount]) {
     float own[2];
     own_max<0, 2 * kCount>(own, s);
-    const float room = kRoom > 0 ? fminf(kRoom / to_log2, 1e30f) : 0.f;  // scale may be 0
-    const Raised raised = join<0, 2 * kCount>(own, factor, s, room);
+    const Raised raised = join<0, 2 * kCount>(own, factor, s);
     minus[0] = raised.minus[0];
     minus[1] = raised.minus[1];
     needs_maxima = __any_sync(~0u, raised.each_time[0] || raised.each_time[1]);
@@ -223,30 +222,28 @@ struct SpeculativeSoftmax : RowStats {
   // Whether one of the warp's sums is beyond what it may be, or NaN.
   __device__ __forceinline__ bool exceeds(float most) const { return __any_sync(~0u, !(sum[0] + sum[1] <= most)); }
 
+  // P and sums by the maximum of P, where that is above 1; O is to be multiplied by `factor`.
   template <int kCount>
   __device__ __forceinline__ void lower(float (&factor)[2], float (&p)[kCount]) {
+    float own[2];
+    own_max<0, 2 * kCount>(own, p);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float pair = fmaxf(sum[half], __shfl_xor_sync(~0u, sum[half], 1));
-      const float most = fmaxf(pair, __shfl_xor_sync(~0u, pair, 2));
-      const int exponent = most > kMost / 2 ? (__float_as_int(most) >> 23) - 127 + kRoom : 0;
-      factor[half] = __int_as_float((127 - exponent) << 23);
-      minus[half] -= static_cast<float>(exponent);
-      row_max[half] += static_cast<float>(exponent) / to_log2;
+      const float most = fmaxf(whole_row_max(own[half]), 1.f), growth = log2f(most);
+      factor[half] = 1.f / most;
+      minus[half] -= growth;
+      row_max[half] += growth / to_log2;
       row_sum[half] *= factor[half];
       sum[half] *= factor[half];
     }
 #pragma unroll
     for (int i = 0; i < kCount; ++i) p[i] *= factor[i / 2 % 2];
+    needs_maxima = __any_sync(~0u, fabsf(minus[0]) > kFar || fabsf(minus[1]) > kFar);
   }
 
   __device__ __forceinline__ void add() {
     row_sum[0] += sum[0];
     row_sum[1] += sum[1];
-  }
-
-  __device__ __forceinline__ float max_of(int half, float unit) const {
-    return minus[half] != 0.f ? -minus[half] * kLn2Float : row_max[half] * unit;
   }
 };
 

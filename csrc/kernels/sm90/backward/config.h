@@ -238,8 +238,9 @@ inline bool is_backward_persistent(const Problem& problem, int64_t sms) {
 // Whether dQ is added up in one order: where that is asked for, and where it is faster, because dQ is not filled with
 // zeros first, and what is added up becomes dQ while the last tiles run (finish_kernel). Blocks then always walk: one
 // tile of keys a block took up to 15 % more, 3 % less at best. An H200, bf16, 16k tokens, time in order over that in
-// any: full, head dim 128, 1k 0.94, 2k 0.995; 64: 1k 1.01. Causal, 2k 0.97; 64: 1k 1.03. Before dQ was finished early:
-// S = 512 0.97, causal 0.94, and with 32 to 256 tiles of keys 0.98 to 1.10, because there are few to wait for.
+// any: full, head dim 128, 1k 0.94, 1.5k 1.05, 2k 1.05 to 1.07; 64: 1k 1.01. Causal, 2k 0.97; 64: 1k 1.03. Before dQ
+// was finished early: S = 512 0.97, causal 0.94, and with 32 to 256 tiles of keys 0.98 to 1.10, because there are few
+// to wait for.
 inline bool is_ordered(const Problem& problem) {
   if (is_dq_stored(problem)) return false;
   if (problem.deterministic) return true;
@@ -247,7 +248,8 @@ inline bool is_ordered(const Problem& problem) {
   const int64_t length = problem.len_q > problem.len_k ? problem.len_q : problem.len_k;
   if (is_even(problem) && length <= 512) return true;
   const int64_t tiles = problem.batch * problem.heads_k * block_count(problem.len_k, BackwardShape::block_n);
-  return tiles >= 512 && length <= (problem.head_dim > 64 || problem.head_dim_v > 64 ? 2048 : 512);
+  const int64_t longest = problem.head_dim <= 64 && problem.head_dim_v <= 64 ? 512 : is_even(problem) ? 1024 : 2048;
+  return tiles >= 512 && length <= longest;
 }
 
 // Of the main kernel, up to head dim 128. Where what a block takes is fixed, heads are counted by L2 alone: with

@@ -227,7 +227,7 @@ __device__ __forceinline__ void store_rows(float (&o_acc)[Traits::kHeadDim / 2],
   for (int half = 0; half < 2; ++half) {
     float sum = softmax.total(half), keys = dropout_of(params).scale;
     const auto at = place(half);
-    float max = sum == 0.f ? kMinusInf : softmax.max_of(half, params.scale);
+    float max = sum == 0.f ? kMinusInf : softmax.row_max[half] * params.scale;
     if (params.sinks.data != nullptr && !is_part && at.exists) {
       const SinkView& sinks = params.sinks;
       const int64_t of_batch = done.b0 * sinks.b0 + done.b1 * sinks.b1;
