@@ -131,8 +131,8 @@ struct BackwardArgs {
   bool dq_in_accum = false;
   bool dk_in_accum = false;
   bool dv_in_accum = false;
-  // float32 (float64 for float64), with Plan::narrow_dbias the bias's own dtype; a stride of 0 means: summed over that
-  // dimension. Its data is there when a backend runs, not while it is chosen.
+  // float32 (float64 for float64), with Plan::dbias_in_bias_dtype the bias's own dtype; a stride of 0 means: summed
+  // over that dimension. Its data is there when a backend runs, not while it is chosen.
   TensorView dbias;
   void* dalibi = nullptr;  // [b, h_q] contiguous, float32 (float64 for float64)
 };

@@ -69,14 +69,17 @@ FLASH_DEVICE Band make_band(const Problem& problem, int64_t len_q, int64_t len_k
 
 FLASH_DEVICE Band make_band(const Problem& problem) { return make_band(problem, problem.len_q, problem.len_k); }
 
+constexpr int64_t kMostLength = 1 << 30;  // kernels refuse lengths from here on, or from less
+
 // The band of lengths that fit an int, as the inner loops of a GPU have it: key j is seen by query i when j - i is in
 // [lower, upper] and j < len_k.
 struct TileBand {
   int lower, upper, len_k;
 
   FLASH_DEVICE static TileBand make(const Band& band, int len_k) {
-    constexpr int64_t kFar = 1 << 30;  // kernels refuse lengths from here on, or from less
-    const auto clamp = [](int64_t x) { return static_cast<int>(x < -kFar ? -kFar : (x > kFar ? kFar : x)); };
+    const auto clamp = [](int64_t x) {
+      return static_cast<int>(x < -kMostLength ? -kMostLength : (x > kMostLength ? kMostLength : x));
+    };
     return {clamp(band.lower), clamp(band.upper), len_k};
   }
   // True when a tile has a pair that is not kept.

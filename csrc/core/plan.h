@@ -34,9 +34,9 @@ struct Plan {
     for (const Use& use : on_chip) bytes += use.bytes;
     return bytes;
   }
-  int64_t scratch_bytes = 0;  // memory beside inputs and outputs
-  bool narrow_dbias = false;  // dbias is wanted in the bias's own dtype, not in float
-  int64_t grid = 0;           // work items
+  int64_t scratch_bytes = 0;         // memory beside inputs and outputs
+  bool dbias_in_bias_dtype = false;  // dbias is wanted in the bias's own dtype, not in float
+  int64_t grid = 0;                  // work items
   double waves = 0.0;
   int64_t l2_section = 0;  // key heads whose tiles run together, so that their K and V stay in the L2 cache; 0: no such
   int producer_registers = 0;  // of a thread that loads, where roles have their own numbers

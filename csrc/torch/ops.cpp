@@ -236,7 +236,7 @@ Gradients gradients(const Tensor& grad_out, const Tensor& grad_lse, const Inputs
     plans[i] = stages[i].plan(parts[i].fwd.problem, device);
     scratch_bytes = std::max(scratch_bytes, plans[i].scratch_bytes);
     if (!parts[i].fwd.problem.wants_dbias) continue;
-    dbias = allocate(in.bias.sizes(), in.query, plans[i].narrow_dbias ? in.bias.scalar_type() : accumulate);
+    dbias = allocate(in.bias.sizes(), in.query, plans[i].dbias_in_bias_dtype ? in.bias.scalar_type() : accumulate);
     parts[i].dbias.data = dbias.mutable_data_ptr();
     // What the longest sequence may have beyond the tensors' rows is no score of the problem's.
     const Problem& own = parts[i].fwd.problem;

@@ -167,10 +167,7 @@ inline Sink sink_at(const Problem& problem, const TensorView& view, Element type
   return {const_cast<void*>(at.data), type, at.row_stride, at.col_stride};
 }
 
-inline int clamp_index(int64_t x) {
-  constexpr int64_t kFar = int64_t{1} << 30;
-  return static_cast<int>(std::clamp(x, -kFar, kFar));
-}
+inline int clamp_index(int64_t x) { return static_cast<int>(std::clamp(x, -kMostLength, kMostLength)); }
 
 // The band of a tile of S at (query, key), with rows queries and cols keys inside the tensors.
 inline TileDiagonals tile_band(const Band& band, int64_t query, int64_t key, int rows, int cols) {

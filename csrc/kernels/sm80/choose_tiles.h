@@ -25,7 +25,7 @@ struct ForwardChoice {
 
 struct BackwardChoice {
   bool small_tiles;
-  bool narrow_dbias;
+  bool dbias_in_bias_dtype;
   int64_t shared_limit, shared_bytes;  // of a block of the main kernel: what it may have, what it has
   int64_t resident;                    // blocks that run at a time, 0: not known
 };

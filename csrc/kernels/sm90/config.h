@@ -175,7 +175,7 @@ struct ForwardSmem {
 };
 
 constexpr int kSharedMemoryLimit = 227 * 1024;  // of one block on 9.0
-constexpr int kWorks = 2;                       // of the tiles that the producer has told the consumers of
+constexpr int kWorks = 2;                       // of the tiles that the producer has published
 constexpr int kWorkBytes = 32;                  // of each, see forward/work.cuh
 constexpr int kPackedWorkBytes = 48;            // of packed sequences, forward/packed.cuh
 constexpr int kScoreStages = 4;                 // of bias and mask, at most; how many fit depends on what there is

@@ -17,7 +17,7 @@ static_assert(kPanelBytes == cuda::kBoxBytes);
 // A place in a ring of stages. The consumer waits for full with `phase`, the producer for empty with the other one, so
 // that its first round does not wait.
 template <int kStages>
-struct RingPlace {
+struct RingState {
   int stage = 0;
   uint32_t phase = 0;
   __device__ __forceinline__ void advance() {

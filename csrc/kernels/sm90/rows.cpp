@@ -237,7 +237,7 @@ Plan plan_backward(const Problem& problem, const DeviceInfo& device) {
   plan.use("lse and delta", smem.barriers - smem.stats);
   plan.use("barriers and alignment", smem.total - smem.barriers);
   plan.scratch_bytes = instance.backward_scratch_bytes(problem, false);
-  plan.narrow_dbias = has_bias_gradient(problem);
+  plan.dbias_in_bias_dtype = has_bias_gradient(problem);
   set_grid(plan, schedule, schedule.size(), persistent, device);
   choose_backward(plan, device, false);
   return plan;

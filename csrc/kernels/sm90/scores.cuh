@@ -66,16 +66,16 @@ __device__ __forceinline__ DropoutParams dropout_of(const ForwardParams&) { retu
 
 constexpr int kScoreLoaders = 96;  // threads
 
-struct ScorePlace {
+struct ScoreState {
   int stages;
   int stage = 0;
   uint32_t phase = 0;
-  __device__ __forceinline__ explicit ScorePlace(int stages_) : stages(stages_) {}
+  __device__ __forceinline__ explicit ScoreState(int stages_) : stages(stages_) {}
   // The one after `count` others.
-  __device__ __forceinline__ ScorePlace(int stages_, uint32_t count)
+  __device__ __forceinline__ ScoreState(int stages_, uint32_t count)
       : stages(stages_), stage(static_cast<int>(count % stages_)), phase(count / stages_ % 2) {}
-  __device__ __forceinline__ explicit ScorePlace(const ScoredParams& params) : ScorePlace(params.scores.stages) {}
-  __device__ __forceinline__ explicit ScorePlace(const ForwardParams&) : ScorePlace(0) {}  // no such ring
+  __device__ __forceinline__ explicit ScoreState(const ScoredParams& params) : ScoreState(params.scores.stages) {}
+  __device__ __forceinline__ explicit ScoreState(const ForwardParams&) : ScoreState(0) {}  // no such ring
   __device__ __forceinline__ void advance() {
     if (++stage == stages) {
       stage = 0;
@@ -171,8 +171,8 @@ __device__ __forceinline__ void load_scores(const typename Traits::Params& param
                                             const typename Traits::Rings& rings) {
   constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN;
   const ScoreParams& scores = params.scores;
-  typename Traits::WorkPlace w;
-  ScorePlace place(params);
+  typename Traits::WorkState w;
+  ScoreState place(params);
   int len_q = params.len_q, len_k = params.band.len_k;
   while (true) {
     typename Traits::Work work;
@@ -348,7 +348,7 @@ __device__ __forceinline__ void apply_scores(float (&s)[kCols / 2], const ScoreP
 // The next stage: applied to S, or only handed back.
 template <class T, int kCols, bool kCapsNear, class Function, class Ring>
 __device__ __forceinline__ void take_scores(float (&s)[kCols / 2], const ScoreParams& params, const Ring& ring,
-                                            ScorePlace& place, int warp_row, float slope, int distance) {
+                                            ScoreState& place, int warp_row, float slope, int distance) {
   if (params.stage_bytes > 0) barrier_wait(ring.full(place.stage), place.phase);
   apply_scores<T, kCols, kCapsNear, Function>(s, params, ring.tile(0) + place.stage * params.stage_bytes, warp_row,
                                               slope, distance);
@@ -358,7 +358,7 @@ __device__ __forceinline__ void take_scores(float (&s)[kCols / 2], const ScorePa
   place.advance();
 }
 template <class Ring>
-__device__ __forceinline__ void skip_scores(const ScoreParams& params, const Ring& ring, ScorePlace& place) {
+__device__ __forceinline__ void skip_scores(const ScoreParams& params, const Ring& ring, ScoreState& place) {
   if (params.stage_bytes == 0) return;
   barrier_wait(ring.full(place.stage), place.phase);
   __syncwarp();

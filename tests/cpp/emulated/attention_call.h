@@ -199,7 +199,7 @@ class Call {
         dv(heads_v, c_.len_k, d_v_, c_.layout);
     Matrices<float> dbias(bias_heads_, rows_, c_.len_k, Layout::kHeadsFirst),
         dalibi(c_.heads_q, 1, 1, Layout::kHeadsFirst);
-    Matrices<T> narrow_dbias(bias_heads_, rows_, c_.len_k, Layout::kHeadsFirst);
+    Matrices<T> dbias_of_dtype(bias_heads_, rows_, c_.len_k, Layout::kHeadsFirst);
     // Gradients of a large scale do not fit fp16.
     const bool wide = std::is_same_v<T, __half> && std::abs(c_.scale) > 16;
     Matrices<float> wide_dq(heads_q, c_.len_q, d_, c_.layout), wide_dk(heads_k, c_.len_k, d_, c_.layout);
@@ -220,16 +220,16 @@ class Call {
     if (main == nullptr) throw std::runtime_error(why(consider(table, Pass::kBackward, {back.fwd, &back}, device)));
     EXPECT_EQ(stages.size(), 1);
     const Plan plan = main->plan(problem, device);
-    if (plan.narrow_dbias) {
+    if (plan.dbias_in_bias_dtype) {
       const TensorView wide = back.dbias;
-      back.dbias = narrow_dbias.view();
+      back.dbias = dbias_of_dtype.view();
       back.dbias.row_stride = wide.row_stride;
       back.dbias.head_stride = wide.head_stride;
     }
     main->backward(back, plan, allocate(plan));
     for (const bool holds : {out.guards_hold(), lse.guards_hold(), dq.guards_hold(), dk.guards_hold(), dv.guards_hold(),
                              wide_dq.guards_hold(), wide_dk.guards_hold(), dbias.guards_hold(),
-                             narrow_dbias.guards_hold(), dalibi.guards_hold()}) {
+                             dbias_of_dtype.guards_hold(), dalibi.guards_hold()}) {
       EXPECT_TRUE(holds) << "something beside a result was written";
     }
     return {out.values(),
@@ -237,7 +237,7 @@ class Call {
             wide ? wide_dq.values() : dq.values(),
             wide ? wide_dk.values() : dk.values(),
             dv.values(),
-            plan.narrow_dbias ? narrow_dbias.values() : dbias.values(),
+            plan.dbias_in_bias_dtype ? dbias_of_dtype.values() : dbias.values(),
             dalibi.values()};
   }
 

@@ -74,7 +74,7 @@ inline BackwardArgs without_values(BackwardArgs args, float* zeros) {
 // Whether the gradient is wanted in bf16: where this may serve, and if it does not, bias_gradient/kernel.cuh writes it
 // so.
 template <class Traits>
-bool has_narrow_dbias(const Problem& problem, const DeviceInfo& device) {
+bool has_dbias_in_bias_dtype(const Problem& problem, const DeviceInfo& device) {
   return !problem.packed && Traits::kSendsDbias &&
          has_tensor_maps(device, sizeof(typename Traits::T), Traits::kHeadDim) && problem.wants_dbias &&
          problem.bias_dtype == DType::kBFloat16 && !problem.wants_dalibi && problem.dropout_p == 0.0 &&
@@ -96,7 +96,7 @@ template <class Traits>
 int dbias_launches(const BackwardArgs& args, const BackwardChoice& choice) {
   const Problem& problem = args.fwd.problem;
   const TensorView& view = args.dbias;
-  if (!choice.narrow_dbias || args.d_lse != nullptr) return 0;
+  if (!choice.dbias_in_bias_dtype || args.d_lse != nullptr) return 0;
   if (!cuda::is_made_for(backward_kernel<Traits>, 90)) return 0;  // a later card's, made of PTX of 8.0, has no boxes
   if (!problem.wants_dq && !problem.wants_dk && !problem.wants_dv) return 0;  // then that pass is less work
   if (problem.heads_k != problem.heads_v && problem.wants_dv) return 0;       // which is two launches as it is
@@ -192,11 +192,11 @@ Plan plan_backward(const Problem& problem, const DeviceInfo& device) {
     plan.use("dq", smem.total - smem.dq);
     plan.on_chip_limit = device.shared_memory_per_block;
     plan.scratch_bytes = backward_scratch<Traits>(problem, nullptr).bytes;
-    plan.narrow_dbias = has_narrow_dbias<Traits>(problem, device);
+    plan.dbias_in_bias_dtype = has_dbias_in_bias_dtype<Traits>(problem, device);
     plan.grid = key_tiles(problem, Traits::kBlockN) * elements_of(problem) * problem.heads_k;
     if (device.multiprocessors > 0) plan.waves = static_cast<double>(plan.grid) / device.multiprocessors;
     plan.choose(BackwardChoice{.small_tiles = small,
-                               .narrow_dbias = plan.narrow_dbias,
+                               .dbias_in_bias_dtype = plan.dbias_in_bias_dtype,
                                .shared_limit = plan.on_chip_limit,
                                .shared_bytes = plan.on_chip_bytes(),
                                .resident = device.multiprocessors});  // mostly one block each
@@ -242,16 +242,16 @@ void launch_backward(const BackwardArgs& given, const BackwardChoice& choice, vo
     if (!finds_renorm_rows(problem)) args.fwd.lse = scratch.shift;
   }
   const int by_boxes = problem.wants_dbias ? dbias_launches<Traits>(args, choice) : 0;
-  scratch.direct_dbias = problem.wants_dbias && !choice.narrow_dbias && is_whole(problem, args.dbias);
+  scratch.direct_dbias = problem.wants_dbias && !choice.dbias_in_bias_dtype && is_whole(problem, args.dbias);
   if (by_boxes > 0) {
     scratch.dbias_map = cuda::make_tensor_map(problem, args.dbias, problem.heads_q, problem.len_q, problem.len_k,
                                               Traits::kBlockM, cuda::Promotion::k128, 1, kDbiasCols);
   } else if (problem.wants_dbias && !scratch.direct_dbias) {
-    run_bias_gradient<Element, kHeadDim>(args, scratch, choice.shared_limit, choice.narrow_dbias);
+    run_bias_gradient<Element, kHeadDim>(args, scratch, choice.shared_limit, choice.dbias_in_bias_dtype);
   }
   if (scratch.direct_dbias ||
       (by_boxes > 0 && (problem.packed || !make_band(problem).unbounded()))) {  // some tiles are not visited
-    const int64_t bytes = bias_elements(problem, args.dbias) * (choice.narrow_dbias ? 2 : 4);
+    const int64_t bytes = bias_elements(problem, args.dbias) * (choice.dbias_in_bias_dtype ? 2 : 4);
     cuda::check(cudaMemsetAsync(args.dbias.data, 0, bytes, static_cast<cudaStream_t>(args.fwd.stream)), "memset");
   }
   const bool skips = problem.packed || !make_band(problem).unbounded();  // some tiles of queries see no key

@@ -114,7 +114,7 @@ struct TileRanges {
   }
 };
 
-constexpr int kKeyWorkBytes = 32;        // of a tile of keys that one thread tells the others of, see work.cuh
+constexpr int kKeyWorkBytes = 32;        // of a tile of keys that one thread publishes, see work.cuh
 constexpr int kPackedKeyWorkBytes = 64;  // of packed sequences
 
 struct BackwardSmem {
@@ -129,7 +129,7 @@ constexpr int kMaskBytes = kScoreRows * BackwardShape::block_n / 8;  // of a slo
 
 constexpr int kDropKeyBytes = 3 * 64;  // of the warps that draw
 
-// work_bytes: of each of two tiles of keys that all are told of.
+// work_bytes: of each of two tiles of keys that are published.
 constexpr BackwardSmem backward_smem(BackwardShape shape, int head_dim, int work_bytes = kKeyWorkBytes) {
   BackwardSmem smem;
   smem.v = smem.k + tile_bytes(shape.block_n, head_dim);

@@ -1,7 +1,7 @@
 // dQ in one order: what backward has in deterministic mode, and where it is faster, beside its consumers. Threads of
 // warps of their own:
 //
-//   load_queries_in_order  takes the next tile of keys from a counter and tells all others; loads Q and dO
+//   load_queries_in_order  takes the next tile of keys from a counter and publishes it; loads Q and dO
 //   load_keys_in_order     loads K and V
 //   add_in_order           adds dQ to global memory for all consumers when it is this tile's turn; two, who take turns
 //
@@ -28,14 +28,14 @@
 
 namespace flash_ext::sm90 {
 
-// As RingPlace<2>, but one register: the threads of a producer warpgroup have few.
+// As RingState<2>, but one register: the threads of a producer warpgroup have few.
 struct Place2 {
   uint32_t count = 0;
   __device__ __forceinline__ int stage() const { return count & 1; }
   __device__ __forceinline__ uint32_t phase() const { return count >> 1 & 1; }
 };
 
-// What load_queries_in_order told. The stage stays as it is until the reader has arrived at its empty barrier.
+// What load_queries_in_order published. The stage stays as it is until the reader has arrived at its empty barrier.
 template <class Traits>
 __device__ __forceinline__ typename Traits::Work read_work(const typename Traits::Tiles& tiles, Place2 place) {
   typename Traits::Work work;
@@ -61,8 +61,8 @@ __device__ __forceinline__ PackedKeyWork uniform(PackedKeyWork work) {
 }
 
 // Of a PackedKeyWork in shared memory the number at this offset.
-__device__ __forceinline__ int packed_number(uint32_t told, size_t offset) {
-  return load_shared_int(told + static_cast<uint32_t>(offset));
+__device__ __forceinline__ int packed_number(uint32_t published, size_t offset) {
+  return load_shared_int(published + static_cast<uint32_t>(offset));
 }
 
 // Where the packed tile of keys that a block works on lies in shared memory.
@@ -72,7 +72,7 @@ __device__ __forceinline__ uint32_t packed_work_at(const typename Traits::Tiles&
   return tiles.packed_work();
 }
 
-// fn(work) for all that is told, in one thread.
+// fn(work) for all that is published, in one thread.
 template <class Traits, class Fn>
 __device__ __forceinline__ void for_works(const typename Traits::Tiles& tiles, const Fn& fn) {
   for (Place2 place;; ++place.count) {
@@ -85,12 +85,12 @@ __device__ __forceinline__ void for_works(const typename Traits::Tiles& tiles, c
 
 // The same of packed sequences; fn(where the work lies).
 template <class Traits, class Fn>
-__device__ __forceinline__ void for_told(const typename Traits::Tiles& tiles, const Fn& fn) {
+__device__ __forceinline__ void for_published(const typename Traits::Tiles& tiles, const Fn& fn) {
   for (Place2 place;; ++place.count) {
-    const uint32_t told = tiles.works().tile(place.stage());
+    const uint32_t published = tiles.works().tile(place.stage());
     barrier_wait(tiles.works().full(place.stage()), place.phase());
-    if (packed_number(told, offsetof(PackedKeyWork, step)) == 0) return;
-    fn(told);
+    if (packed_number(published, offsetof(PackedKeyWork, step)) == 0) return;
+    fn(published);
     barrier_arrive(tiles.works().empty(place.stage()));
   }
 }
@@ -106,19 +106,19 @@ __device__ __forceinline__ void in_order(const BackwardParams& params, const Key
 }
 
 // Of PackedKeyWork in shared memory what a box needs. NOTE: no more, because these threads have 24 registers.
-__device__ __forceinline__ PackedKeyWork read_query_part(uint32_t told) {
+__device__ __forceinline__ PackedKeyWork read_query_part(uint32_t published) {
   PackedKeyWork work;
-  work.head_k = packed_number(told, offsetof(PackedKeyWork, head_k));
-  work.row_q = packed_number(told, offsetof(PackedKeyWork, row_q));
-  work.edges.len_q = packed_number(told, offsetof(PackedKeyWork, edges.len_q));
+  work.head_k = packed_number(published, offsetof(PackedKeyWork, head_k));
+  work.row_q = packed_number(published, offsetof(PackedKeyWork, row_q));
+  work.edges.len_q = packed_number(published, offsetof(PackedKeyWork, edges.len_q));
   return work;
 }
-__device__ __forceinline__ PackedKeyWork read_key_part(uint32_t told) {
+__device__ __forceinline__ PackedKeyWork read_key_part(uint32_t published) {
   PackedKeyWork work;
-  work.head_k = packed_number(told, offsetof(PackedKeyWork, head_k));
-  work.first_key = packed_number(told, offsetof(PackedKeyWork, first_key));
-  work.row_k = packed_number(told, offsetof(PackedKeyWork, row_k));
-  work.edges.band.len_k = packed_number(told, offsetof(PackedKeyWork, edges.band.len_k));
+  work.head_k = packed_number(published, offsetof(PackedKeyWork, head_k));
+  work.first_key = packed_number(published, offsetof(PackedKeyWork, first_key));
+  work.row_k = packed_number(published, offsetof(PackedKeyWork, row_k));
+  work.edges.band.len_k = packed_number(published, offsetof(PackedKeyWork, edges.band.len_k));
   return work;
 }
 
@@ -160,13 +160,13 @@ __device__ __forceinline__ void load_queries_in_order(const typename Traits::Par
     if constexpr (Traits::kPacked) {
       if (!tell_packed<Traits>(params, tiles, work_place, number, m)) return;
     } else {
-      Work told = {};
-      if (number < params.tiles) told = Work::template at<kBlockM, Traits::kBlockN>(params, number);
+      Work published = {};
+      if (number < params.tiles) published = Work::template at<kBlockM, Traits::kBlockN>(params, number);
       barrier_wait(works.empty(work_place.stage()), work_place.phase() ^ 1);
-      store_shared(stage, told);
+      store_shared(stage, published);
       barrier_arrive(works.full(work_place.stage()));
-      if (told.step == 0) return;
-      m = told.begin_m();
+      if (published.step == 0) return;
+      m = published.begin_m();
     }
     for (int member = 0;;) {
       Work work;  // NOTE: again, because keeping it costs registers that this thread does not have.
@@ -205,16 +205,16 @@ __device__ __forceinline__ void load_queries_in_order(const typename Traits::Par
 }
 
 // A warp, whose first lane loads. It also tells with K whether the tile of keys meets a renormalised row
-// (renormalise.cuh): asked by the consumers it kept them waiting between two tiles of keys. NOTE: what is told is read
-// again, and renormalised rows one by one: there are 24 registers.
+// (renormalise.cuh): asked by the consumers it kept them waiting between two tiles of keys. NOTE: what is published is
+// read again, and renormalised rows one by one: there are 24 registers.
 template <class Traits>
 __device__ __forceinline__ void load_keys_in_order(const typename Traits::Params& params,
                                                    const typename Traits::Tiles& tiles) {
   using Work = typename Traits::Work;
   uint32_t phase = 0;
   for (Place2 place;; ++place.count) {
-    const uint32_t told = tiles.works().tile(place.stage());
-    const auto number = [&](size_t offset) { return load_shared_int(told + static_cast<uint32_t>(offset)); };
+    const uint32_t published = tiles.works().tile(place.stage());
+    const auto number = [&](size_t offset) { return load_shared_int(published + static_cast<uint32_t>(offset)); };
     barrier_wait(tiles.works().full(place.stage()), place.phase());
     if (number(offsetof(Work, step)) == 0) return;
     if (number(offsetof(Work, first_m)) < number(offsetof(Work, last_m))) {
@@ -234,9 +234,9 @@ __device__ __forceinline__ void load_keys_in_order(const typename Traits::Params
       const auto load = [&](const Ring<Traits::kKvBytes>& ring, const TensorMap& map) {
         Work work;
         if constexpr (Traits::kPacked) {
-          work = read_key_part(told);
+          work = read_key_part(published);
         } else {
-          load_shared(work, told);
+          load_shared(work, published);
         }
         barrier_expect(ring.full(0), Traits::kKvBytes);
         load_panels<Traits::kBlockN, Traits::kPanels>(ring.tile(0), ring.full(0), map,
@@ -294,8 +294,8 @@ __device__ __forceinline__ void add_in_order(const typename Traits::Params& para
     return step > 0 ? ranges.last_keys_of(m) - n : n - ranges.first_keys_of(m);
   };
   if constexpr (Traits::kPacked) {
-    for_told<Traits>(tiles, [&](uint32_t told) {
-      const auto number = [&](size_t offset) { return packed_number(told, offset); };
+    for_published<Traits>(tiles, [&](uint32_t published) {
+      const auto number = [&](size_t offset) { return packed_number(published, offset); };
       int m = number(offsetof(PackedKeyWork, first_m)), left = number(offsetof(PackedKeyWork, last_m)) - m;
       if (number(offsetof(PackedKeyWork, step)) < 0) m += left - 1;
 #pragma unroll 1
@@ -304,7 +304,7 @@ __device__ __forceinline__ void add_in_order(const typename Traits::Params& para
 #pragma unroll 1
         for (int member = 0; member < params.group_size; ++member, tile += params.m_blocks) {
           add([&] {
-            const SequenceEdges edges = packed_edges(told);
+            const SequenceEdges edges = packed_edges(published);
             return Turn{tile, tiles_before({edges.band.lower, edges.band.upper, edges.len_q, edges.band.len_k},
                                            number(offsetof(PackedKeyWork, step)), m,
                                            number(offsetof(PackedKeyWork, first_key)) / kBlockN)};

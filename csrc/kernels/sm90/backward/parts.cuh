@@ -62,8 +62,8 @@ struct BackwardTraits {
   static constexpr int kStagingBytes = 16 * kDqCols * 4;
   static_assert(kStagingBytes >= 16 * kPanels * kPanelBytes, "a warp's rows of dK fit where its dQ was");
   static constexpr int kKSteps = kStored ? 0 : kShape.k_steps;  // NOTE: beside stores of dQ 4 and 8 bytes spilled
-  using Place = RingPlace<kShape.stages>;
-  using DsPlace = RingPlace<kShape.ds_stages>;
+  using Place = RingState<kShape.stages>;
+  using DsState = RingState<kShape.ds_stages>;
   // Whoever has read dS says so; else the order of the products does (kernel.cuh).
   static constexpr bool kReturnsDs = kShape.defers || kShape.ds_stages == 1;
 
@@ -103,7 +103,7 @@ struct BackwardTraits {
               base + kSmem.barriers + 32 + kShape.stages * 32 + kShape.ds_stages * 16 + kScoreStages * 16};
     }
     // kOrdered: the staging of all warps as one, by parity of the tile of queries; which that is, of a stage of Q;
-    // tiles of keys that all are told of; whether the one whose K is there meets a renormalised row.
+    // tiles of keys that are published; whether the one whose K is there meets a renormalised row.
     __device__ __forceinline__ uint32_t dq_full(int parity) const { return base + kSmem.walk + parity * 8; }
     __device__ __forceinline__ uint32_t dq_empty() const { return base + kSmem.walk + 16; }
     __device__ __forceinline__ uint32_t m_block(int stage) const { return base + kSmem.walk + 24 + stage * 4; }

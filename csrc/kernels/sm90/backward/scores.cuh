@@ -143,7 +143,7 @@ template <class Traits, class Fn>
 __device__ __forceinline__ void for_slots(const typename Traits::Params& params, const typename Traits::Tiles& tiles,
                                           const ScoreView& view, int first, int step, const Fn& fn) {
   const Ring<0> ring = tiles.scores();
-  ScorePlace place(params.scores.stages);
+  ScoreState place(params.scores.stages);
   for_heads<Traits>(params, tiles, [&](const typename Traits::Work& work, int member) {
     const char* const from = view.of(work.head_k * params.group_size + member, work.b0, work.b1);
     const int last_row = work.last_m * Traits::kBlockM;
@@ -276,7 +276,7 @@ using KeptOfMask = KeptBits<Traits::kBlockM / kScoreRows>;
 template <class Traits, bool kRenorm>
 __device__ __forceinline__ void apply_backward_scores(float (&s)[Traits::kBlockM / 2], KeptOfMask<Traits>& kept,
                                                       const ScoredBackwardParams& params,
-                                                      const typename Traits::Tiles& tiles, ScorePlace& place,
+                                                      const typename Traits::Tiles& tiles, ScoreState& place,
                                                       int warp_key, float slope, int distance) {
   if (params.scores.alibi.slopes != nullptr) {
     add_alibi(s, -slope * params.inverse_scale, distance);
@@ -300,7 +300,7 @@ __device__ __forceinline__ void apply_backward_scores(float (&s)[Traits::kBlockM
 template <class Traits, bool kMayRenorm>
 __device__ __forceinline__ void take_backward_scores(float (&s)[Traits::kBlockM / 2], float (&dv)[Traits::kHeadDim / 2],
                                                      KeptOfMask<Traits>& kept, const ScoredBackwardParams& params,
-                                                     const typename Traits::Tiles& tiles, int stage, ScorePlace& place,
+                                                     const typename Traits::Tiles& tiles, int stage, ScoreState& place,
                                                      int warp_key, float slope, int distance) {
   if (!kMayRenorm || !has_renorm(tiles.stats_renorm(stage))) {
     apply_backward_scores<Traits, false>(s, kept, params, tiles, place, warp_key, slope, distance);

@@ -42,7 +42,7 @@ struct BackwardConsumer {
   const uint32_t staging;                    // this warp's
 
   uint32_t done = 0, phase = 0;                     // tiles of queries so far; of K and V
-  typename Traits::DsPlace ds_place{}, dq_place{};  // dS that is written next, and that dQ reads next
+  typename Traits::DsState ds_place{}, dq_place{};  // dS that is written next, and that dQ reads next
   Place2 work_place{};                              // ordered
 
   // Of a tile of keys.
@@ -53,7 +53,7 @@ struct BackwardConsumer {
   DqAddress dq;     // this warp's part of the next that is added; kRereads: the number of that tile
   int64_t kept_jump;
   typename Traits::Place place;
-  ScorePlace scores{0};
+  ScoreState scores{0};
   Inside inside;
   float ds_scale, ds_unscale;
   QueryPlace at;  // ordered: its m is what the producer says
@@ -122,7 +122,7 @@ struct BackwardConsumer {
     kept_jump = find_jump(params.m_blocks);
     place = {static_cast<int>(done % kShape.stages), done / kShape.stages % 2};
     if constexpr (Traits::kScored) {  // found anew, too
-      scores = ScorePlace(params.scores.stages, done * (kBlockM / kScoreRows));
+      scores = ScoreState(params.scores.stages, done * (kBlockM / kScoreRows));
     }
     if constexpr (!Traits::kOrdered) done += total;
     inside = work.template ranges<kBlockM, 64>(params).inside(work.first_key + consumer * 64);
@@ -295,7 +295,7 @@ struct BackwardConsumer {
   }
 
   // Where dS is written or read: kDefers: at `own`, else at the place of the tile of queries.
-  __device__ __forceinline__ typename Traits::DsPlace ds_place_of(const typename Traits::DsPlace& own) const {
+  __device__ __forceinline__ typename Traits::DsState ds_place_of(const typename Traits::DsState& own) const {
     if constexpr (kDefers) {
       return own;
     } else if constexpr (Traits::kReturnsDs) {  // one stage

@@ -27,7 +27,7 @@ struct KeyRows {
   QueryPlace at;
   const bool drops;
   const DropoutDraws draws;
-  ScorePlace slot;
+  ScoreState slot;
 
   __device__ __forceinline__ KeyRows(const typename Traits::Params& params_, const typename Traits::Keys& tiles_,
                                      int warp_)

@@ -81,7 +81,7 @@ struct TwoPassTraits {
   static constexpr KeysSmem kKeysSmem = keys_smem(kShape, kHeadDim);
   static constexpr QueriesSmem kQueriesSmem = queries_smem(kShape, kHeadDim);
   static_assert(two_pass_fits(kHeadDim, kScoreKind));
-  using Place = RingPlace<kStages>;
+  using Place = RingState<kStages>;
 
   // Shared memory of the keys' kernel. Barriers: K and V, then those of the rings.
   struct Keys {

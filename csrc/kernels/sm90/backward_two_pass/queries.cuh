@@ -12,7 +12,7 @@ __device__ __forceinline__ void produce_for_queries(const TwoPassParams& params,
   const TwoPassWork work = TwoPassWork::of_queries<2 * kBlock, kBlock>(params);
   const int head_k = work.head / params.group_size;
   typename Traits::Place k;
-  RingPlace<1> v;
+  RingState<1> v;
   const auto load_rows = [&](uint32_t first, uint32_t barrier, const TensorMap& map) {
     barrier_expect(barrier, 2 * Traits::kTileBytes);
     for (int consumer = 0; consumer < 2; ++consumer) {
@@ -70,7 +70,7 @@ struct QueryRows {
   const float ds_scale;     // with 2^10 P, as -lse log2(e) has it
   const bool drops;
   const DropoutDraws draws;
-  ScorePlace slot;
+  ScoreState slot;
   const float slope;
 
   __device__ __forceinline__ QueryRows(const typename Traits::Params& params_, const typename Traits::Queries& tiles_,
@@ -203,7 +203,7 @@ __device__ __forceinline__ void consume_queries(const typename Traits::Params& p
   [[maybe_unused]] typename Rows::Scores own_dp;
   auto& dp = chosen<kLateDp>(s, own_dp);
   typename Traits::Place k;
-  RingPlace<1> v;
+  RingState<1> v;
   int n = work.first;
 
   const auto issue_dp = [&] { issue_next_scores<T, kBlock, kBlock, kHeadDim>(dp, d_out_desc, v_ring, v); };

@@ -29,7 +29,7 @@ __device__ __forceinline__ void load_slots(const ScoreParams& scores, const Ring
                                            int len_q, int len_k, const Slots& for_slots) {
   constexpr int kBlock = TwoPassShape::block;
   if (scores.stage_bytes == 0) return;
-  ScorePlace place(scores.stages);
+  ScoreState place(scores.stages);
   for_slots([&](int head, int first_query, int first_key) {
     barrier_wait(ring.empty(place.stage), place.phase ^ 1);
     const uint32_t slot = ring.tile(0) + place.stage * scores.stage_bytes;
@@ -53,14 +53,14 @@ __device__ __forceinline__ void load_slots(const ScoreParams& scores, const Ring
 }
 
 // The first slot; without scores there is no such ring.
-__device__ __forceinline__ ScorePlace keys_slot(const ScoredTwoPassParams& params) {
-  return ScorePlace(params.keys_scores.stages);
+__device__ __forceinline__ ScoreState keys_slot(const ScoredTwoPassParams& params) {
+  return ScoreState(params.keys_scores.stages);
 }
-__device__ __forceinline__ ScorePlace keys_slot(const TwoPassParams&) { return ScorePlace(0); }
-__device__ __forceinline__ ScorePlace queries_slot(const ScoredTwoPassParams& params) {
-  return ScorePlace(params.queries_scores.stages);
+__device__ __forceinline__ ScoreState keys_slot(const TwoPassParams&) { return ScoreState(0); }
+__device__ __forceinline__ ScoreState queries_slot(const ScoredTwoPassParams& params) {
+  return ScoreState(params.queries_scores.stages);
 }
-__device__ __forceinline__ ScorePlace queries_slot(const TwoPassParams&) { return ScorePlace(0); }
+__device__ __forceinline__ ScoreState queries_slot(const TwoPassParams&) { return ScoreState(0); }
 
 // ---- use ------------------------------------------------------------------------------------------------------------
 
@@ -180,7 +180,7 @@ __device__ __forceinline__ float value_scale(const typename Traits::Params& para
 // The next slot, applied to S or S^T. keep: as of cap_or_call, called where there is a softcap.
 template <class Traits, int kKeys, bool kTransposed, int kCount, class Keep>
 __device__ __forceinline__ void take_slot(float (&s)[kCount], KeptBits<1>& kept, const ScoreParams& scores,
-                                          const Ring<0>& ring, ScorePlace& place, int warp_row, float slope,
+                                          const Ring<0>& ring, ScoreState& place, int warp_row, float slope,
                                           int distance, const Keep& keep) {
   const uint32_t slot = ring.tile(0) + place.stage * scores.stage_bytes;
   if (scores.stage_bytes > 0) barrier_wait(ring.full(place.stage), place.phase);

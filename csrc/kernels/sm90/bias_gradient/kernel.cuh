@@ -27,8 +27,8 @@ __device__ __forceinline__ void produce_items(const BiasGradientParams& params, 
   const int len_q = static_cast<int>(problem.len_q);
   const auto entries = tiles.entries();
   const auto operands = tiles.operands();
-  RingPlace<kItemStages> item_place;
-  RingPlace<Traits::kStages> place;
+  RingState<kItemStages> item_place;
+  RingState<Traits::kStages> place;
   const uint32_t first_unit = blockIdx.x * plan.run, end_unit = min(first_unit + plan.run, plan.units());
 #pragma unroll 1
   for (uint32_t unit = first_unit; unit < end_unit; ++unit) {
@@ -102,8 +102,8 @@ __device__ __forceinline__ void consume_items(const BiasGradientParams& params, 
   const auto entries = tiles.entries();
   const auto operands = tiles.operands();
   const uint32_t kept = tiles.bias(warp_row / 16) + lane * 16;
-  RingPlace<kItemStages> item_place;
-  RingPlace<Traits::kStages> place;
+  RingState<kItemStages> item_place;
+  RingState<Traits::kStages> place;
   bool keeps = false;  // the bias of this unit
   float sum[64];
 #pragma unroll

@@ -13,7 +13,7 @@ namespace flash_ext::sm90 {
 
 constexpr int kItemStages = 2;
 
-// What the producer tells the consumers of an item. Offsets are of elements.
+// What the producer publishes of an item. Offsets are of elements.
 struct alignas(16) BiasGradientEntry {
   int64_t bias;   // of the tile's corner in the bias
   int64_t to;     // of the tile's corner in the gradient or a part of it

@@ -7,7 +7,7 @@
 // softmax of the next tile of keys runs under O += P V of this one, and so it does from one tile of queries to the
 // next: the first S of the next is issued together with the last P V of this one. Keys are walked from the last tile to
 // the first, so that the diagonal and the tail, which are masked, come first. The producer finds a block's next tile
-// and tells the consumers (work.cuh). With a bias or mask three more warps load those (scores.cuh). Called by
+// and publishes it to the consumers (work.cuh). With a bias or mask three more warps load those (scores.cuh). Called by
 // run.cuh. Invariant: a ring's full barrier is completed by TMA (that of the works by the producer), its empty
 // barrier by one arrival of each warp that reads it, after the wait that proves its wgmma finished. Where Q has two
 // stages out goes through the rows of Q that its warp alone owns, and Q's stage is handed back when that store has read
@@ -29,9 +29,9 @@ __device__ __forceinline__ void produce(const typename Traits::Params& params, c
   using Work = typename Traits::Work;
   using Found = typename Work::Found;
   constexpr int kBlockN = Traits::kBlockN, kConsumers = Traits::kConsumers;
-  typename Traits::QPlace q;
-  typename Traits::KvPlace k, v;
-  typename Traits::WorkPlace w;
+  typename Traits::QState q;
+  typename Traits::KvState k, v;
+  typename Traits::WorkState w;
   const auto load_k = [&](const Work& work, int n) {
     barrier_wait(rings.k.empty(k.stage), k.phase ^ 1);
     const auto [map, at] = work.template k_box<kBlockN>(params, n * kBlockN);
@@ -68,8 +68,8 @@ __device__ __forceinline__ void produce(const typename Traits::Params& params, c
       }
     }
   };
-  // A tile, told to the consumers.
-  const auto tell = [&](const Found& found) {
+  // A tile, to the consumers.
+  const auto publish = [&](const Found& found) {
     const Work work = Work::template at<Traits>(params, found);
     barrier_wait(rings.works.empty(w.stage), w.phase ^ 1);
     store_shared(rings.works.tile(w.stage), work);
@@ -79,7 +79,7 @@ __device__ __forceinline__ void produce(const typename Traits::Params& params, c
   };
   uint32_t linear = blockIdx.x, asked = 0;
   Found found = Work::template find<Traits>(params, linear, listed);
-  Work work = tell(found), next = {};
+  Work work = publish(found), next = {};
   load_k(work, work.last_n - 1);
   load_q(work);
   if (params.counter != nullptr) grid_dependency_wait();  // it is zero from here on
@@ -88,15 +88,15 @@ __device__ __forceinline__ void produce(const typename Traits::Params& params, c
     // with a tile of keys between them, because the number and what a list says of it are answers from L2: who waits
     // for one brings no keys meanwhile.
     const int first_n = work.first_n, top_n = work.last_n - 1;
-    const int tell_n = min(first_n + 2, top_n), find_n = min(first_n + 3, top_n), ask_n = min(first_n + 4, top_n);
+    const int publish_n = min(first_n + 2, top_n), find_n = min(first_n + 3, top_n), ask_n = min(first_n + 4, top_n);
     for (int n = top_n; n >= first_n; --n) {
       if (n == ask_n) asked = ask_tile(params, linear);
       if (n == find_n) {
         linear = gridDim.x + from_here(asked);
         found = Work::template find<Traits>(params, linear, listed);
       }
-      if (n == tell_n) {
-        next = tell(found);
+      if (n == publish_n) {
+        next = publish(found);
         if (next.any()) prefetch_q(next);
       }
       if (n > work.first_n) {
@@ -122,10 +122,10 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
   constexpr int kBlockN = Traits::kBlockN, kHeadDim = Traits::kHeadDim, kConsumers = Traits::kConsumers;
   const int lane = threadIdx.x % 32;
   const int warp_row = threadIdx.x / 32 % 4 * 16;
-  typename Traits::QPlace q;
-  typename Traits::KvPlace k, v;
-  typename Traits::WorkPlace w;
-  [[maybe_unused]] ScorePlace c(params);
+  typename Traits::QState q;
+  typename Traits::KvState k, v;
+  typename Traits::WorkState w;
+  [[maybe_unused]] ScoreState c(params);
   float o_acc[kHeadDim / 2], s_acc[kBlockN / 2];
   uint32_t p_frag[kBlockN / 4];
   typename Traits::Softmax softmax(params.to_log2);

@@ -30,9 +30,9 @@ struct TraitsOfWork {
   static constexpr bool kSpeculative = kShape.split == kSpeculates;
   using Softmax = std::conditional_t<kSpeculative, SpeculativeSoftmax<T>, RowSoftmax<kHasLimit>>;
   using Function = void;  // in the place of the softcap, see cap_or_call
-  using QPlace = RingPlace<kShape.q_stages>;
-  using KvPlace = RingPlace<kShape.stages>;
-  using WorkPlace = RingPlace<kWorks>;
+  using QState = RingState<kShape.q_stages>;
+  using KvState = RingState<kShape.stages>;
+  using WorkState = RingState<kWorks>;
 
   // Q: a tile a consumer and stage, at stage * consumers + consumer.
   struct Rings {
