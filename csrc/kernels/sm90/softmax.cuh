@@ -229,10 +229,12 @@ struct SpeculativeSoftmax : RowStats {
     own_max<0, 2 * kCount>(own, p);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float most = fmaxf(whole_row_max(own[half]), 1.f), growth = log2f(most);
-      factor[half] = 1.f / most;
-      minus[half] -= growth;
-      row_max[half] += growth / to_log2;
+      const float most = whole_row_max(own[half]), before = minus[half];
+      if (most > 1.f) {
+        minus[half] -= log2f(most);
+        row_max[half] = -minus[half] / to_log2;
+      }
+      factor[half] = exp2_fast(minus[half] - before);  // not 1 / most: log2 of it was rounded
       row_sum[half] *= factor[half];
       sum[half] *= factor[half];
     }
