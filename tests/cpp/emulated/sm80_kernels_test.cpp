@@ -7,7 +7,6 @@
 #include "kernels/sm80/rows.cpp"
 #include "kernels/stages/rows.cu"
 #include "kernels/stages/sequences.cu"
-#include "rising_cases.h"
 #include "score_functions.h"
 #include "sink_cases.h"
 #include "sm80_cases.h"
@@ -34,9 +33,6 @@ INSTANTIATE_TEST_SUITE_P(Far, Sm80Kernels, testing::ValuesIn(kFarCases),
                          [](const auto& info) { return info.param.name; });
 
 INSTANTIATE_TEST_SUITE_P(All, Sm80Kernels, testing::ValuesIn(kCases), [](const auto& info) { return info.param.name; });
-
-INSTANTIATE_TEST_SUITE_P(Rising, Sm80Kernels, testing::ValuesIn(kRisingCases),
-                         [](const auto& info) { return info.param.name; });
 
 INSTANTIATE_TEST_SUITE_P(Sinks, Sm80Kernels, testing::ValuesIn(kSinkCases),
                          [](const auto& info) { return info.param.name; });
