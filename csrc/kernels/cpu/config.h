@@ -6,6 +6,7 @@
 // Invariant: every size is a multiple of kPad, so dropout's 16x16 blocks and vectors never straddle a tile's edge.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <type_traits>
 
@@ -43,17 +44,18 @@ constexpr int64_t kFewQueries = Compute::kPairs ? 4 : 16;
 constexpr int64_t kFewHalfQueries = 24;
 // The same with the parts of Q and K exchanged, for this many keys.
 constexpr int64_t kFewKeys = 8;
-// Up to this many queries, fp32 scores and dP are sums in a tree (Products::by_tree) where few_queries() does not
-// hold, whose sums are as good. NOTE: torch's matrix products
-// sum so where there are few rows, so eager attention is more exact there: inputs of mean 2, 5 queries, E = 128 or 256,
-// one long sum had 4 to 5x its error in out and every gradient. From 16 queries on, and up to E = 256, both sum alike.
-constexpr int64_t kTreeQueries = 15;
+// Up to this many queries or keys, fp32 scores and dP are sums in a tree (Products::by_tree) where few_queries() and
+// few_keys() do not hold, whose sums are as good. NOTE: torch's matrix products
+// sum so where there are few rows or columns, so eager attention is more exact there: inputs of mean 2, 5 queries, E =
+// 128 or 256, one long sum had 4 to 5x its error in out and every gradient; inputs of mean 0, 9 to 15 keys, E = 64 to
+// 128, on AVX2 1.5 to 1.9x its error in out. From 16 on, and up to E = 256, both sum alike.
+constexpr int64_t kTreeRows = 15;
 // The inner dimension of one product of scores. NOTE: torch's matrix products sum no more at once either; one long sum
 // had 1.8 to 2.7 times the error of eager fp32 attention from E = 512 and 16 queries on.
 constexpr int kLongestSum = 256;
-// A leaf's inner dimension, and the largest product: a tile of backward, keys by the padding of the queries.
+// A leaf's inner dimension, and the largest product: a tile of forward or backward by the padding of what is few.
 constexpr int kTreeLeaf = 16;
-constexpr int kTreeTile = Tiles<ComputeF32>::kBackwardN * kPad;
+constexpr int kTreeTile = std::max(Tiles<ComputeF32>::kForwardM, Tiles<ComputeF32>::kBackwardN) * kPad;
 // A chunk of forward keeps O for all of its rows while it walks over the keys.
 constexpr int64_t kMaxChunkRows = 4096;
 // Below this many floating-point operations (work_flops) one thread is faster than waking the others (some 10 us).
@@ -67,7 +69,8 @@ constexpr int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple -
 
 template <class Compute>
 bool sums_by_tree(const Problem& problem) {
-  return std::is_same_v<Compute, ComputeF32> && problem.dtype == DType::kFloat32 && problem.len_q <= kTreeQueries;
+  return std::is_same_v<Compute, ComputeF32> && problem.dtype == DType::kFloat32 &&
+         std::min(problem.len_q, problem.len_k) <= kTreeRows;
 }
 
 // Rows of a product: exact when few, else a multiple of 8, so that the library compiles a bounded number of kernels.
