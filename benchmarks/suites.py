@@ -207,6 +207,13 @@ def cpu_varlen_cases() -> list[Case]:
     return packed_cases(128, log_normal(1024, 8, 512), width=512, heads=8, short=63, long=512)
 
 
+def large_head_dim_cases() -> list[Case]:
+    """Above 256, where PyTorch has one kernel with a fused softmax."""
+    sizes = [(2, 8, 4096, 320), (2, 8, 4096, 384), (2, 8, 4096, 512), (1, 8, 16384, 512), (8, 8, 1024, 512)]
+    cases = [Case(b, h, s, d, causal) for b, h, s, d in sizes for causal in (False, True)]
+    return [*cases, Case(1, 16, 8192, 512, causal=True, hkv=2), Case(1, 2, 2048, 512, causal=True)]
+
+
 def invariant_cases() -> list[Case]:
     """Full cards, few queries and packed sequences: who chooses by the batch, and by what."""
     return [*grid_cases(), *decode_cases(), *varlen_cases()]
@@ -242,6 +249,7 @@ SUITES: dict[str, Suite] = {
     "windows": Suite(window_cases, (*PYTORCH, "flex", OURS)),
     "extras": Suite(extra_cases, (*FUSED, "flex", *FLASH, OURS)),
     "fp32": Suite(fp32_cases, dtypes=("fp32",)),
+    "large-head-dims": Suite(large_head_dim_cases, ("torch-efficient", "torch-math", OURS)),
     "short": Suite(short_cases, (*PYTORCH, *FLASH, OURS), device="both"),
     "choice": Suite(choice_cases, (*BY_NAME, OURS)),
     "decode": Suite(decode_cases, ("torch-flash", "torch-cudnn", "torch-math", OURS), passes=("fwd",), device="both"),

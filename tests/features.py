@@ -165,7 +165,8 @@ UNSERVED: dict[str, list[Rule]] = {
     "sm80": [(("264",),)],
     "sm90": [
         (others("dtype", *HALF_TYPES),),
-        (("1", "33", "264"),),
+        (("1", "33"),),
+        (("264",), (*ADDED, "softcap"), others("wanted", "forward alone")),
         (("grouped keys",), others("wanted", "forward alone")),
         (("slopes gradient",),),
         (("256",), ADDED, others("wanted", "forward alone")),

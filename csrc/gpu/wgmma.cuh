@@ -71,8 +71,12 @@ struct Wgmma;
 #define FLASH_C8(i)                                                                                           \
   "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), "+f"(c[i + 6]), \
       "+f"(c[i + 7])
-#define FLASH_TEXT_3 FLASH_T0 ", " FLASH_T1 ", " FLASH_T2
-#define FLASH_OPERANDS_3 FLASH_C8(0), FLASH_C8(8), FLASH_C8(16)
+#define FLASH_TEXT_1 FLASH_T0
+#define FLASH_OPERANDS_1 FLASH_C8(0)
+#define FLASH_TEXT_2 FLASH_TEXT_1 ", " FLASH_T1
+#define FLASH_OPERANDS_2 FLASH_OPERANDS_1, FLASH_C8(8)
+#define FLASH_TEXT_3 FLASH_TEXT_2 ", " FLASH_T2
+#define FLASH_OPERANDS_3 FLASH_OPERANDS_2, FLASH_C8(16)
 #define FLASH_TEXT_4 FLASH_TEXT_3 ", " FLASH_T3
 #define FLASH_OPERANDS_4 FLASH_OPERANDS_3, FLASH_C8(24)
 #define FLASH_TEXT_5 FLASH_TEXT_4 ", " FLASH_T4
@@ -127,6 +131,8 @@ struct Wgmma;
   FLASH_WGMMA(__nv_bfloat16, bf16, kCount, n, p0, p1, p2, p3, p4, p5, p6) \
   FLASH_WGMMA(__half, f16, kCount, n, p0, p1, p2, p3, p4, p5, p6)
 
+FLASH_WGMMA_BOTH(1, 16, 8, 9, 10, 11, 12, 13, 14)
+FLASH_WGMMA_BOTH(2, 32, 16, 17, 18, 19, 20, 21, 22)
 FLASH_WGMMA_BOTH(3, 48, 24, 25, 26, 27, 28, 29, 30)
 FLASH_WGMMA_BOTH(4, 64, 32, 33, 34, 35, 36, 37, 38)
 FLASH_WGMMA_BOTH(5, 80, 40, 41, 42, 43, 44, 45, 46)
@@ -158,6 +164,10 @@ FLASH_WGMMA_BOTH(16, 256, 128, 129, 130, 131, 132, 133, 134)
 #undef FLASH_T13
 #undef FLASH_T14
 #undef FLASH_T15
+#undef FLASH_TEXT_1
+#undef FLASH_OPERANDS_1
+#undef FLASH_TEXT_2
+#undef FLASH_OPERANDS_2
 #undef FLASH_TEXT_3
 #undef FLASH_OPERANDS_3
 #undef FLASH_TEXT_4

@@ -15,7 +15,7 @@
 namespace flash_ext::sm90 {
 namespace {
 
-constexpr int kHeadDims[] = {64, 96, 128, 192, 256};
+constexpr int kHeadDims[] = {64, 96, 128, 192, 256, 384, 512};
 
 uint64_t bits(uint64_t descriptor, int first, int last) {
   return descriptor >> first & ((uint64_t{1} << (last - first)) - 1);

@@ -27,7 +27,7 @@ PERMISSION = (
 )
 # scan's look_back looks as far back as the run lets it, and spins; in the others the compiler joins neighbouring loads
 # of shared memory to wider ones
-SPURIOUS = 0.005  # of the requests, at most
+SPURIOUS = 0.005  # of requests and passes, at most
 DEPENDS_ON_THE_RUN = {("scan", "look_back")}
 JOINED = {
     ("scan", "blelloch"),
@@ -205,9 +205,10 @@ def test_the_run_shows_and_writes_it(
 def test_a_gpu_measures_what_is_counted(name: str) -> None:
     """Requests and sectors of global memory exactly, passes of shared memory where the compiler joins none.
 
-    Of shared memory an H200 reports up to 19 requests more (of 6,400), other ones in each run, with the same passes. A
-    copy by cp.async that is told fewer bytes than it has room for took a sector more on an H200. Passes exactly where
-    all threads ask for 4 bytes; a wider load of few words takes fewer on a card than by quarters.
+    Of shared memory an H200 reports some more, other ones in each run: up to 19 requests (of 6,400) with the same
+    passes, and 2 passes (of 576) with the same requests. A copy by cp.async that is told fewer bytes than it has room
+    for took a sector more on an H200. Passes are at least those counted where all threads ask for 4 bytes; a wider load
+    of few words takes fewer on a card than by quarters.
     """
     one = lesson(name)
     size = one.checked((), gpu=False)
@@ -232,5 +233,5 @@ def test_a_gpu_measures_what_is_counted(name: str) -> None:
             if costs is None:
                 assert copies, told
                 continue
-            exact = not joined and all(site.width == 4 for site in sites)
-            assert costs == passes if exact else costs <= passes, told
+            assert costs <= passes * (1 + SPURIOUS), told
+            assert joined or any(site.width != 4 for site in sites) or costs >= passes, told

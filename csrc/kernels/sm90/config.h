@@ -25,6 +25,10 @@ enum class Schedule : uint8_t {
 
 constexpr int kSpeculates = 0;  // P first, then a look at its sum; see SpeculativeSoftmax
 
+// Columns of V that one forward kernel sums up. Above head dim 256 a warpgroup's registers hold half of out, so there
+// is a launch for each half, and each makes all of S and P.
+constexpr int value_dim(int head_dim) { return head_dim <= 256 ? head_dim : head_dim / 2; }
+
 struct ForwardShape {
   int consumers;  // warpgroups of 64 queries
   int block_n;    // keys
@@ -65,6 +69,14 @@ enum class Tiles : uint8_t {
 
 // docs/lab/2026-11-21-hopper-forward.md says what else was measured.
 constexpr ForwardShape forward_shape(int head_dim, Tiles tiles) {
+  if (head_dim > 384) {  // NOTE: a second stage of 64 keys does not fit beside 128 queries
+    return tiles == Tiles::kScored ? ForwardShape{2, 32, 1, 1, Schedule::kOverlap, 32, false, true}
+                                   : ForwardShape{2, 32, 2, 1, Schedule::kOverlap, 32};
+  }
+  if (head_dim > 256) {
+    return tiles == Tiles::kScored ? ForwardShape{2, 32, 2, 1, Schedule::kOverlap, 32, false, true}
+                                   : ForwardShape{2, 48, 2, 1, Schedule::kOverlap, 48};
+  }
   if (tiles == Tiles::kSplit) {
     if (head_dim <= 64) return {3, 128, 6, 1, Schedule::kPingPong, 128, true};
     if (head_dim <= 128) return {2, 128, 3, 1, Schedule::kOverlap, 32, true};
@@ -186,7 +198,7 @@ constexpr ForwardSmem forward_smem(ForwardShape shape, int head_dim, int work_by
   ForwardSmem smem;
   smem.k = shape.q_stages * tile_bytes(shape.block_m(), head_dim);
   smem.v = smem.k + shape.stages * tile_bytes(shape.block_n, head_dim);
-  smem.scores = smem.v + shape.stages * tile_bytes(shape.block_n, head_dim);
+  smem.scores = smem.v + shape.stages * tile_bytes(shape.block_n, value_dim(head_dim));
   const int left = kSharedMemoryLimit - kTileAlign - smem.scores - small;
   smem.works = smem.scores + (shape.scored ? left / 16 * 16 : 0);
   smem.barriers = smem.works + kWorks * work_bytes;
@@ -208,6 +220,6 @@ constexpr bool fits(int head_dim) {
   }
   return smem.works - smem.scores >= largest;
 }
-static_assert(fits(64) && fits(96) && fits(128) && fits(192) && fits(256));
+static_assert(fits(64) && fits(96) && fits(128) && fits(192) && fits(256) && fits(384) && fits(512));
 
 }  // namespace flash_ext::sm90

@@ -21,7 +21,8 @@ inline double forward_cost(const Problem& problem, const DeviceInfo& device) {
             : head_dim <= 64 ? Speed{366, 3.2, 4.7 + 0.002 * keys}
                              : Speed{293, 2.3, 4.3};
   } else {
-    speed = {head_dim <= 64 ? 550.0 : head_dim <= 128 ? 700.0 : 780.0, head_dim <= 64 ? 2.0 : 2.6, 4.8 + 0.002 * keys};
+    const double tflops = head_dim <= 64 ? 550 : head_dim <= 128 ? 700 : head_dim <= 256 ? 780 : 370;
+    speed = {tflops, head_dim <= 64 ? 2.0 : 2.6, 4.8 + 0.002 * keys};
     if (scored) speed = {0.72 * speed.tflops, speed.tile_us + 1.7, speed.lone_us + 2.0};
     if (few_queries) speed.tile_us = speed.lone_us = 3.0;
   }
@@ -32,7 +33,7 @@ inline double forward_cost(const Problem& problem, const DeviceInfo& device) {
 
 inline double backward_cost(const Problem& problem, const DeviceInfo& device) {
   const int64_t head_dim = std::max(problem.head_dim, problem.head_dim_v);
-  const double tflops = head_dim <= 64 ? 560 : head_dim <= 128 ? 620 : 510;
+  const double tflops = head_dim <= 64 ? 560 : head_dim <= 128 ? 620 : head_dim <= 256 ? 510 : 180;
   const double tiles = static_cast<double>(problem.batch * problem.heads_k * block_count(problem.len_k, 128));
   double us = time_of(problem, device, 5, tiles, {is_scored(problem) ? 0.8 * tflops : tflops, 6});
   if (problem.wants_dbias && !problem.whole_dbias) us += time_of(problem, device, 2, tiles, {400, 6});

@@ -20,13 +20,13 @@ struct OutView {
   int cols;
 };
 
-inline OutView make_out_view(const Problem& problem, const TensorView& out) {
+inline OutView make_out_view(const Problem& problem, const TensorView& out, int64_t cols) {
   const auto batch = [&](int from_last) {
     const int dim = problem.batch_rank - 1 - from_last;
     return dim >= 0 ? out.batch_stride[dim] * 2 : 0;
   };
-  return {static_cast<char*>(out.data),        out.row_stride * 2, out.head_stride * 2, batch(0), batch(1),
-          static_cast<int>(problem.head_dim_v)};
+  return {static_cast<char*>(out.data), out.row_stride * 2, out.head_stride * 2, batch(0), batch(1),
+          static_cast<int>(cols)};
 }
 
 // tile: 64 rows of which the warp owns 16 from warp_row on.

@@ -170,10 +170,10 @@ Plan plan_two_pass(const Problem& problem, const DeviceInfo& device) {
   plan.scratch_bytes = instance.backward_scratch_bytes(problem, true);
   if (!problem.wants_dk && !problem.wants_dv) {
     const QueriesSmem smem = queries_smem(shape, instance.head_dim);
-    const TileSchedule schedule = two_pass_queries(problem, device.multiprocessors);
+    const TileSchedule schedule = two_pass_queries(problem, shape, device.multiprocessors);
     plan.schedule = "a tile of queries a block";
-    plan.block_m = 2 * TwoPassShape::block;
-    plan.block_n = TwoPassShape::block;
+    plan.block_m = shape.query_rows();
+    plan.block_n = shape.walked_keys;
     plan.use("q", smem.d_out - smem.q);
     plan.use("d_out", smem.k - smem.d_out);
     plan.use("k", smem.v - smem.k);
@@ -185,7 +185,7 @@ Plan plan_two_pass(const Problem& problem, const DeviceInfo& device) {
     const KeysSmem smem = keys_smem(shape, instance.head_dim);
     const TileSchedule schedule = backward_schedule(problem, shape.keys, device.multiprocessors);
     plan.schedule = problem.wants_dq ? "a tile of keys a block, then a tile of queries" : "a tile of keys a block";
-    plan.block_m = TwoPassShape::block;
+    plan.block_m = shape.queries;
     plan.block_n = shape.keys;
     plan.use("k", smem.v - smem.k);
     plan.use("v", smem.q - smem.v);
@@ -195,7 +195,7 @@ Plan plan_two_pass(const Problem& problem, const DeviceInfo& device) {
     plan.use("lse and delta", smem.draw_keys - smem.stats);
     plan.use("bias, mask and dropout", smem.barriers - smem.draw_keys);
     plan.use("barriers and alignment", smem.total - smem.barriers);
-    set_grid(plan, schedule, schedule.size(), false, device);
+    set_grid(plan, schedule, schedule.size() * (shape.halves ? 2 : 1), false, device);
   }
   choose_backward(plan, device, true);
   return plan;
@@ -367,7 +367,7 @@ constexpr Kernel kKernels[] = {
                  kSome.with({Feature::kDeterministic, Feature::kSoftcap}), 0, kSmallHeadDim, kLeastScores),
     two_pass_row("sm90.backward.two_pass.scored", kScores.with({Feature::kSoftcap}), kScores, kWide, kMostScores,
                  kLeastScores),
-    two_pass_row("sm90.backward.two_pass.softcap", {Feature::kSoftcap}, {Feature::kSoftcap}, kWide, INT_MAX,
+    two_pass_row("sm90.backward.two_pass.softcap", {Feature::kSoftcap}, {Feature::kSoftcap}, kWide, kMostSoftcap,
                  kLeastScores),
     two_pass_row("sm90.backward.two_pass", {}, {}, kWide, INT_MAX, 1),
     // The gradient of a bias is a pass of its own, bias_gradient/kernel.cuh.

@@ -10,8 +10,9 @@ constexpr Instance kInstance = {kDType, kHeadDim, run_forward<kDType, kHeadDim>,
                                 backward_scratch_bytes<kDType, kHeadDim>, run_backward<kDType, kHeadDim>};
 
 constexpr Instance kInstances[] = {
-    kInstance<DType::kFloat16, 64>,  kInstance<DType::kFloat16, 128>,  kInstance<DType::kFloat16, 192>,
-    kInstance<DType::kBFloat16, 64>, kInstance<DType::kBFloat16, 128>, kInstance<DType::kBFloat16, 192>,
+    kInstance<DType::kFloat16, 64>,   kInstance<DType::kFloat16, 128>,  kInstance<DType::kFloat16, 192>,
+    kInstance<DType::kFloat16, 512>,  kInstance<DType::kBFloat16, 64>,  kInstance<DType::kBFloat16, 128>,
+    kInstance<DType::kBFloat16, 192>, kInstance<DType::kBFloat16, 384>, kInstance<DType::kBFloat16, 512>,
 };
 
 }  // namespace flash_ext::sm90

@@ -86,6 +86,8 @@ const PackedCase kPackedForward[] = {
      kLong},
     {{.name = "window", .causal = true, .bottom_right = true, .window = 40, .multiprocessors = 2}, kLong},
     {{.name = "window_192", .head_dim = 192, .causal = true, .window = 60}, kLong},
+    {{.name = "d_512", .head_dim = 512, .heads_q = 2, .causal = true, .multiprocessors = 2},
+     {{70, 200, 4, 3}, {0, 20}}},
     {{.name = "scores",
       .heads_q = 2,
       .heads_k = 1,

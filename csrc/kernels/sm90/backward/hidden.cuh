@@ -80,12 +80,13 @@ struct KeptBits {
 template <class Kept, class Fn, int kCount>
 __device__ __forceinline__ void with_kept(uint32_t (&packed)[kCount], const Kept& kept, const Fn& fn) {
 #pragma unroll
-  for (int group = 0; group < kCount / 8; ++group) {
+  for (int group = 0; group < (kCount + 7) / 8; ++group) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const uint32_t bits = kept.bits(group, half), even = bits << 7, odd = bits << 6;
       fn(packed[8 * group + half], spread_byte_signs<0>(even, odd));
       fn(packed[8 * group + 2 + half], spread_byte_signs<1>(even, odd));
+      if (8 * group + 4 >= kCount) continue;
       fn(packed[8 * group + 4 + half], spread_byte_signs<2>(even, odd));
       fn(packed[8 * group + 6 + half], spread_byte_signs<3>(even, odd));
     }

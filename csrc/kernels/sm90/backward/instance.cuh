@@ -36,12 +36,12 @@ void run_two_pass(const BackwardArgs& args, const BackwardLaunch& how, void* wor
   if (kind == ScoreKind::kNone) {
     return launch_two_pass<TwoPassTraits<T, kHeadDim, ScoreKind::kNone>>(args, how.sms, workspace);
   }
-  if constexpr (kHeadDim > kSmallHeadDim) {
+  if constexpr (kHeadDim > kSmallHeadDim && kHeadDim <= kMostSoftcap) {
     if (kind == ScoreKind::kSoftcap) {
       return launch_two_pass<TwoPassTraits<T, kHeadDim, ScoreKind::kSoftcap>>(args, how.sms, workspace);
     }
   }
-  if constexpr (kHeadDim <= kMostScores) {  // rows.cpp refuses scores above
+  if constexpr (kHeadDim <= kMostScores) {  // rows.cpp refuses scores above, and a softcap above kMostSoftcap
     launch_two_pass<TwoPassTraits<T, kHeadDim, ScoreKind::kScores>>(args, how.sms, workspace);
   }
 }

@@ -1,7 +1,7 @@
 // The products of backward, and how the consumers of all its kernels walk over tiles.
 //
-//   issue_scores     S^T = K Q^T or dP^T = V dO^T      (rows are queries in the second of two passes: S, dP)
-//   issue_gradient   dV += P^T dO, dK += dS^T Q or dQ += dS K
+//   issue_next_scores   S^T = K Q^T or dP^T = V dO^T      (rows are queries in the second of two passes: S, dP)
+//   issue_gradient      dV += P^T dO, dK += dS^T Q or dQ += dS K
 //
 // Called by steps.cuh, backward_two_pass and bias_gradient/kernel.cuh. Invariant: none waits; what wgmma reads stays as
 // it is until its wait.
@@ -9,8 +9,8 @@
 
 #include <type_traits>
 
-#include "gpu/wgmma.cuh"
 #include "kernels/sm90/pipeline.cuh"
+#include "kernels/sm90/products.cuh"
 
 namespace flash_ext::sm90 {
 
@@ -27,24 +27,7 @@ __device__ __forceinline__ void load_fragments(uint32_t* fragments, uint32_t til
   }
 }
 
-// c = A B^T of 64 rows of a tile of kRowsA rows and a tile of kRowsB, both K-major: S^T or dP^T, not waited for. The
-// first kSteps steps of 16 columns of A come from registers, `fragments`.
-template <class T, int kRowsA, int kRowsB, int kHeadDim, int kSteps = 0>
-__device__ __forceinline__ void issue_scores(float (&c)[kRowsB / 2], uint64_t a, uint32_t b_tile,
-                                             const uint32_t* fragments = nullptr) {
-  const uint64_t b = k_major(b_tile);
-#pragma unroll
-  for (int k = 0; k < kHeadDim / 16; ++k) {
-    if (k < kSteps) {
-      Wgmma<T, kRowsB>::template rs<0>(c, fragments + 4 * k, b + k_major_step(kRowsB, k), k > 0);
-    } else {
-      Wgmma<T, kRowsB>::ss(c, a + k_major_step(kRowsA, k), b + k_major_step(kRowsB, k), k > 0);
-    }
-  }
-  wgmma_commit();
-}
-
-// The same of B in a ring, when it is there.
+// issue_scores() of B in a ring, when it is there.
 template <class T, int kRowsA, int kRowsB, int kHeadDim, class Ring, class Place>
 __device__ __forceinline__ void issue_next_scores(float (&c)[kRowsB / 2], uint64_t a, const Ring& ring,
                                                   const Place& place) {
@@ -53,16 +36,17 @@ __device__ __forceinline__ void issue_next_scores(float (&c)[kRowsB / 2], uint64
   issue_scores<T, kRowsA, kRowsB, kHeadDim>(c, a, ring.tile(place.stage));
 }
 
-// c += A B, A from registers, B a stage of kRows rows: dV += P^T dO, dK += dS^T Q or dQ += dS K, not waited for.
-template <class T, int kRows, int kHeadDim, class Ring>
-__device__ __forceinline__ void issue_gradient(float (&c)[kHeadDim / 2], uint32_t (&a)[kRows / 4], const Ring& ring,
-                                               int stage) {
+// c += A B, A from registers, B kCols columns of a stage of kRows rows from `first_panel` on: dV += P^T dO, dK += dS^T
+// Q or dQ += dS K, not waited for.
+template <class T, int kRows, int kCols, class Ring>
+__device__ __forceinline__ void issue_gradient(float (&c)[kCols / 2], uint32_t (&a)[kRows / 4], const Ring& ring,
+                                               int stage, int first_panel = 0) {
   fence_registers(a);
   fence_registers(c);
   wgmma_fence();
-  const uint64_t b = mn_major(ring.tile(stage), kRows);
+  const uint64_t b = mn_major(ring.tile(stage) + first_panel * panel_size(kRows), kRows);
 #pragma unroll
-  for (int k = 0; k < kRows / 16; ++k) Wgmma<T, kHeadDim>::rs(c, a + 4 * k, b + mn_major_step(k), 1);
+  for (int k = 0; k < kRows / 16; ++k) Wgmma<T, kCols>::rs(c, a + 4 * k, b + mn_major_step(k), 1);
   wgmma_commit();
 }
 

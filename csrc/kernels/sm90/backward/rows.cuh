@@ -20,7 +20,9 @@
 
 namespace flash_ext::sm90 {
 
-// head_dim / 8 lanes a row. dq_accum: of the same shape as rows of the padded queries; kAccumulates.
+constexpr int kMostLanes = 32;
+
+// head_dim / 8 lanes a row, or kMostLanes. dq_accum: of the same shape as rows of the padded queries; kAccumulates.
 template <class Traits>
 __global__ void __launch_bounds__(kRowThreads, 2)
     prepare_kernel(const __grid_constant__ BackwardArgs args, float* stats, float* bounds, float* dq_accum,
@@ -61,13 +63,23 @@ __global__ void __launch_bounds__(kRowThreads, 2)
 #pragma unroll
   for (int i = 0; i < kSteps; ++i) {
     float sum = 0.f, squares = 0.f;
+    const auto add = [&](const uint4& of_out, const uint4& of_d_out) {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      float o[2], d[2];
-      unpack(reinterpret_cast<const uint32_t*>(&out[i])[j], o[0], o[1], T());
-      unpack(reinterpret_cast<const uint32_t*>(&d_out[i])[j], d[0], d[1], T());
-      sum = fmaf(o[1], d[1], fmaf(o[0], d[0], sum));
-      if (Traits::kScaled) squares = fmaf(d[1], d[1], fmaf(d[0], d[0], squares));
+      for (int j = 0; j < 4; ++j) {
+        float o[2], d[2];
+        unpack(reinterpret_cast<const uint32_t*>(&of_out)[j], o[0], o[1], T());
+        unpack(reinterpret_cast<const uint32_t*>(&of_d_out)[j], d[0], d[1], T());
+        sum = fmaf(o[1], d[1], fmaf(o[0], d[0], sum));
+        if (Traits::kScaled) squares = fmaf(d[1], d[1], fmaf(d[0], d[0], squares));
+      }
+    };
+    add(out[i], d_out[i]);
+    if constexpr (Traits::kHeadDim == kMostLanes * 8) {  // a warp a row, and there may be more columns
+      const int row = first_row + i * kRows;
+      for (int more = Traits::kHeadDim; row < rows && col + more < problem.head_dim_v; more += Traits::kHeadDim) {
+        add(*reinterpret_cast<const uint4*>(out_rows + row * args.fwd.out.row_stride + more),
+            *reinterpret_cast<const uint4*>(d_out_rows + row * args.d_out.row_stride + more));
+      }
     }
 #pragma unroll
     for (int step = kLanes / 2; step > 0; step /= 2) {

@@ -18,28 +18,41 @@ inline ScoreKind two_pass_score_kind(const Problem& problem, int64_t head_dim) {
   return head_dim <= kSmallHeadDim ? ScoreKind::kScores : ScoreKind::kSoftcap;
 }
 
+constexpr int kMostSoftcap = 256;  // the largest head dim with a softcap
+
 // The largest head dim with scores. NOTE: at 256 the kernels spilled 48 and 128 bytes, with one stage of K and of P, or
 // the slots have no room.
 constexpr int kMostScores = 192;
 
-// Products of 64 keys and 64 queries.
+// Products of 64 keys and 64 queries, or fewer above head dim 256.
 struct TwoPassShape {
-  int keys;      // of a tile of the keys' kernel
-  bool scored;   // with ScoreKind::kScores, which the producer's other three warps bring
-  bool late_dp;  // dP of a tile is computed when P is packed, because registers are scarce
+  int keys;                 // of a tile of the keys' kernel
+  bool scored;              // with ScoreKind::kScores, which the producer's other three warps bring
+  bool late_dp;             // dP of a tile is computed when P is packed, because registers are scarce
+  int queries = block;      // of a tile that the keys' kernel walks over
+  int walked_keys = block;  // of one that the queries' kernel walks over
+  // Above head dim 256 registers hold half of a gradient's columns. Of dK and dV a block sums up half, of dQ each
+  // warpgroup of a tile of 64 queries; S and dP are made for each half.
+  bool halves = false;
 
   static constexpr int block = 64, stages = 2, threads = 384;
-  constexpr int producer_registers() const { return scored ? 56 : 24; }  // as of BackwardShape
-  constexpr int consumer_registers() const { return scored ? 224 : 240; }
+  constexpr int producer_registers() const { return scored ? 56 : halves ? 72 : 24; }  // as of BackwardShape
+  constexpr int consumer_registers() const { return scored ? 224 : halves ? 216 : 240; }
   // Whether a warpgroup has dV of a tile of keys and the other dK, because both do not fit the registers of one.
   constexpr bool splits_gradients() const { return keys == block; }
   // Of P on its way from one to the other, 16 bits a pair, and with scores what dropout drops, a bit a pair.
   constexpr int p_bytes() const {
-    return splits_gradients() ? block * block * 2 + (scored ? block * block / 8 : 0) : 0;
+    return splits_gradients() ? block * queries * 2 + (scored ? block * queries / 8 : 0) : 0;
   }
+  // Of keys that TMA brings at once, so that both kernels' tiles are whole boxes.
+  constexpr int key_box() const { return block % walked_keys == 0 ? walked_keys : 16; }
+  constexpr int query_rows() const { return halves ? block : 2 * block; }  // of a tile of the queries' kernel
 };
 
 constexpr TwoPassShape two_pass_shape(int head_dim, ScoreKind kind) {
+  // NOTE: as many rows as fit beside K and V of 64 keys, or Q and dO of 64 queries.
+  if (head_dim > 384) return {64, false, false, 16, 32, true};
+  if (head_dim > 256) return {64, false, false, 32, 48, true};
   const bool scored = kind == ScoreKind::kScores;
   return {head_dim > kSmallHeadDim ? 64 : 128, scored, scored && head_dim > 64};
 }
@@ -55,8 +68,8 @@ struct KeysSmem {
 };
 
 constexpr KeysSmem keys_smem(TwoPassShape shape, int head_dim) {
-  constexpr int kBlock = TwoPassShape::block, kStages = TwoPassShape::stages;
-  const int tile = tile_bytes(kBlock, head_dim), keys = tile_bytes(shape.keys, head_dim);
+  constexpr int kStages = TwoPassShape::stages;
+  const int tile = tile_bytes(shape.queries, head_dim), keys = tile_bytes(shape.keys, head_dim);
   const int barriers = 16 * (1 + 3 * kStages + (shape.scored ? kScoreStages : 0));
   KeysSmem smem;
   smem.v = smem.k + keys;
@@ -64,7 +77,7 @@ constexpr KeysSmem keys_smem(TwoPassShape shape, int head_dim) {
   smem.d_out = smem.q + kStages * tile;
   smem.p = smem.d_out + kStages * tile;
   smem.stats = smem.p + kStages * shape.p_bytes();
-  smem.draw_keys = smem.stats + kQueryStats * kStages * kBlock * 4;
+  smem.draw_keys = smem.stats + kQueryStats * kStages * shape.queries * 4;
   smem.scores = smem.draw_keys + (shape.scored ? kDrawKeyBytes : 0);
   const int left = kSharedMemoryLimit - kTileAlign - smem.scores - barriers;
   smem.score_bytes = shape.scored ? std::min(left / 16 * 16, kScoreStages * largest_slot(shape.keys)) : 0;
@@ -80,12 +93,12 @@ struct QueriesSmem {
 };
 
 constexpr QueriesSmem queries_smem(TwoPassShape shape, int head_dim) {
-  const int tile = tile_bytes(TwoPassShape::block, head_dim);
+  const int rows = tile_bytes(shape.query_rows(), head_dim), tile = tile_bytes(shape.walked_keys, head_dim);
   constexpr int kStages = TwoPassShape::stages;  // of K, because a tile's dQ is in flight when the next S starts
   const int barriers = 16 * (1 + kStages + 1 + (shape.scored ? kScoreStages : 0));
   QueriesSmem smem;
-  smem.d_out = smem.q + 2 * tile;
-  smem.k = smem.d_out + 2 * tile;
+  smem.d_out = smem.q + rows;
+  smem.k = smem.d_out + rows;
   smem.v = smem.k + kStages * tile;
   smem.scores = smem.v + tile;
   const int left = kSharedMemoryLimit - kTileAlign - smem.scores - barriers;
@@ -95,10 +108,10 @@ constexpr QueriesSmem queries_smem(TwoPassShape shape, int head_dim) {
   return smem;
 }
 
-// Of the queries' kernel, whose tiles have two warpgroups' queries.
-inline TileSchedule two_pass_queries(const Problem& problem, int64_t sms) {
+// Of the queries' kernel.
+inline TileSchedule two_pass_queries(const Problem& problem, TwoPassShape shape, int64_t sms) {
   const int64_t kv_head_bytes = problem.len_k * (problem.head_dim + problem.head_dim_v) * 2;
-  return make_tile_schedule(problem, 2 * TwoPassShape::block, kv_head_bytes, kL2OfKeys, sms);
+  return make_tile_schedule(problem, shape.query_rows(), kv_head_bytes, kL2OfKeys, sms);
 }
 
 constexpr bool two_pass_fits(int head_dim, ScoreKind kind) {

@@ -12,10 +12,10 @@ namespace flash_ext::sm90 {
 template <class Traits>
 struct KeyRows {
   using T = typename Traits::T;
-  static constexpr int kBlock = Traits::kBlock, kKeys = Traits::kKeys, kHeadDim = Traits::kHeadDim;
-  using Scores = float[kBlock / 2];      // S^T, dP^T
-  using Gradient = float[kHeadDim / 2];  // dK, dV
-  using Packed = uint32_t[kBlock / 4];   // P^T, dS^T
+  static constexpr int kQueries = Traits::kQueries, kKeys = Traits::kKeys;
+  using Scores = float[kQueries / 2];         // S^T, dP^T
+  using Gradient = float[Traits::kCols / 2];  // dK, dV
+  using Packed = uint32_t[kQueries / 4];      // P^T, dS^T
 
   const typename Traits::Params& params;
   const typename Traits::Keys& tiles;
@@ -36,7 +36,7 @@ struct KeyRows {
         lane(threadIdx.x % 32),
         warp(warp_),
         warp_row(warp_ * 16),
-        work(TwoPassWork::of_keys<kKeys, kBlock>(params_)),
+        work(TwoPassWork::of_keys<Traits>(params_)),
         row(work.first_row + warp_row + lane / 4),
         q_ring(tiles_.q()),
         d_out_ring(tiles_.d_out()),
@@ -62,7 +62,7 @@ struct KeyRows {
       KeptBits<1> kept = {};
       take_slot<Traits, kKeys, true>(s, kept, scores, tiles.scores(), slot, warp_row,
                                      scores.alibi.of(at.head, work.b0, work.b1),
-                                     row - (at.m * kBlock + lane % 4 * 2) - scores.alibi.offset,
+                                     row - (at.m * kQueries + lane % 4 * 2) - scores.alibi.offset,
                                      [&](const auto& slope_at) { pack_slopes<T>(for_ds, slope_at); });
       if (needs_renorm()) {
         subtract_renorm(s, tiles.renorm(place.stage), params.natural, params.inverse_scale);
@@ -73,9 +73,9 @@ struct KeyRows {
       if (drops) {
         dropped = draws.transposed_bits(
             tiles.draw_keys(warp), dropout_of(params).place.of_batch(work.b).at(
-                                       work.b * params.heads_q + at.head, at.m * kBlock, work.first_row + warp_row));
+                                       work.b * params.heads_q + at.head, at.m * kQueries, work.first_row + warp_row));
 #pragma unroll
-        for (int i = 0; i < kBlock / 4; ++i) p[i] &= ~spread_high_bits(dropped << i);
+        for (int i = 0; i < kQueries / 4; ++i) p[i] &= ~spread_high_bits(dropped << i);
       }
     } else {
       if constexpr (Traits::kSoftcap) cap_scores<T, true>(s, params.softcap);
@@ -88,10 +88,10 @@ struct KeyRows {
 
   // Whether some pair of 64 keys and this tile of queries is hidden, and which are kept.
   __device__ __forceinline__ bool is_boundary(int first_key) const {
-    return params.is_boundary(at.m * kBlock, kBlock, first_key, 64);
+    return params.is_boundary(at.m * kQueries, kQueries, first_key, 64);
   }
   __device__ __forceinline__ KeptColumns kept() const {
-    return KeptColumns::of_keys(params.band, params.len_q, row, at.m * kBlock);
+    return KeptColumns::of_keys(params.band, params.len_q, row, at.m * kQueries);
   }
 
   // The next tile of queries. Products of this one have been waited for.

@@ -5,21 +5,19 @@
 
 namespace flash_ext::sm90 {
 
-// A tile of keys through a map whose boxes have 64 rows.
+// The block's tile of keys.
 template <class Traits>
 __device__ __forceinline__ void load_keys(uint32_t tile, uint32_t barrier, const TensorMap& map,
                                           const TwoPassWork& work) {
   barrier_expect(barrier, Traits::kKeyBytes);
-#pragma unroll
-  for (int first = 0; first < Traits::kKeys; first += Traits::kBlock) {
-    load_panels<Traits::kKeys, Traits::kPanels>(tile + first * kPanelBytes, barrier, map,
-                                                work.box(map.steps, work.head, work.first_row + first));
-  }
+  load_boxes<Traits::kKeys, Traits::kKeyBox, Traits::kPanels>(tile, barrier, map,
+                                                              work.box(map.steps, work.head, work.first_row));
 }
 
 template <class Traits>
 __device__ __forceinline__ void produce_for_keys(const TwoPassParams& params, const typename Traits::Keys& tiles) {
-  const TwoPassWork work = TwoPassWork::of_keys<Traits::kKeys, Traits::kBlock>(params);
+  constexpr int kBlock = Traits::kBlock;
+  const TwoPassWork work = TwoPassWork::of_keys<Traits>(params);
   typename Traits::Place place;
   load_keys<Traits>(tiles.k(), tiles.k_full(), params.k, work);
   bool first = true;
@@ -27,15 +25,22 @@ __device__ __forceinline__ void produce_for_keys(const TwoPassParams& params, co
     const int head = work.head * params.group_size + member;
     const float* stats = params.stats + (int64_t{work.b} * params.heads_q + head) * params.padded * kQueryStats;
     for (int m = work.first; m < work.last; ++m) {
-      const int row = m * Traits::kBlock;
+      const int row = m * Traits::kQueries;
       const auto load = [&](const Ring<Traits::kTileBytes>& ring, const TensorMap& map, int more) {
         const uint32_t full = ring.full(place.stage);
         barrier_wait(ring.empty(place.stage), place.phase ^ 1);
         barrier_expect(full, Traits::kTileBytes + more);
-        load_panels<Traits::kBlock, Traits::kPanels>(ring.tile(place.stage), full, map, work.box(map.steps, head, row));
+        load_panels<Traits::kQueries, Traits::kPanels>(ring.tile(place.stage), full, map,
+                                                       work.box(map.steps, head, row));
       };
       load(tiles.q(), params.q, Traits::kStatsBytes);
-      bulk_load(tiles.lse(place.stage), stats + row * kQueryStats, tiles.q().full(place.stage), Traits::kStatsBytes);
+      constexpr int kTiles = kBlock / Traits::kQueries;  // of a tile of the stats
+      const float* const of_tile = stats + m / kTiles * (kBlock * kQueryStats) + row % kBlock;
+#pragma unroll
+      for (int i = 0; i < (kTiles > 1 ? kQueryStats : 1); ++i) {
+        constexpr int kBytes = kTiles > 1 ? Traits::kQueries * 4 : Traits::kStatsBytes;
+        bulk_load(tiles.lse(place.stage) + i * kBytes, of_tile + i * kBlock, tiles.q().full(place.stage), kBytes);
+      }
       if (first) {
         load_keys<Traits>(tiles.v(), tiles.v_full(), params.v, work);
         first = false;
@@ -50,14 +55,14 @@ __device__ __forceinline__ void produce_for_keys(const TwoPassParams& params, co
 template <class Traits>
 __device__ __forceinline__ void load_scores_of_keys(const ScoredTwoPassParams& params,
                                                     const typename Traits::Keys& tiles) {
-  const TwoPassWork work = TwoPassWork::of_keys<Traits::kKeys, Traits::kBlock>(params);
+  const TwoPassWork work = TwoPassWork::of_keys<Traits>(params);
   load_slots<Traits::kKeys>(params.keys_scores, tiles.scores(), work, params.len_q, params.band.len_k,
                             [&](const auto& fn) {
 #pragma unroll 1
                               for (int member = 0; member < params.group_size; ++member) {
 #pragma unroll 1
                                 for (int m = work.first; m < work.last; ++m) {
-                                  fn(work.head * params.group_size + member, m * Traits::kBlock, work.first_row);
+                                  fn(work.head * params.group_size + member, m * Traits::kQueries, work.first_row);
                                 }
                               }
                             });
@@ -82,7 +87,7 @@ __device__ __forceinline__ void consume_keys(const typename Traits::Params& para
                                              int consumer) {
   using T = typename Traits::T;
   using Rows = KeyRows<Traits>;
-  constexpr int kBlock = Traits::kBlock, kKeys = Traits::kKeys, kHeadDim = Traits::kHeadDim;
+  constexpr int kQueries = Traits::kQueries, kKeys = Traits::kKeys, kHeadDim = Traits::kHeadDim;
   constexpr bool kLateDp = Traits::kShape.late_dp;
   Rows rows(params, tiles, threadIdx.x / 32 - 4);
   const TwoPassWork& work = rows.work;
@@ -97,9 +102,11 @@ __device__ __forceinline__ void consume_keys(const typename Traits::Params& para
   const float ds_scale = rows.ds_scale();
 
   const auto issue_s = [&](const typename Traits::Place& at) {
-    issue_next_scores<T, kKeys, kBlock, kHeadDim>(s, k_desc, rows.q_ring, at);
+    issue_next_scores<T, kKeys, kQueries, kHeadDim>(s, k_desc, rows.q_ring, at);
   };
-  const auto issue_dp = [&] { issue_next_scores<T, kKeys, kBlock, kHeadDim>(dp, v_desc, rows.d_out_ring, rows.place); };
+  const auto issue_dp = [&] {
+    issue_next_scores<T, kKeys, kQueries, kHeadDim>(dp, v_desc, rows.d_out_ring, rows.place);
+  };
   const auto wait_s = [&] {
     wgmma_wait<0>();
     fence_registers(s);
@@ -116,12 +123,12 @@ __device__ __forceinline__ void consume_keys(const typename Traits::Params& para
       fence_registers(s);
       issue_dp();
     }
-    issue_gradient<T, kBlock, kHeadDim>(dv, p, rows.d_out_ring, rows.place.stage);
+    issue_gradient<T, kQueries, kHeadDim>(dv, p, rows.d_out_ring, rows.place.stage);
     wgmma_wait<1>();
     fence_registers(dp);
     make_ds<Traits>(ds, dp, tiles.delta(rows.place.stage), dropped, ds_scale);
     if (Traits::kScored && rows.needs_renorm()) clear_emptied(ds, tiles.lse(rows.place.stage));
-    issue_gradient<T, kBlock, kHeadDim>(dk, ds, rows.q_ring, rows.place.stage);
+    issue_gradient<T, kQueries, kHeadDim>(dk, ds, rows.q_ring, rows.place.stage);
     typename Traits::Place next = rows.place;
     next.advance();
     if (!kLast) issue_s(next);

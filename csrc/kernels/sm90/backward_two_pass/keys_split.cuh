@@ -13,13 +13,13 @@ __device__ __forceinline__ uint32_t p_at(const Ring<Traits::kPBytes>& ring, int 
 }
 template <class Traits>
 __device__ __forceinline__ uint32_t drops_at(const Ring<Traits::kPBytes>& ring, int stage) {
-  return ring.tile(stage) + Traits::kBlock * Traits::kBlock * 2 + threadIdx.x % 128 * 4;
+  return ring.tile(stage) + Traits::kBlock * Traits::kQueries * 2 + threadIdx.x % 128 * 4;
 }
 
 // What dS is made of, to the other warpgroup. Each warp arrives at the stage's full barrier.
 template <class Traits>
 __device__ __forceinline__ void pass_on(const Ring<Traits::kPBytes>& ring, const typename Traits::Place& place,
-                                        const uint32_t (&for_ds)[Traits::kBlock / 4],
+                                        const uint32_t (&for_ds)[Traits::kQueries / 4],
                                         [[maybe_unused]] uint32_t dropped) {
   barrier_wait(ring.empty(place.stage), place.phase ^ 1);
   store_pairs(p_at<Traits>(ring, place.stage), for_ds);
@@ -31,16 +31,16 @@ __device__ __forceinline__ void pass_on(const Ring<Traits::kPBytes>& ring, const
 // The same from the first warpgroup; returns what is dropped. The caller hands the stage back.
 template <class Traits>
 __device__ __forceinline__ uint32_t receive(const Ring<Traits::kPBytes>& ring, const typename Traits::Place& place,
-                                            uint32_t (&for_ds)[Traits::kBlock / 4]) {
+                                            uint32_t (&for_ds)[Traits::kQueries / 4]) {
   barrier_wait(ring.full(place.stage), place.phase);
   load_pairs(for_ds, p_at<Traits>(ring, place.stage));
   if constexpr (Traits::kScored) return load_shared(drops_at<Traits>(ring, place.stage));
   return 0;
 }
 
-// One gradient of 64 keys: kValues: dV, and P^T for the other warpgroup; else dK. With scores P that a mask hides is -0
-// there, and what dropout drops stands behind P, a word a thread: see DropoutDraws::transposed_bits. What a tile of
-// queries goes through:
+// One gradient of 64 keys, with kHalves the half of its columns that blockIdx.x says: kValues: dV, and P^T for the
+// other warpgroup; else dK. With scores P that a mask hides is -0 there, and what dropout drops stands behind P, a word
+// a thread: see DropoutDraws::transposed_bits. What a tile of queries goes through:
 //
 //                        the warpgroup of dV                       the warpgroup of dK
 //   there at the start   S^T                                       dP^T
@@ -59,8 +59,9 @@ __device__ __forceinline__ void consume_one_gradient(const typename Traits::Para
                                                      const typename Traits::Keys& tiles) {
   using T = typename Traits::T;
   using Rows = KeyRows<Traits>;
-  constexpr int kBlock = Traits::kBlock, kHeadDim = Traits::kHeadDim;
+  constexpr int kBlock = Traits::kBlock, kQueries = Traits::kQueries;
   static_assert(Traits::kKeys == kBlock);
+  const int first_panel = static_cast<int>(blockIdx.x % Traits::kKeysBlocks) * Traits::kColPanels;
   Rows rows(params, tiles, threadIdx.x / 32 % 4);
   const TwoPassWork& work = rows.work;
   const Ring<Traits::kPBytes> p_ring = tiles.p();
@@ -75,11 +76,12 @@ __device__ __forceinline__ void consume_one_gradient(const typename Traits::Para
   if constexpr (kValues && !Traits::kSoftcap && !Traits::kScored) {
     renorm = any_renorm<kBlock>(
         params.stats + (int64_t{work.b} * params.heads_q + rows.at.head) * params.padded * kQueryStats,
-        params.group_size, params.padded / kBlock, work.first, work.last);
+        params.group_size, params.padded / kBlock, work.first * kQueries / kBlock,
+        (work.last * kQueries + kBlock - 1) / kBlock);
   }
 
   const auto issue_s = [&](const typename Traits::Place& at) {
-    issue_next_scores<T, kBlock, kBlock, kHeadDim>(s, a_desc, score_ring, at);
+    issue_next_scores<T, kBlock, kQueries, Traits::kHeadDim>(s, a_desc, score_ring, at);
   };
   const auto wait_s = [&] {
     wgmma_wait<0>();
@@ -107,7 +109,7 @@ __device__ __forceinline__ void consume_one_gradient(const typename Traits::Para
       __syncwarp();
       warp_arrive(p_ring.empty(rows.place.stage));
     }
-    issue_gradient<T, kBlock, kHeadDim>(sum, frag, sum_ring, rows.place.stage);
+    issue_gradient<T, kQueries, Traits::kCols>(sum, frag, sum_ring, rows.place.stage, first_panel);
     typename Traits::Place next = rows.place;
     next.advance();
     if (!kLast) issue_s(next);
@@ -131,7 +133,7 @@ __device__ __forceinline__ void consume_one_gradient(const typename Traits::Para
   const float factor = kValues ? value_scale<Traits>(params) : params.scale / ds_scale;
   if (!(kValues ? params.wants_dv : params.wants_dk)) return;
   store_rows<Traits, kBlock>(sum, factor, kValues ? tiles.k() : tiles.v(), rows.warp_row, map,
-                             work.box(map.steps, work.head, work.first_row + rows.warp_row));
+                             work.box(map.steps, work.head, work.first_row + rows.warp_row), first_panel);
 }
 
 }  // namespace flash_ext::sm90

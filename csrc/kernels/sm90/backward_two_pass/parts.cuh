@@ -3,13 +3,13 @@
 //
 //   keys     a tile of 128 keys a block, 64 a warpgroup: S^T, dP^T, dV += P^T dO and dK += dS^T Q. Above head dim
 //            128 a tile of 64: the first warpgroup has S^T, P^T and dV, the second dP^T, dS^T and dK; P^T goes from
-//            one to the other through shared memory, lane by lane
-//   queries  a tile of 128 queries a block, 64 a warpgroup: S, dP, dS and dQ += dS K, over tiles of 64 keys
+//            one to the other through shared memory. Above 256 another block has the other half of the columns
+//   queries  a tile of 128 queries a block, 64 a warpgroup: S, dP, dS and dQ += dS K, over tiles of 64 keys. Above
+//            256 64 queries, of whose dQ each warpgroup has half of the columns
 //
 // It serves head dims above 128, whose dK and dV together do not fit the registers of a warpgroup; scores of all kinds
 // together and in one order; and calls that want some of the gradients, of which it leaves a kernel out.
-// Called by run.cuh. Invariant: a ring's barriers as in pipeline.cuh; the order of all sums depends on nothing but the
-// shapes: the same bits in every run.
+// Called by run.cuh. Invariant: a ring's barriers as in pipeline.cuh; sums have an order of their shapes alone.
 #pragma once
 
 #include "kernels/sm90/backward/parts.cuh"
@@ -73,10 +73,21 @@ struct TwoPassTraits {
   using Params = std::conditional_t<kScored, ScoredTwoPassParams, TwoPassParams>;
   using Function = void;  // in the place of the softcap, see cap_or_call
   static constexpr int kHeadDim = kHeadDim_, kPanels = panels(kHeadDim);
+  // Of a gradient, columns that a warpgroup sums up.
+  static constexpr int kCols = value_dim(kHeadDim), kColPanels = panels(kCols);
+  static constexpr bool kHalves = kShape.halves;
+  static_assert(kHalves == (kCols < kHeadDim));
   static constexpr int kBlock = TwoPassShape::block, kStages = TwoPassShape::stages, kThreads = TwoPassShape::threads;
-  static constexpr int kTileBytes = tile_bytes(kBlock, kHeadDim), kPBytes = kShape.p_bytes();
-  static constexpr int kKeys = kShape.keys, kKeyBytes = tile_bytes(kKeys, kHeadDim);  // of the keys' kernel
-  static constexpr int kStatsBytes = kQueryStats * kBlock * 4;
+  // Of the keys' kernel: its tile, how many blocks sum up its columns, and the tile of queries which it walks over.
+  static constexpr int kKeys = kShape.keys, kKeyBytes = tile_bytes(kKeys, kHeadDim);
+  static constexpr uint32_t kKeysBlocks = kHalves ? 2 : 1;
+  static constexpr int kQueries = kShape.queries, kTileBytes = tile_bytes(kQueries, kHeadDim);
+  static constexpr int kPBytes = kShape.p_bytes(), kStatsBytes = kQueryStats * kQueries * 4;
+  // Of the queries' kernel: its tile, a warpgroup's part of it, and that of keys which it walks over.
+  static constexpr int kQueryRows = kShape.query_rows(), kRowsBytes = tile_bytes(kBlock, kHeadDim);
+  static constexpr int kWalkedKeys = kShape.walked_keys, kWalkedBytes = tile_bytes(kWalkedKeys, kHeadDim);
+  // Rows that TMA brings at once.
+  static constexpr int kQueryBox = kQueries, kKeyBox = kShape.key_box();
   static constexpr bool kScaled = std::is_same_v<T, __half>;  // as of BackwardTraits
   static constexpr KeysSmem kKeysSmem = keys_smem(kShape, kHeadDim);
   static constexpr QueriesSmem kQueriesSmem = queries_smem(kShape, kHeadDim);
@@ -101,8 +112,8 @@ struct TwoPassTraits {
     }
     // Of a stage of Q, in the order of QueryStat.
     __device__ __forceinline__ uint32_t lse(int stage) const { return base + kKeysSmem.stats + stage * kStatsBytes; }
-    __device__ __forceinline__ uint32_t renorm(int stage) const { return lse(stage) + kRenormStat * kBlock * 4; }
-    __device__ __forceinline__ uint32_t delta(int stage) const { return lse(stage) + kDeltaStat * kBlock * 4; }
+    __device__ __forceinline__ uint32_t renorm(int stage) const { return lse(stage) + kRenormStat * kQueries * 4; }
+    __device__ __forceinline__ uint32_t delta(int stage) const { return lse(stage) + kDeltaStat * kQueries * 4; }
     // kScored: slots of bias and mask, whose size is a parameter; Philox' keys of a warp.
     __device__ __forceinline__ Ring<0> scores() const {
       return {base + kKeysSmem.scores, base + kKeysSmem.barriers + 16 + 48 * kStages};
@@ -115,16 +126,16 @@ struct TwoPassTraits {
   // Of the queries' kernel.
   struct Queries {
     uint32_t base;
-    __device__ __forceinline__ uint32_t q(int consumer) const { return base + kQueriesSmem.q + consumer * kTileBytes; }
+    __device__ __forceinline__ uint32_t q(int consumer) const { return base + kQueriesSmem.q + consumer * kRowsBytes; }
     __device__ __forceinline__ uint32_t d_out(int consumer) const {
-      return base + kQueriesSmem.d_out + consumer * kTileBytes;
+      return base + kQueriesSmem.d_out + consumer * kRowsBytes;
     }
     __device__ __forceinline__ uint32_t q_full() const { return base + kQueriesSmem.barriers; }
     __device__ __forceinline__ uint32_t d_out_full() const { return base + kQueriesSmem.barriers + 8; }
-    __device__ __forceinline__ Ring<kTileBytes> k() const {
+    __device__ __forceinline__ Ring<kWalkedBytes> k() const {
       return {base + kQueriesSmem.k, base + kQueriesSmem.barriers + 16};
     }
-    __device__ __forceinline__ Ring<kTileBytes> v() const {
+    __device__ __forceinline__ Ring<kWalkedBytes> v() const {
       return {base + kQueriesSmem.v, base + kQueriesSmem.barriers + 16 + 16 * kStages};
     }
     __device__ __forceinline__ Ring<0> scores() const {
@@ -139,19 +150,20 @@ struct TwoPassWork {
   int first_row;    // key or query
   int first, last;  // tiles of the other side; equal where there is none
 
-  template <int kRows, int kOther>
+  template <class Traits>
   static __device__ __forceinline__ TwoPassWork of_keys(const TwoPassParams& params) {
-    TwoPassWork work = at<kRows>(params, params.keys);
-    const int last_key = min(work.first_row + kRows, params.band.len_k) - 1;
-    work.range<kOther>(max(work.first_row - params.band.upper, 0), min(last_key - params.band.lower + 1, params.len_q));
+    TwoPassWork work = at<Traits::kKeys>(params, params.keys, blockIdx.x / Traits::kKeysBlocks);
+    const int last_key = min(work.first_row + Traits::kKeys, params.band.len_k) - 1;
+    work.range<Traits::kQueries>(max(work.first_row - params.band.upper, 0),
+                                 min(last_key - params.band.lower + 1, params.len_q));
     return work;
   }
-  template <int kRows, int kOther>
+  template <class Traits>
   static __device__ __forceinline__ TwoPassWork of_queries(const TwoPassParams& params) {
-    TwoPassWork work = at<kRows>(params, params.queries);
-    const int last_query = min(work.first_row + kRows, params.len_q) - 1;
-    work.range<kOther>(max(work.first_row + params.band.lower, 0),
-                       min(last_query + params.band.upper + 1, params.band.len_k));
+    TwoPassWork work = at<Traits::kQueryRows>(params, params.queries, blockIdx.x);
+    const int last_query = min(work.first_row + Traits::kQueryRows, params.len_q) - 1;
+    work.range<Traits::kWalkedKeys>(max(work.first_row + params.band.lower, 0),
+                                    min(last_query + params.band.upper + 1, params.band.len_k));
     return work;
   }
   __device__ __forceinline__ BoxStart box(const BoxSteps& steps, int box_head, int row) const {
@@ -160,8 +172,9 @@ struct TwoPassWork {
 
  private:
   template <int kRows>
-  static __device__ __forceinline__ TwoPassWork at(const TwoPassParams& params, const TileSchedule& schedule) {
-    const Tile tile = schedule.at<uint32_t>(blockIdx.x);
+  static __device__ __forceinline__ TwoPassWork at(const TwoPassParams& params, const TileSchedule& schedule,
+                                                   uint32_t number) {
+    const Tile tile = schedule.at<uint32_t>(number);
     TwoPassWork work;
     work.b = static_cast<int>(tile.b);
     work.head = static_cast<int>(tile.head);
@@ -198,13 +211,26 @@ __device__ __forceinline__ void load_pairs(uint32_t (&pairs)[kCount], uint32_t a
   }
 }
 
-// 16 rows of a warp through a tile of kRows rows, of which it owns them, then by TMA.
-template <class Traits, int kRows>
-__device__ __forceinline__ void store_rows(const float (&c)[Traits::kHeadDim / 2], float factor, uint32_t tile,
-                                           int warp_row, const TensorMap& map, BoxStart at) {
-  const int lane = threadIdx.x % 32;
+// A tile of kRows rows, kBoxRows at a time; its barrier expects it already.
+template <int kRows, int kBoxRows, int kPanels>
+__device__ __forceinline__ void load_boxes(uint32_t tile, uint32_t barrier, const TensorMap& map, BoxStart at) {
 #pragma unroll
-  for (int k = 0; k < Traits::kHeadDim / 16; ++k) {
+  for (int first = 0; first < kRows; first += kBoxRows) {
+    load_panels<kRows, kPanels>(tile + first * kPanelBytes, barrier, map, at);
+    at.row += kBoxRows;
+  }
+}
+
+// 16 rows of a warp, kCols columns from `first_panel` on, through those of a tile of kRows rows, of which it owns them,
+// then by TMA.
+template <class Traits, int kRows>
+__device__ __forceinline__ void store_rows(const float (&c)[Traits::kCols / 2], float factor, uint32_t tile,
+                                           int warp_row, const TensorMap& map, BoxStart at, int first_panel = 0) {
+  const int lane = threadIdx.x % 32;
+  tile += first_panel * panel_size(kRows);
+  at.col += first_panel * kPanelCols;
+#pragma unroll
+  for (int k = 0; k < Traits::kCols / 16; ++k) {
     uint32_t r[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -216,7 +242,7 @@ __device__ __forceinline__ void store_rows(const float (&c)[Traits::kHeadDim / 2
   __syncwarp();
   if (elect_one()) {
 #pragma unroll
-    for (int panel = 0; panel < Traits::kPanels; ++panel) {
+    for (int panel = 0; panel < Traits::kColPanels; ++panel) {
       tma_store(&map.map, tile + panel * panel_size(kRows) + warp_row * kPanelBytes, at);
       at.col += kPanelCols;
     }

@@ -9,22 +9,23 @@ template <class Traits>
 __device__ __forceinline__ void produce_for_queries(const TwoPassParams& params,
                                                     const typename Traits::Queries& tiles) {
   constexpr int kBlock = Traits::kBlock;
-  const TwoPassWork work = TwoPassWork::of_queries<2 * kBlock, kBlock>(params);
+  const TwoPassWork work = TwoPassWork::of_queries<Traits>(params);
   const int head_k = work.head / params.group_size;
   typename Traits::Place k;
   RingState<1> v;
   const auto load_rows = [&](uint32_t first, uint32_t barrier, const TensorMap& map) {
-    barrier_expect(barrier, 2 * Traits::kTileBytes);
-    for (int consumer = 0; consumer < 2; ++consumer) {
-      load_panels<Traits::kBlock, Traits::kPanels>(first + consumer * Traits::kTileBytes, barrier, map,
-                                                   work.box(map.steps, work.head, work.first_row + consumer * kBlock));
+    constexpr int kParts = Traits::kQueryRows / kBlock;
+    barrier_expect(barrier, kParts * Traits::kRowsBytes);
+    for (int i = 0; i < kParts; ++i) {
+      load_boxes<kBlock, Traits::kQueryBox, Traits::kPanels>(
+          first + i * Traits::kRowsBytes, barrier, map, work.box(map.steps, work.head, work.first_row + i * kBlock));
     }
   };
-  const auto load = [&](const Ring<Traits::kTileBytes>& ring, auto& place, const TensorMap& map, int n) {
+  const auto load = [&](const Ring<Traits::kWalkedBytes>& ring, auto& place, const TensorMap& map, int n) {
     barrier_wait(ring.empty(place.stage), place.phase ^ 1);
-    barrier_expect(ring.full(place.stage), Traits::kTileBytes);
-    load_panels<Traits::kBlock, Traits::kPanels>(ring.tile(place.stage), ring.full(place.stage), map,
-                                                 work.box(map.steps, head_k, n * kBlock));
+    barrier_expect(ring.full(place.stage), Traits::kWalkedBytes);
+    load_boxes<Traits::kWalkedKeys, Traits::kKeyBox, Traits::kPanels>(
+        ring.tile(place.stage), ring.full(place.stage), map, work.box(map.steps, head_k, n * Traits::kWalkedKeys));
     place.advance();
   };
   load_rows(tiles.q(0), tiles.q_full(), params.q);
@@ -41,7 +42,7 @@ template <class Traits>
 __device__ __forceinline__ void load_scores_of_queries(const ScoredTwoPassParams& params,
                                                        const typename Traits::Queries& tiles) {
   constexpr int kBlock = Traits::kBlock;
-  const TwoPassWork work = TwoPassWork::of_queries<2 * kBlock, kBlock>(params);
+  const TwoPassWork work = TwoPassWork::of_queries<Traits>(params);
   load_slots<kBlock>(params.queries_scores, tiles.scores(), work, params.len_q, params.band.len_k, [&](const auto& fn) {
 #pragma unroll 1
     for (int n = work.first; n < work.last; ++n) {
@@ -55,9 +56,9 @@ __device__ __forceinline__ void load_scores_of_queries(const ScoredTwoPassParams
 template <class Traits>
 struct QueryRows {
   using T = typename Traits::T;
-  static constexpr int kBlock = Traits::kBlock, kHeadDim = Traits::kHeadDim;
-  using Scores = float[kBlock / 2];     // S, dP
-  using Packed = uint32_t[kBlock / 4];  // P, dS
+  static constexpr int kBlock = Traits::kBlock, kKeys = Traits::kWalkedKeys;
+  using Scores = float[kKeys / 2];     // S, dP
+  using Packed = uint32_t[kKeys / 4];  // P, dS
 
   const typename Traits::Params& params;
   const typename Traits::Queries& tiles;
@@ -80,8 +81,8 @@ struct QueryRows {
         consumer(consumer_),
         lane(threadIdx.x % 32),
         warp_row(threadIdx.x / 32 % 4 * 16),
-        work(TwoPassWork::of_queries<2 * kBlock, kBlock>(params_)),
-        first_query(work.first_row + consumer_ * kBlock),
+        work(TwoPassWork::of_queries<Traits>(params_)),
+        first_query(work.first_row + (Traits::kHalves ? 0 : consumer_ * kBlock)),
         row(first_query + warp_row + lane / 4),
         stats(params_.stats +
               ((int64_t{work.b} * params_.heads_q + work.head) * params_.padded + first_query) * kQueryStats +
@@ -105,7 +106,7 @@ struct QueryRows {
     if (!needs_renorm) return;
     const float renorm[2] = {stat(kRenormStat, 0), stat(kRenormStat, 1)};
 #pragma unroll
-    for (int i = 0; i < kBlock / 2; ++i) {
+    for (int i = 0; i < kKeys / 2; ++i) {
       s[i] = fminf(fmaf(s[i], params.natural, renorm[i / 2 % 2]), 0.f) * params.inverse_scale;
     }
   }
@@ -120,13 +121,13 @@ struct QueryRows {
   __device__ __forceinline__ void make_p(Packed& p, KeptBits<1>& kept, Scores& s, int n) {
     const ScoreParams& scores = params.queries_scores;
     if (consumer == 1) skip_scores(scores, tiles.scores(), slot);
-    take_slot<Traits, kBlock, false>(s, kept, scores, tiles.scores(), slot, warp_row, slope,
-                                     row + scores.alibi.offset - (n * kBlock + lane % 4 * 2),
-                                     [&](const auto& slope_at) { pack_slopes<T>(p, slope_at); });
+    take_slot<Traits, kKeys, false>(s, kept, scores, tiles.scores(), slot, warp_row, slope,
+                                    row + scores.alibi.offset - (n * kKeys + lane % 4 * 2),
+                                    [&](const auto& slope_at) { pack_slopes<T>(p, slope_at); });
     if (consumer == 0) skip_scores(scores, tiles.scores(), slot);
     subtract_renorm_rows(s);
 #pragma unroll
-    for (int i = 0; i < kBlock / 2; i += 2) {
+    for (int i = 0; i < kKeys / 2; i += 2) {
       p[i / 2] = sloped<T>(p_of(s, i), p_of(s, i + 1), p[i / 2], scores.softcap);
     }
   }
@@ -143,12 +144,12 @@ struct QueryRows {
       ds[pair] = minus_lse[half] == kMinusInf ? 0 : pack(x, y, T());  // a row without keys, beside a NaN
     };
     if (drops) {
-      draws.template with_dropped<kBlock>(dropout_of(params).place.of_batch(work.b).at(
-                                              work.b * params.heads_q + work.head, first_query + warp_row, n * kBlock),
-                                          of_pair);
+      draws.template with_dropped<kKeys>(dropout_of(params).place.of_batch(work.b).at(
+                                             work.b * params.heads_q + work.head, first_query + warp_row, n * kKeys),
+                                         of_pair);
     } else {
 #pragma unroll
-      for (int pair = 0; pair < kBlock / 4; ++pair) of_pair(pair, 0);
+      for (int pair = 0; pair < kKeys / 4; ++pair) of_pair(pair, 0);
     }
     if (params.queries_scores.mask.data != nullptr) clear_hidden(ds, kept);
   }
@@ -161,7 +162,7 @@ struct QueryRows {
       subtract_renorm_rows(s);
     }
 #pragma unroll
-    for (int i = 0; i < kBlock / 2; i += 2) {
+    for (int i = 0; i < kKeys / 2; i += 2) {
       float of_pair[2];
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
@@ -192,13 +193,15 @@ __device__ __forceinline__ void consume_queries(const typename Traits::Params& p
                                                 const typename Traits::Queries& tiles, int consumer) {
   using T = typename Traits::T;
   using Rows = QueryRows<Traits>;
-  constexpr int kBlock = Traits::kBlock, kHeadDim = Traits::kHeadDim;
+  constexpr int kBlock = Traits::kBlock, kKeys = Traits::kWalkedKeys, kHeadDim = Traits::kHeadDim;
   constexpr bool kLateDp = Traits::kShape.late_dp;
   Rows rows(params, tiles, consumer);
   const TwoPassWork& work = rows.work;
-  const Ring<Traits::kTileBytes> k_ring = tiles.k(), v_ring = tiles.v();
-  const uint64_t q_desc = k_major(tiles.q(consumer)), d_out_desc = k_major(tiles.d_out(consumer));
-  float dq[kHeadDim / 2] = {};
+  const Ring<Traits::kWalkedBytes> k_ring = tiles.k(), v_ring = tiles.v();
+  const int part = Traits::kHalves ? 0 : consumer;  // of the tile of queries
+  const int first_panel = Traits::kHalves ? consumer * Traits::kColPanels : 0;
+  const uint64_t q_desc = k_major(tiles.q(part)), d_out_desc = k_major(tiles.d_out(part));
+  float dq[Traits::kCols / 2] = {};
   typename Rows::Scores s;
   [[maybe_unused]] typename Rows::Scores own_dp;
   auto& dp = chosen<kLateDp>(s, own_dp);
@@ -206,9 +209,9 @@ __device__ __forceinline__ void consume_queries(const typename Traits::Params& p
   RingState<1> v;
   int n = work.first;
 
-  const auto issue_dp = [&] { issue_next_scores<T, kBlock, kBlock, kHeadDim>(dp, d_out_desc, v_ring, v); };
+  const auto issue_dp = [&] { issue_next_scores<T, kBlock, kKeys, kHeadDim>(dp, d_out_desc, v_ring, v); };
   const auto issue = [&](const typename Traits::Place& at) {
-    issue_next_scores<T, kBlock, kBlock, kHeadDim>(s, q_desc, k_ring, at);
+    issue_next_scores<T, kBlock, kKeys, kHeadDim>(s, q_desc, k_ring, at);
     if (!kLateDp) issue_dp();
   };
   const auto release_v = [&] {
@@ -238,10 +241,10 @@ __device__ __forceinline__ void consume_queries(const typename Traits::Params& p
     } else {
       rows.make_ds(ds, s, dp);
     }
-    if (params.band.is_boundary(rows.first_query, kBlock, n * kBlock, kBlock)) {
-      clear_hidden(ds, KeptColumns::of_queries(params.band, rows.row, n * kBlock));
+    if (params.band.is_boundary(rows.first_query, kBlock, n * kKeys, kKeys)) {
+      clear_hidden(ds, KeptColumns::of_queries(params.band, rows.row, n * kKeys));
     }
-    issue_gradient<T, kBlock, kHeadDim>(dq, ds, k_ring, k.stage);
+    issue_gradient<T, kKeys, Traits::kCols>(dq, ds, k_ring, k.stage, first_panel);
     typename Traits::Place next = k;
     next.advance();
     if (!kLast) issue(next);
@@ -259,9 +262,9 @@ __device__ __forceinline__ void consume_queries(const typename Traits::Params& p
     wait_scores();
     for_tiles(work.last - work.first, step);
   }
-  named_barrier_sync(kOwnBarrier + consumer, 128);  // all four warps have finished with Q
-  store_rows<Traits, kBlock>(dq, params.scale / rows.ds_scale, tiles.q(consumer), rows.warp_row, params.dq,
-                             work.box(params.dq.steps, work.head, rows.first_query + rows.warp_row));
+  named_barrier_sync(kOwnBarrier + part, Traits::kHalves ? 256 : 128);  // all its warps have finished with Q
+  store_rows<Traits, kBlock>(dq, params.scale / rows.ds_scale, tiles.q(part), rows.warp_row, params.dq,
+                             work.box(params.dq.steps, work.head, rows.first_query + rows.warp_row), first_panel);
 }
 
 template <class Traits>

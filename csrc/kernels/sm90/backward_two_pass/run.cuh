@@ -29,13 +29,13 @@ static __global__ void __launch_bounds__(kRowThreads)
   const int64_t b = flat / problem.heads_k, head = flat % problem.heads_k;
   const TensorView& v = args.fwd.v;
   const __half* const rows = static_cast<const __half*>(v.data) + batch_offset(problem, v, b) + head * v.head_stride;
-  const int col = threadIdx.x % 32 * 8;
   __half2 most = __float2half2_rn(0.f);
   for (int64_t row = n_block * 64 + threadIdx.x / 32; row < min(int64_t{n_block + 1} * 64, problem.len_k); row += 8) {
-    if (col >= problem.head_dim_v) continue;
-    const uint4 words = *reinterpret_cast<const uint4*>(rows + row * v.row_stride + col);
-    for (const uint32_t word : {words.x, words.y, words.z, words.w}) {
-      most = __hmax2(most, __habs2(reinterpret_cast<const __half2&>(word)));
+    for (int64_t col = threadIdx.x % 32 * 8; col < problem.head_dim_v; col += 256) {
+      const uint4 words = *reinterpret_cast<const uint4*>(rows + row * v.row_stride + col);
+      for (const uint32_t word : {words.x, words.y, words.z, words.w}) {
+        most = __hmax2(most, __habs2(reinterpret_cast<const __half2&>(word)));
+      }
     }
   }
   float x = fmaxf(__low2float(most), __high2float(most));
@@ -64,10 +64,10 @@ void launch_two_pass(const BackwardArgs& args, int64_t sms, void* workspace) {
   const auto map = [&](const TensorView& view, int64_t heads, int64_t rows, int64_t cols, int box_rows) {
     return make_tensor_map(problem, view, heads, rows, cols, box_rows, Promotion::k256);
   };
-  params.q = map(args.fwd.q, problem.heads_q, problem.len_q, problem.head_dim, kBlock);
-  params.d_out = map(args.d_out, problem.heads_q, problem.len_q, problem.head_dim_v, kBlock);
-  params.k = map(args.fwd.k, problem.heads_k, problem.len_k, problem.head_dim, kBlock);
-  params.v = map(args.fwd.v, problem.heads_k, problem.len_k, problem.head_dim_v, kBlock);
+  params.q = map(args.fwd.q, problem.heads_q, problem.len_q, problem.head_dim, Traits::kQueryBox);
+  params.d_out = map(args.d_out, problem.heads_q, problem.len_q, problem.head_dim_v, Traits::kQueryBox);
+  params.k = map(args.fwd.k, problem.heads_k, problem.len_k, problem.head_dim, Traits::kKeyBox);
+  params.v = map(args.fwd.v, problem.heads_k, problem.len_k, problem.head_dim_v, Traits::kKeyBox);
   params.wants_dk = problem.wants_dk;
   params.wants_dv = problem.wants_dv;
   if (problem.wants_dq) params.dq = map(args.dq, problem.heads_q, problem.len_q, problem.head_dim, 16);
@@ -80,7 +80,7 @@ void launch_two_pass(const BackwardArgs& args, int64_t sms, void* workspace) {
   params.batch = static_cast<int>(problem.batch);
   params.head_dim_v = static_cast<int>(problem.head_dim_v);
   params.keys = backward_schedule(problem, Traits::kKeys, sms);
-  params.queries = two_pass_queries(problem, sms);
+  params.queries = two_pass_queries(problem, Traits::kShape, sms);
   params.band = TileBand::make(band, static_cast<int>(problem.len_k));
   params.len_q = static_cast<int>(problem.len_q);
   params.padded = static_cast<int>(two_pass_padded(problem));
@@ -113,8 +113,8 @@ void launch_two_pass(const BackwardArgs& args, int64_t sms, void* workspace) {
   cuda::launch(prepare_kernel<Rows>, cuda::grid_of(heads * m_blocks), kRowThreads, 0, args.fwd.stream, args, stats,
                bounds, static_cast<float*>(nullptr), m_blocks);
   if (problem.wants_dk || problem.wants_dv) {
-    cuda::launch_dependent(keys_kernel<Traits>, cuda::grid_of(params.keys.size()), Traits::kThreads,
-                           Traits::kKeysSmem.total, args.fwd.stream, params);
+    cuda::launch_dependent(keys_kernel<Traits>, cuda::grid_of(params.keys.size() * Traits::kKeysBlocks),
+                           Traits::kThreads, Traits::kKeysSmem.total, args.fwd.stream, params);
   }
   if (problem.wants_dq) {
     cuda::launch_dependent(queries_kernel<Traits>, cuda::grid_of(params.queries.size()), Traits::kThreads,

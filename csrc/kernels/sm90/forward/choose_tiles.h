@@ -66,7 +66,7 @@ inline Problem mean_of_packed(const Problem& problem) {
 // multiprocessors: 0 where unknown.
 inline TileChoice choose_tiles(const Problem& problem, int head_dim, int multiprocessors) {
   if (is_scored(problem)) return {Tiles::kScored, {}};
-  if (problem.batch_invariant) return {Tiles::kLarge, {}};
+  if (problem.batch_invariant || head_dim > 256) return {Tiles::kLarge, {}};
   if (problem.packed) {  // in deterministic mode a sequence has the same bits beside any others
     const bool few_keys = !problem.deterministic && has_few_keys(mean_of_packed(problem), head_dim);
     return {few_keys ? Tiles::kSmall : Tiles::kLarge, {}};

@@ -41,7 +41,7 @@ __device__ __forceinline__ void produce(const typename Traits::Params& params, c
   const auto load_v = [&](const Work& work, int n) {
     barrier_wait(rings.v.empty(v.stage), v.phase ^ 1);
     const auto [map, at] = work.template v_box<kBlockN>(params, n * kBlockN);
-    load_tile<kBlockN, Traits::kPanels>(rings.v, v.stage, map, at);
+    load_tile<kBlockN, Traits::kValuePanels>(rings.v, v.stage, map, at);
     v.advance();
   };
   const auto q_box = [&](const Work& work, int consumer) {
@@ -126,7 +126,7 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
   typename Traits::KvState k, v;
   typename Traits::WorkState w;
   [[maybe_unused]] ScoreState c(params);
-  float o_acc[kHeadDim / 2], s_acc[kBlockN / 2];
+  float o_acc[Traits::kValueDim / 2], s_acc[kBlockN / 2];
   uint32_t p_frag[kBlockN / 4];
   typename Traits::Softmax softmax(params.to_log2);
   Work work;
@@ -319,7 +319,7 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
       fence_registers(o_acc);
       if (rescale) {
         mend_p<Traits>(softmax, s_acc, factor, [&] { multiply_s_again(n); });
-        scale_rows<kHeadDim>(o_acc, factor);
+        scale_rows<Traits::kValueDim>(o_acc, factor);
       }
       if (Traits::kSpeculative) hand_back_k(n);
       fence_registers(p_frag);

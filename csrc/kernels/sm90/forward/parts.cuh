@@ -5,9 +5,9 @@
 #include <type_traits>
 
 #include "core/online_softmax.h"
-#include "gpu/wgmma.cuh"
 #include "kernels/sm90/forward/work.cuh"
 #include "kernels/sm90/pipeline.cuh"
+#include "kernels/sm90/products.cuh"
 #include "kernels/sm90/scores.cuh"
 
 namespace flash_ext::sm90 {
@@ -20,9 +20,11 @@ struct TraitsOfWork {
   using Params = Params_;
   static constexpr ForwardShape kShape = kShape_;
   static constexpr int kHeadDim = kHeadDim_, kBlockM = kShape.block_m(), kBlockN = kShape.block_n;
-  static constexpr int kPanels = panels(kHeadDim), kConsumers = kShape.consumers;
+  static constexpr int kValueDim = value_dim(kHeadDim), kConsumers = kShape.consumers;
+  static constexpr int kPanels = panels(kHeadDim), kValuePanels = panels(kValueDim);
   static constexpr ForwardSmem kSmem = forward_smem(kShape, kHeadDim, sizeof(Work));
-  static constexpr int kQBytes = tile_bytes(64, kHeadDim), kKvBytes = tile_bytes(kBlockN, kHeadDim);
+  static constexpr int kQBytes = tile_bytes(64, kHeadDim), kKBytes = tile_bytes(kBlockN, kHeadDim);
+  static constexpr int kVBytes = tile_bytes(kBlockN, kValueDim);
   static constexpr int kQTiles = kShape.q_stages * kConsumers;
   static constexpr bool kStaged = kShape.q_stages > 1;  // out goes through Q's stage
   static constexpr bool kScored = kShape.scored;
@@ -37,7 +39,8 @@ struct TraitsOfWork {
   // Q: a tile a consumer and stage, at stage * consumers + consumer.
   struct Rings {
     Ring<kQBytes> q;
-    Ring<kKvBytes> k, v;
+    Ring<kKBytes> k;
+    Ring<kVBytes> v;
     Ring<sizeof(Work)> works;
     Ring<0> scores;  // its stages' size is a parameter
   };
@@ -78,23 +81,17 @@ __device__ __forceinline__ void pass_turn(int consumer) {
 // S = Q K^T, not waited for.
 template <class Traits>
 __device__ __forceinline__ void issue_s(float (&s_acc)[Traits::kBlockN / 2], uint32_t q_tile, uint32_t k_tile) {
-  const uint64_t q_desc = k_major(q_tile), k_desc = k_major(k_tile);
-#pragma unroll
-  for (int k = 0; k < Traits::kHeadDim / 16; ++k) {
-    Wgmma<typename Traits::T, Traits::kBlockN>::ss(s_acc, q_desc + k_major_step(64, k),
-                                                   k_desc + k_major_step(Traits::kBlockN, k), k > 0);
-  }
-  wgmma_commit();
+  issue_scores<typename Traits::T, 64, Traits::kBlockN, Traits::kHeadDim>(s_acc, k_major(q_tile), k_tile);
 }
 
 // O += P V, not waited for.
 template <class Traits>
-__device__ __forceinline__ void issue_o(float (&o_acc)[Traits::kHeadDim / 2],
+__device__ __forceinline__ void issue_o(float (&o_acc)[Traits::kValueDim / 2],
                                         const uint32_t (&p_frag)[Traits::kBlockN / 4], uint32_t v_tile) {
   const uint64_t v_desc = mn_major(v_tile, Traits::kBlockN);
 #pragma unroll
   for (int k = 0; k < Traits::kBlockN / 16; ++k) {
-    Wgmma<typename Traits::T, Traits::kHeadDim>::rs(o_acc, p_frag + 4 * k, v_desc + mn_major_step(k), 1);
+    Wgmma<typename Traits::T, Traits::kValueDim>::rs(o_acc, p_frag + 4 * k, v_desc + mn_major_step(k), 1);
   }
   wgmma_commit();
 }
@@ -214,11 +211,11 @@ __device__ __forceinline__ void end_p(typename Traits::Softmax& softmax, float (
 // O / l and lse of a warp's 16 rows from `row` on leave: through a stage of Q, which is the warpgroup's own, from
 // registers, or as a part. warp_row: the first of them in the warpgroup.
 template <class Traits, class Softmax>
-__device__ __forceinline__ void store_rows(float (&o_acc)[Traits::kHeadDim / 2], const typename Traits::Params& params,
+__device__ __forceinline__ void store_rows(float (&o_acc)[Traits::kValueDim / 2], const typename Traits::Params& params,
                                            const typename Traits::Rings& rings, int stage,
                                            const typename Traits::Work& done, int warp_row, int row,
                                            const Softmax& softmax, int consumer) {
-  constexpr int kHeadDim = Traits::kHeadDim;
+  constexpr int kValueDim = Traits::kValueDim;
   const int lane = threadIdx.x % 32;
   const auto place = [&](int half) { return done.template place<Traits>(params, row + lane / 4 + 8 * half); };
   const bool is_part = Traits::kShape.shares_keys && params.parts.splits.count > 1;
@@ -245,12 +242,12 @@ __device__ __forceinline__ void store_rows(float (&o_acc)[Traits::kHeadDim / 2],
       }
     }
   }
-  scale_rows<kHeadDim>(o_acc, inverse);
+  scale_rows<kValueDim>(o_acc, inverse);
   if constexpr (Traits::kStaged) {
     // All four warps have finished with Q; its stage belongs to out now.
     named_barrier_sync(own_barrier<Traits> + consumer, 128);
     const auto [map, at] = done.out_box(params, {done.head, row, true});
-    stage_out<typename Traits::T, kHeadDim>(o_acc, rings.q.tile(stage), warp_row, map.map, at);
+    stage_out<typename Traits::T, kValueDim>(o_acc, rings.q.tile(stage), warp_row, map.map, at);
   } else if (is_part) {
     const Parts& parts = params.parts;
     float* rows[2];
@@ -259,7 +256,7 @@ __device__ __forceinline__ void store_rows(float (&o_acc)[Traits::kHeadDim / 2],
       const auto at = place(half);
       rows[half] = at.exists ? parts.out + (done.part * parts.rows + done.row(params, at)) * parts.cols : nullptr;
     }
-    write_part<kHeadDim>(o_acc, rows, parts.cols);
+    write_part<kValueDim>(o_acc, rows, parts.cols);
   } else {
     const OutView& out = params.out_view;
     char* base = out.data + done.b0 * out.b0 + done.b1 * out.b1;
@@ -270,7 +267,7 @@ __device__ __forceinline__ void store_rows(float (&o_acc)[Traits::kHeadDim / 2],
       const auto at = place(half);
       rows[half] = at.exists ? base + at.head * out.head + at.query * out.row : nullptr;
     }
-    write_out<typename Traits::T, kHeadDim>(o_acc, rows, out.cols);
+    write_out<typename Traits::T, kValueDim>(o_acc, rows, out.cols);
   }
 }
 

@@ -35,6 +35,11 @@ inline PackedList prepare_packed(const ForwardArgs& args, int block_m, void* lis
   return {tiles, static_cast<int>(problem.rows_q), problem.bottom_right ? -1 : 0};
 }
 
+inline TensorView from_column(TensorView view, int64_t first) {
+  view.data = static_cast<uint16_t*>(view.data) + first;
+  return view;
+}
+
 // workspace: the counter where the order is counted, the parts where keys are split; behind a counter's place the list
 // of packed sequences.
 template <class Traits>
@@ -59,9 +64,6 @@ void launch_forward(const ForwardArgs& args, const ForwardLaunch& how, void* wor
   const int64_t rows_k = Traits::kPacked ? problem.rows_k : problem.len_k;
   params.q = map(args.q, problem.heads_q, rows_q, problem.head_dim, 64 / box_heads, box_heads);
   params.k = map(args.k, problem.heads_k, rows_k, problem.head_dim, Traits::kBlockN, 1);
-  params.v = map(args.v, problem.heads_v, rows_k, problem.head_dim_v, Traits::kBlockN, 1);
-  params.out = map(args.out, problem.heads_q, rows_q, problem.head_dim_v, 16, 1);
-  params.out_view = make_out_view(problem, args.out);
   params.schedule = order.schedule;
   params.band = TileBand::make(band, static_cast<int>(problem.len_k));
   params.tiles = cuda::grid_of(order.schedule.size() * std::max(splits.count, 1)).x;
@@ -103,16 +105,14 @@ void launch_forward(const ForwardArgs& args, const ForwardLaunch& how, void* wor
     params.parts.out = static_cast<float*>(workspace);
     params.parts.sums = reinterpret_cast<float2*>(params.parts.out + splits.count * part_elements(problem));
   }
+  Problem one = problem;  // of packed sequences, all rows as one batch element
+  one.batch_rank = 0;
+  const auto inner_map = [&](const TensorView& view, int64_t heads, int64_t rows, int64_t cols, int box_rows) {
+    return make_tensor_map(one, view, heads, std::max<int64_t>(rows, 1), cols, box_rows, Promotion::k128);
+  };
   if constexpr (Traits::kPacked) {
-    Problem one = problem;  // batch element: all rows
-    one.batch_rank = 0;
-    const auto inner_map = [&](const TensorView& view, int64_t heads, int64_t rows, int64_t cols, int box_rows) {
-      return make_tensor_map(one, view, heads, std::max<int64_t>(rows, 1), cols, box_rows, Promotion::k128);
-    };
-    params.inner = {inner_map(args.q, problem.heads_q, rows_q, problem.head_dim, 64),
-                    inner_map(args.k, problem.heads_k, rows_k, problem.head_dim, Traits::kBlockN),
-                    inner_map(args.v, problem.heads_v, rows_k, problem.head_dim_v, Traits::kBlockN),
-                    inner_map(args.out, problem.heads_q, rows_q, problem.head_dim_v, 16)};
+    params.inner.q = inner_map(args.q, problem.heads_q, rows_q, problem.head_dim, 64);
+    params.inner.k = inner_map(args.k, problem.heads_k, rows_k, problem.head_dim, Traits::kBlockN);
     params.packed =
         prepare_packed(args, Traits::kBlockM, static_cast<char*>(workspace) + kCounterBytes, params.counter);
   }
@@ -120,11 +120,28 @@ void launch_forward(const ForwardArgs& args, const ForwardLaunch& how, void* wor
     how_to(forward_kernel<Traits>, cuda::grid_of(order.grid), Traits::kShape.threads(), Traits::kSmem.total,
            args.stream, params);
   };
-  if (!Traits::kPacked && !order.counted) return launch([](const auto&... x) { cuda::launch(x...); });
-  if (!Traits::kPacked) cuda::launch(clear_kernel, dim3(1), 1, 0, args.stream, params.counter);
-  launch([](const auto&... x) { cuda::launch_dependent(x...); });
+  for (int64_t first = 0; first < problem.head_dim_v; first += Traits::kValueDim) {
+    const TensorView v = from_column(args.v, first), out = from_column(args.out, first);
+    const int64_t cols = problem.head_dim_v - first;
+    params.v = map(v, problem.heads_v, rows_k, cols, Traits::kBlockN, 1);
+    params.out = map(out, problem.heads_q, rows_q, cols, 16, 1);
+    params.out_view = make_out_view(problem, out, cols);
+    if constexpr (Traits::kPacked) {
+      params.inner.v = inner_map(v, problem.heads_v, rows_k, cols, Traits::kBlockN);
+      params.inner.out = inner_map(out, problem.heads_q, rows_q, cols, 16);
+    }
+    const bool is_prepared = Traits::kPacked && first == 0;
+    if (order.counted && !is_prepared) cuda::launch(clear_kernel, dim3(1), 1, 0, args.stream, params.counter);
+    if (order.counted || is_prepared) {
+      launch([](const auto&... x) { cuda::launch_dependent(x...); });
+    } else {
+      launch([](const auto&... x) { cuda::launch(x...); });
+    }
+    params.lse = nullptr;  // it is there
+  }
 }
 
+// A kernel for each value_dim() columns of V.
 template <DType kDType, int kHeadDim>
 void run_forward(const ForwardArgs& args, const ForwardLaunch& how, void* workspace) {
   using T = std::conditional_t<kDType == DType::kFloat16, __half, __nv_bfloat16>;
@@ -143,14 +160,16 @@ void run_forward(const ForwardArgs& args, const ForwardLaunch& how, void* worksp
   if (how.tiles == Tiles::kScored) {
     return launch_forward<ForwardTraits<T, kHeadDim, forward_shape(kHeadDim, Tiles::kScored)>>(args, how, workspace);
   }
-  if (how.tiles == Tiles::kSplit) {
-    launch_forward<ForwardTraits<T, kHeadDim, kSplit>>(args, how, workspace);
-    if (how.splits.count > 1) {
-      const auto* const out = static_cast<const float*>(workspace);
-      const float* const sums = out + how.splits.count * part_elements(args.problem);
-      cuda::combine(args, out, reinterpret_cast<const float2*>(sums), how.splits.count);
+  if constexpr (kSplit.shares_keys) {
+    if (how.tiles == Tiles::kSplit) {
+      launch_forward<ForwardTraits<T, kHeadDim, kSplit>>(args, how, workspace);
+      if (how.splits.count > 1) {
+        const auto* const out = static_cast<const float*>(workspace);
+        const float* const sums = out + how.splits.count * part_elements(args.problem);
+        cuda::combine(args, out, reinterpret_cast<const float2*>(sums), how.splits.count);
+      }
+      return;
     }
-    return;
   }
   if constexpr (kSmall != kLarge) {
     if (how.tiles == Tiles::kSmall) return launch_forward<ForwardTraits<T, kHeadDim, kSmall>>(args, how, workspace);
