@@ -62,8 +62,9 @@ hypothesis.settings.load_profile("random" if os.environ.get("FLASH_EXT_FUZZ") ==
 
 
 # A file whose text says one of these asks what the build contains: all its tests are marked `build`, which .ci/run
-# chooses for the build with kernels.
+# chooses for the build with kernels, but for those of a backend that is the same in every build.
 ASKS_THE_BUILD = re.compile(r"build_info|explain|sm80|sm90")
+IN_EVERY_BUILD = ("cpu", "chunked")
 
 LEFT_OUT = pytest.StashKey[Counter[str]]()  # by the two halves of the sentence, which a "|" parts
 
@@ -84,12 +85,17 @@ def pytest_xdist_auto_num_workers() -> int:
     return min(len(os.sched_getaffinity(0)), 4 if torch.cuda.is_available() else 8)
 
 
+def parameter(item: pytest.Item, name: str) -> object:
+    """What the test gets by that name, where it is parametrized."""
+    return getattr(item, "callspec", SimpleNamespace(params={})).params.get(name)
+
+
 def lacking(item: pytest.Item) -> str | None:
     """What a test needs and is not here, and why, parted by "|"; None where it can run."""
     gpu, sm90 = torch.cuda.is_available(), item.get_closest_marker("sm90")
     gpus = max((count for mark in item.iter_markers("gpu") for count in mark.args), default=1)
     needed = {name for mark in item.iter_markers("kernels") for name in mark.args}
-    needed |= {getattr(item, "callspec", SimpleNamespace(params={})).params.get("backend")} & set(KERNELS)
+    needed |= {parameter(item, "backend")} & set(KERNELS)
     needed |= {"sm90"} if sm90 else set()
     if item.get_closest_marker("gpu") and not gpu:
         return "need a CUDA GPU|torch sees none here"
@@ -112,7 +118,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Marks `build` before -m chooses; of what it chose, deselects what cannot run here."""
     asks = {path: bool(ASKS_THE_BUILD.search(path.read_text())) for path in {item.path for item in items}}
     for item in items:
-        if asks[item.path]:
+        if asks[item.path] and parameter(item, "backend") not in IN_EVERY_BUILD:
             item.add_marker("build")
     yield
     reasons = {item: lacking(item) for item in items}
