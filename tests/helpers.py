@@ -8,7 +8,8 @@ with each intermediate rounded to that dtype (float32 and float64: the math path
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,6 +25,11 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 HALF = (torch.bfloat16, torch.float16)
 MEANS = (0.0, 0.5, 2.0, 8.0)
 RESAMPLES = 15
+# `chunked` multiplies the queries of a group of heads at once, eager attention those of each head: torch sums such
+# products in different orders, and in float32 with few queries either may be the better one. Seen: 3.27 times the rule
+# in random calls; 1.31 on AVX2 in one of tests/numbers/test_masks.py, whose scores had the very bits of eager's.
+CHUNKED_FACTOR = 4.0
+_float32_limits = [1.0]  # times the rule: see allowing()
 
 Inputs = dict[str, Tensor]
 Results = dict[str, Tensor]
@@ -113,6 +119,16 @@ MEASURES: dict[str, Callable[[Tensor], float]] = {
 }
 
 
+@contextmanager
+def allowing(factor: float) -> Iterator[None]:
+    """Limits of float32 are so many times the error rule's meanwhile."""
+    before, _float32_limits[0] = _float32_limits[0], factor
+    try:
+        yield
+    finally:
+        _float32_limits[0] = before
+
+
 def violations(
     name: str, got: Tensor, truth: Tensor, errors: list[Tensor], factor: float = 2.0, units: float = 0.0
 ) -> list[str]:
@@ -126,6 +142,7 @@ def violations(
     floor = floor_of(truth, got.dtype)
     if units > 0 and truth.isfinite().any():
         floor = max(floor, units * torch.finfo(got.dtype).eps * float(truth[truth.isfinite()].abs().max()))
+    allowed = _float32_limits[0] if got.dtype == torch.float32 else 1.0
     got, truth = got.double().cpu(), truth.double().cpu()
     finite = truth.isfinite()
     if not torch.equal(got.isnan(), truth.isnan()) or not torch.equal(got[truth.isinf()], truth[truth.isinf()]):
@@ -133,7 +150,7 @@ def violations(
     error = (got - truth)[finite]
     found = []
     for measure, value_of in MEASURES.items():
-        seen, limit = value_of(error), max(factor * max(map(value_of, errors)), floor)
+        seen, limit = value_of(error), allowed * max(factor * max(map(value_of, errors)), floor)
         if not seen <= limit:
             found.append(f"{name}: {measure} error {seen:.3g} is {seen / limit:.2f} of what the rule allows")
     return found
