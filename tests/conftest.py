@@ -25,7 +25,6 @@ import hypothesis
 import pytest
 import torch
 from commands import BENCHMARKS
-from helpers import CHUNKED_FACTOR, allowing
 
 import flash_ext
 
@@ -188,7 +187,7 @@ def device(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def backend(request: pytest.FixtureRequest, device: str) -> Iterator[str]:
     """The only backend that may answer during the test."""
-    with flash_ext.use_backend(request.param), allowing(CHUNKED_FACTOR if request.param == "chunked" else 1.0):
+    with flash_ext.use_backend(request.param):
         yield request.param
 
 

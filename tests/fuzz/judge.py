@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from helpers import CHUNKED_FACTOR, HALF, RESAMPLES, jittered, leaf
+from helpers import HALF, RESAMPLES, jittered, leaf
 from torch import Tensor
 
 import flash_ext
@@ -34,6 +34,12 @@ NATIVE = {"is_causal": "causal", "attn_mask": "mask"}
 class Verdict:
     wrong: list[str]
     refusal: str | None = None
+
+
+# `chunked` multiplies the queries of a group of heads at once, eager attention those of each head: torch sums such
+# products in different orders, and in float32 with few queries either may be the better one. Seen: 3.27 times the rule.
+# Sums over the heads of a group are longer by so many: of 8 heads 6.64 times the rule was seen.
+CHUNKED_FACTOR = 4.0
 
 
 def judge(case: Case, device: str, backend: str | None) -> Verdict:
@@ -91,7 +97,6 @@ def judge(case: Case, device: str, backend: str | None) -> Verdict:
             name: [max(limits[name][i], more[name][2 + i], 2 * more[name][i]) for i in range(2)] for name in names
         }
     if _is_chunked(case, device, backend) and case.dtype == "float32":
-        # Sums over the heads of a group are longer by so many: of 8 heads 6.64 times the rule was seen.
         factor = max(CHUNKED_FACTOR, _group(case))
         limits = {name: [factor * limit for limit in values] for name, values in limits.items()}
     for name in names:
