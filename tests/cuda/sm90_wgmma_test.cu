@@ -213,6 +213,8 @@ void test_products() {
     test_mn<T, 64, 64>(panel);
     test_mn<T, 128, 128>(panel);
   }
+  test_ss<T, 16, 256>();
+  test_ss<T, 32, 256>();
   test_ss<T, 48, 256>();
   test_ss<T, 64, 64>();
   test_ss<T, 80, 256>();
@@ -232,6 +234,8 @@ void test_products() {
   test_rs<T, 128, 128>();
   test_rs<T, 128, 176>();
   test_rs<T, 192, 112>();
+  test_rs<T, 256, 16>();
+  test_rs<T, 256, 32>();
   test_rs<T, 256, 48>();
   test_rs<T, 256, 80>();
   test_rs<T, 64, 128, 0>();
