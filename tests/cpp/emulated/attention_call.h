@@ -13,6 +13,7 @@
 #include "core/dropout.h"
 #include "core/select.h"
 #include "gpu/host/launch.h"
+#include "reference.h"
 
 namespace flash_ext {
 
@@ -241,99 +242,18 @@ class Call {
             dalibi.values()};
   }
 
-  // multiplies_hidden: as eager attention, which multiplies what belongs to hidden pairs by 0; else sums leave them
-  // out. In either dS of such a pair is 0.
   Results reference(bool multiplies_hidden = false) {
-    const int64_t n = c_.len_k;
-    Results r;
-    std::vector<double> dk(c_.batch * c_.heads_k * n * d_), dv(c_.batch * c_.heads_v * n * d_v_),
-        dbias(bias_heads_ * rows_ * n);
-    const Band band = make_band(problem_);
-    const Dropout dropout = make_dropout(rng_state_[0], rng_state_[1], c_.dropout);
-    constexpr DropoutPlace place = kPartOfDropout;
-    const double keep_scale = c_.dropout < 1 ? 1 / (1 - c_.dropout) : 0;
-    const int64_t diagonal = c_.bottom_right ? n - c_.len_q : 0;
-    for (int bh = 0; bh < c_.batch * c_.heads_q; ++bh) {
-      const int h = bh % c_.heads_q, bias_head = c_.one_head ? 0 : h, hk = bh / (c_.heads_q / c_.heads_k),
-                hv = bh / (c_.heads_q / c_.heads_v);
-      double d_slope = 0;
-      for (int64_t i = 0; i < c_.len_q; ++i) {
-        const Range keys = band.keys({i, i + 1}, n);
-        std::vector<double> s(n, -INFINITY), slope(n, 1), p(n), kept(n, 1);
-        std::vector<int64_t> visible, summed;  // keys
-        double most = -INFINITY, sum = 0;
-        const int64_t row = c_.one_row ? 0 : i;
-        for (int64_t j = keys.first; j < keys.last; ++j) {
-          if (c_.mask && mask_[(bias_head * rows_ + row) * n + j] == 0) continue;
-          double x = 0;
-          for (int64_t e = 0; e < d_; ++e) x += double(q_.at(bh, i, e)) * double(k_.at(hk, j, e));
-          x *= problem_.scale;
-          if (c_.value != nullptr) {
-            const auto distance = static_cast<double>(i + diagonal - j);
-            slope[j] = c_.slope_of_value(x, distance);
-            x = c_.value(x, distance);
-          } else if (c_.softcap > 0) {
-            const double t = std::tanh(x / c_.softcap);
-            x = c_.softcap * t;
-            slope[j] = 1 - t * t;
-          }
-          if (c_.bias)
-            x += c_.float_bias ? double(float_bias_.at(bias_head, row, j)) : double(bias_.at(bias_head, row, j));
-          if (c_.alibi) x -= slopes_[h] * std::abs(double(i + diagonal - j));
-          if (c_.dropout > 0)
-            kept[j] = dropout.keep(place.bh(bh / c_.heads_q, bh), place.query(i), place.key(j)) ? keep_scale : 0;
-          s[j] = x;
-          most = std::max(most, x);
-          visible.push_back(j);
-        }
-        const double sink = c_.sinks ? sinks_[bh] : -INFINITY;
-        most = std::max(most, sink);
-        for (const int64_t j : visible) sum += p[j] = s[j] == -INFINITY ? 0 : std::exp(s[j] - most);
-        if (sink != -INFINITY) sum += std::exp(sink - most);
-        const bool has_keys = sum != 0;  // NaN is a sum, too
-        r.lse.push_back(static_cast<float>(has_keys ? most + std::log(sum) : -INFINITY));
-        if (!has_keys) visible.clear();
-        for (int64_t j = 0; j < n && multiplies_hidden; ++j) summed.push_back(j);
-        if (!multiplies_hidden) summed = visible;
-        for (const int64_t j : summed) p[j] = has_keys ? p[j] / sum : 0;
-        std::vector<double> dp(n);
-        double delta = has_keys && c_.d_lse ? -double(d_lse_[bh * c_.len_q + i]) : 0;
-        for (int64_t e = 0; e < d_v_; ++e) {
-          double o = 0;
-          for (const int64_t j : summed) o += p[j] * kept[j] * double(v_.at(hv, j, e));
-          r.out.push_back(static_cast<float>(o));
-          const double g = double(d_out_.at(bh, i, e));
-          delta += o * g;
-          for (const int64_t j : summed) {
-            dp[j] += kept[j] * g * double(v_.at(hv, j, e));
-            dv[(hv * n + j) * d_v_ + e] += p[j] * kept[j] * g;
-          }
-        }
-        std::vector<double> ds(n);
-        for (const int64_t j : visible) {
-          ds[j] = p[j] * (dp[j] - delta);
-          dbias[(bias_head * rows_ + row) * n + j] += ds[j];
-          d_slope -= ds[j] * std::abs(double(i + diagonal - j));
-          ds[j] *= slope[j] * problem_.scale;
-        }
-        for (int64_t e = 0; e < d_; ++e) {
-          double x = 0;
-          for (const int64_t j : summed) {
-            x += ds[j] * double(k_.at(hk, j, e));
-            dk[(hk * n + j) * d_ + e] += ds[j] * double(q_.at(bh, i, e));
-          }
-          r.dq.push_back(static_cast<float>(x));
-        }
-      }
-      r.dalibi.push_back(static_cast<float>(d_slope));
-    }
-    r.dk.assign(dk.begin(), dk.end());
-    r.dv.assign(dv.begin(), dv.end());
-    r.dbias.assign(dbias.begin(), dbias.end());
-    return r;
+    const std::vector<float> bias = c_.float_bias ? float_bias_.values() : bias_.values();
+    return flash_ext::reference(
+        c_, problem_,
+        {doubles(q_.values()), doubles(k_.values()), doubles(v_.values()), doubles(d_out_.values()), doubles(bias),
+         mask_, slopes_, sinks_, d_lse_, make_dropout(rng_state_[0], rng_state_[1], c_.dropout)},
+        multiplies_hidden);
   }
 
  private:
+  static std::vector<double> doubles(const std::vector<float>& x) { return {x.begin(), x.end()}; }
+
   static std::string why(const std::vector<Considered>& rows) {
     std::string text;
     for (const Considered& row : rows) text += std::string(row.kernel->name) + ": " + row.reason + "\n";
@@ -354,33 +274,6 @@ class Call {
   int64_t rng_state_[2] = {1234, 56};
   Problem problem_;
 };
-
-// Root of the mean square of the error, over that of the reference. Infinities must agree.
-inline double error(const std::vector<float>& result, const std::vector<float>& reference) {
-  double wrong = 0, all = 1e-12;
-  if (result.size() != reference.size()) return INFINITY;
-  for (size_t i = 0; i < result.size(); ++i) {
-    if (result[i] == reference[i]) continue;
-    wrong += std::pow(double(result[i]) - double(reference[i]), 2);
-    all += std::isinf(reference[i]) ? 0 : std::pow(double(reference[i]), 2);
-  }
-  return std::sqrt(wrong / all);
-}
-
-// How many elements are of a kind (number, NaN, inf, -inf) that neither reference has. of_gradient: NaN may stand for
-// an infinity.
-inline int misplaced(const std::vector<float>& result, const std::vector<float>& reference,
-                     const std::vector<float>& eager, bool of_gradient) {
-  const auto kind = [&](float x) {
-    if (std::isfinite(x)) return 0;
-    return of_gradient || std::isnan(x) ? 1 : (x > 0 ? 2 : 3);
-  };
-  int count = 0;
-  for (size_t i = 0; i < result.size(); ++i) {
-    count += kind(result[i]) != kind(reference[i]) && kind(result[i]) != kind(eager[i]);
-  }
-  return count;
-}
 
 // The error of numbers; of the others that they stand where a reference has them.
 inline void check_special(const Case& c, const Results& result, const Results& reference, const Results& eager,

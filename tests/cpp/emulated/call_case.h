@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "core/kernel.h"
+#include "emulator.h"
 
 namespace flash_ext {
 
@@ -105,10 +106,14 @@ class Matrices {
     return hold;
   }
   std::vector<float> values() {
+    const TensorView v = view();
     std::vector<float> all;
-    for (int64_t h = 0; h < heads_; ++h)
-      for (int64_t r = 0; r < rows_; ++r)
-        for (int64_t c = 0; c < cols_; ++c) all.push_back(static_cast<float>(at(h, r, c)));
+    for (int64_t h = 0; h < heads_; ++h) {
+      for (int64_t r = 0; r < rows_; ++r) {
+        const T* row = static_cast<const T*>(v.data) + h * v.head_stride + r * v.row_stride;
+        for (int64_t c = 0; c < cols_; ++c) all.push_back(emulated::to_float(row[c]));
+      }
+    }
     return all;
   }
 

@@ -1,6 +1,8 @@
+#undef _FORTIFY_SOURCE  // it takes a jump to another fiber's stack for an error
 #include "emulator.h"
 
 #include <cuda.h>
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -22,10 +24,22 @@ struct Copy {
   int bytes, filled_to;
 };
 
+// Stacks of fibers that end one after another, of one kernel after another: they are taken once and never cleared.
+struct FiberStacks {
+  static constexpr size_t kBytes = 256 * 1024;
+  std::vector<std::unique_ptr<char[]>> stacks;
+
+  char* operator[](size_t fiber) {
+    while (stacks.size() <= fiber) stacks.emplace_back(new char[kBytes]);
+    return stacks[fiber].get();
+  }
+};
+
+// NOTE: a fiber begins with setcontext and is left and entered again with _setjmp and _longjmp, because swapcontext
+// asks the system for the signals' mask each time, which was a fifth of the tests.
 struct Fiber {
-  ucontext_t context;
-  std::vector<char> stack;
-  bool is_done = false;
+  jmp_buf where;
+  bool has_begun = false, is_done = false;
   int turn = 0;  // of the warp's two rows of slots
   std::vector<std::vector<Copy>> groups;
   std::vector<Copy> open;
@@ -59,13 +73,13 @@ struct Block {
   std::vector<int> ready;
   int running = 0, yields = 0;
   unsigned index = 0, count = 0;
-  int any = 0;
-  ucontext_t scheduler;
+  jmp_buf scheduler;
   std::mt19937 random;
   const std::function<void()>* body = nullptr;
 };
 
 Block* block = nullptr;
+FiberStacks stacks;
 alignas(1024) char shared[kSharedBytes];
 
 void tell_who_waits() {
@@ -83,7 +97,9 @@ void tell_who_waits() {
   }
 }
 
-void switch_away() { swapcontext(&block->fibers[block->running]->context, &block->scheduler); }
+void switch_away() {
+  if (_setjmp(block->fibers[block->running]->where) == 0) _longjmp(block->scheduler, 1);
+}
 
 void release(Barrier& barrier) {
   barrier.arrived = 0;
@@ -120,6 +136,21 @@ void start() {
   }
   fiber.is_done = true;
   switch_away();
+}
+
+// Until the fiber that runs switches away.
+void enter_running_fiber() {
+  Fiber& fiber = *block->fibers[block->running];
+  if (_setjmp(block->scheduler) != 0) return;
+  if (fiber.has_begun) _longjmp(fiber.where, 1);
+  fiber.has_begun = true;
+  ucontext_t context;
+  getcontext(&context);
+  context.uc_stack.ss_sp = stacks[static_cast<size_t>(block->running)];
+  context.uc_stack.ss_size = FiberStacks::kBytes;
+  context.uc_link = nullptr;
+  makecontext(&context, start, 0);
+  setcontext(&context);
 }
 
 }  // namespace
@@ -243,16 +274,12 @@ void run(int64_t blocks, int threads, int64_t shared_bytes, unsigned seed, const
                  static_cast<long long>(shared_bytes));
     std::abort();
   }
-  constexpr size_t kStack = 256 * 1024;
   Block state;
   block = &state;
   state.body = &body;
   state.random.seed(seed);
   state.count = static_cast<unsigned>(blocks);
-  for (int i = 0; i < threads; ++i) {
-    state.fibers.push_back(std::make_unique<Fiber>());
-    state.fibers.back()->stack.resize(kStack);
-  }
+  for (int i = 0; i < threads; ++i) state.fibers.push_back(std::make_unique<Fiber>());
   for (int64_t index = 0; index < blocks; ++index) {
     std::memset(shared, 0xFF, sizeof(shared));  // NaN in every type
     state.index = static_cast<unsigned>(index);
@@ -262,14 +289,9 @@ void run(int64_t blocks, int threads, int64_t shared_bytes, unsigned seed, const
     state.ready.clear();
     for (int i = 0; i < threads; ++i) {
       Fiber& fiber = *state.fibers[i];
-      fiber.is_done = false;
+      fiber.has_begun = fiber.is_done = false;
       fiber.turn = 0;
       fiber.groups.clear();
-      getcontext(&fiber.context);
-      fiber.context.uc_stack.ss_sp = fiber.stack.data();
-      fiber.context.uc_stack.ss_size = kStack;
-      fiber.context.uc_link = nullptr;
-      makecontext(&fiber.context, start, 0);
       state.ready.push_back(i);
     }
     // Half of the time the thread that became ready last: a warp then runs ahead of the others for a while.
@@ -286,7 +308,7 @@ void run(int64_t blocks, int threads, int64_t shared_bytes, unsigned seed, const
       state.running = state.ready[chosen];
       state.ready[chosen] = state.ready[last];
       state.ready.pop_back();
-      swapcontext(&state.scheduler, &state.fibers[state.running]->context);
+      enter_running_fiber();
     }
     for (const auto& fiber : state.fibers) {
       if (fiber->is_done) continue;

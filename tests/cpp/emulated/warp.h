@@ -61,7 +61,7 @@ void multiply_fragments(float (&c)[4], const T (&a)[kA], const T (&b)[kB]) {
         // Register `part / kPair` of B is k = u * kPair + part % kPair + 4 * kPair * (part / kPair), and of A as well.
         const Operands left = lanes[g * 4 + u], right = lanes[col * 4 + u];
         const int in_a = (part / kPair * 2 + row_half) * kPair + part % kPair;
-        sum += static_cast<float>(left.a[in_a]) * static_cast<float>(right.b[part]);
+        sum += to_float(left.a[in_a]) * to_float(right.b[part]);
       }
     }
     c[i] += sum;
