@@ -25,6 +25,9 @@ class BackwardWorker : BackwardTileWorker<Compute> {
                  const Products<Compute>& product)
       : Tiles(args, layout.tiles, product, /*recalls=*/false), at_(layout), tiles_(layout.tiles), bias_(bias) {}
 
+  // Of the units to come.
+  void begin_bias(const BiasRoute::Sums<Acc>& sums) { bias_sums_ = sums; }
+
   void run(const Partition::Item& item) {
     const Partition& cut = at_.cut;
     const int64_t slot = (item.batch * cut.groups + item.group) * cut.chunks + item.chunk;
@@ -232,9 +235,16 @@ class BackwardWorker : BackwardTileWorker<Compute> {
   // Of a tile; sums over queries have none.
   BiasSink bias_sink(const Panel& panel, Range keys) const {
     if (bias_.kind != BiasRoute::kTiles) return {};
-    return {
-        sink_at(problem_, args_.dbias, kAccElement<Acc>, this->batch_, this->head_, panel.queries.first, keys.first),
-        !bias_.is_first(this->batch_, this->head_)};
+    const int64_t first_head = bias_sums_.group * at_.cut.heads;
+    const bool is_first = this->batch_ == bias_sums_.batch && (!bias_.sums_heads || this->head_ == first_head);
+    const bool adds = bias_.shared() && !is_first;
+    const int64_t query = panel.queries.first, key = keys.first;
+    if (bias_sums_.tables == nullptr) {
+      return {sink_at(problem_, args_.dbias, kAccElement<Acc>, this->batch_, this->head_, query, key), adds};
+    }
+    const int64_t table = this->head_ % bias_.heads_of_owner(at_.cut);
+    Acc* const to = bias_sums_.tables + (table * problem_.len_q + query) * problem_.len_k + key;
+    return {{to, kAccElement<Acc>, problem_.len_k, 1}, adds};
   }
 
   // dS^T of one tile, in bias_tile.
@@ -295,6 +305,7 @@ class BackwardWorker : BackwardTileWorker<Compute> {
   const BackwardLayout<Compute>& at_;
   const BackwardTiles<Compute>& tiles_;
   const BiasRoute& bias_;
+  BiasRoute::Sums<Acc> bias_sums_;
   Acc* key_sums_ = nullptr;
   Acc* dk_ = nullptr;
   Acc* dv_ = nullptr;
@@ -336,6 +347,7 @@ void plan_backward(const Problem& problem, int64_t threads, Choice choice, Plan&
   if (work_flops(problem, 5) < kSerialFlops) threads = 1;
   BackwardLayout<Compute> layout(problem, cut_sweep<Compute>(problem, threads));
   if (!problem.wants_dbias) threads = std::clamp<int64_t>(layout.cut.items, 1, threads);
+  layout.tables = bias_tables<typename Compute::Acc>(problem, threads);
   constexpr int64_t kOperand = sizeof(typename Compute::Operand), kAcc = sizeof(typename Compute::Acc);
   const BackwardTiles<Compute>& tiles = layout.tiles;
   plan.block_m = layout.cut.block_m;
@@ -368,13 +380,14 @@ void run_backward(const BackwardArgs& args, const Plan& plan, void* workspace) {
   const auto choice = plan.chosen<Choice>();
   const int64_t threads = choice.threads;
   BackwardLayout<Compute> layout(problem, choice.cut(problem));
+  layout.tables = bias_tables<typename Compute::Acc>(problem, threads);
   const int64_t shared = layout.carve_shared(problem, workspace);
   const int64_t worker_bytes = (choice.scratch - shared) / threads;
   char* worker_base = static_cast<char*>(workspace) + shared;
   const Products<Compute> product(choice.engine, vector_table().get<Compute>());
   const auto done = [&] { product.release(); };
 
-  const BiasRoute bias(args, layout.cut, threads);
+  const BiasRoute bias(args, layout.cut, threads, layout.tables);
 
   for_each_item(
       bias.items(layout.cut), threads,
@@ -382,6 +395,7 @@ void run_backward(const BackwardArgs& args, const Plan& plan, void* workspace) {
         BackwardLayout<Compute> own = layout;
         own.carve_worker(problem, worker_base + worker * worker_bytes);
         BackwardWorker<Compute> backward(args, own, bias, product);
+        backward.begin_bias(bias.sums_of(problem, layout.cut, item, layout.bias_sums));
         bias.for_each_unit(layout.cut, item, [&](const Partition::Item& unit) { backward.run(unit); });
       },
       done);
@@ -416,6 +430,7 @@ void run_backward(const BackwardArgs& args, const Plan& plan, void* workspace) {
     for (int64_t m = 0; m < layout.cut.m_blocks; ++m) sum += layout.slope_sums[i * layout.cut.m_blocks + m];
     static_cast<typename Compute::Acc*>(args.dalibi)[i] = static_cast<typename Compute::Acc>(sum);
   }
+  if (bias.parts > 1) add_bias_tables<Compute>(args, layout, bias);
   if (bias.kind == BiasRoute::kKeys) reduce_key_sums<Compute>(args, layout, bias);
   if (bias.kind == BiasRoute::kPass) run_bias_gradient<Compute>(args, layout.tiles, product, threads, worker_base);
 }

@@ -124,6 +124,8 @@ struct BackwardLayout {
   Acc* dq_slots = nullptr;       // [batch, heads_q, row blocks, key_parts] of dq_transposed, where those are several
   double* slope_sums = nullptr;  // [batch, heads_q, m_blocks]
   Acc* key_sums = nullptr;       // [units, chunks][heads][keys] BiasRoute::kKeys
+  int64_t tables = 0;            // bias_tables()
+  Acc* bias_sums = nullptr;      // [tables][len_q, len_k] BiasRoute::kTiles
 
   BackwardLayout(const Problem& problem, const Partition& partition)
       : cut(partition), tiles(problem, partition.block_m, partition.key_parts) {
@@ -168,6 +170,7 @@ struct BackwardLayout {
     if (problem.wants_dbias) {
       const int64_t rows = problem.batch * problem.heads_q * problem.len_q;
       key_sums = arena.take<Acc>(cut.items * cut.heads * keys);
+      bias_sums = arena.take<Acc>(tables * problem.len_q * problem.len_k);
       tiles.all_delta = arena.take<Acc>(rows);
       tiles.all_renorm = arena.take<Acc>(rows);
     }

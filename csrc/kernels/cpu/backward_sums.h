@@ -1,4 +1,4 @@
-// Sums that several items of the sweep have made apart: dK and dV of chunks of queries, and a bias's gradient by key.
+// Sums that several items of the sweep have made apart: dK and dV of chunks of queries, and a bias's gradient.
 //
 // Called by backward.cpp once all items are done. Invariant: slots are added in order, so that every run gives the same
 // bits.
@@ -70,6 +70,29 @@ void reduce_key_sums(const BackwardArgs& args, const BackwardLayout<Compute>& at
       }
       kernels.store(total, 0, 1, static_cast<int>(problem.len_k), 1, nullptr,
                     sink_at(problem, args.dbias, type, bias.members[bias.starts[set]], head, 0, 0));
+    }
+  }
+}
+
+// Adds the tables of a bias's gradient to it, in the order of the parts.
+template <class Compute>
+void add_bias_tables(const BackwardArgs& args, const BackwardLayout<Compute>& at, const BiasRoute& bias) {
+  using Acc = typename Compute::Acc;
+  const Problem& problem = args.fwd.problem;
+  const int64_t size = problem.len_q * problem.len_k, heads = bias.heads_of_owner(at.cut);
+  const int64_t owners = static_cast<int64_t>(bias.starts.size() - 1) * bias.owners_of_set(at.cut);
+  const Acc* table = at.bias_sums;
+  for (int64_t owner = 0; owner < owners; ++owner) {
+    const int64_t batch = bias.members[bias.starts[owner / bias.owners_of_set(at.cut)]];
+    for (int64_t part = 1; part < bias.parts; ++part) {
+      for (int64_t head = 0; head < heads; ++head, table += size) {
+        const Sink to = sink_at(problem, args.dbias, kAccElement<Acc>, batch,
+                                owner % bias.owners_of_set(at.cut) * heads + head, 0, 0);
+        for (int64_t row = 0; row < problem.len_q; ++row) {
+          Acc* const sums = static_cast<Acc*>(to.data) + row * to.row_stride;
+          for (int64_t col = 0; col < problem.len_k; ++col) sums[col] += table[row * problem.len_k + col];
+        }
+      }
     }
   }
 }
