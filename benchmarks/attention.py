@@ -9,8 +9,8 @@
     python benchmarks/attention.py --suite grid --out grid.csv               on a GPU: bf16, 16k tokens, D 64 to 256
     python benchmarks/attention.py --suite masks --backend sm80 --only 'bias|mask' --time-budget 300
 
-The suites scaling, flash, short and decode also run on a CPU, on the cases of at most 2 GFLOP and against peers that
-run there, and varlen on smaller cases of its kinds; the others take --device cpu with --quick.
+The suites scaling, flash, short, decode and windows run on a CPU, too, on cases of at most 2 GFLOP and against peers
+that run there, and varlen on smaller cases of its kinds; the others take --device cpu with --quick.
 
 Forward ("fwd") runs without gradients (with them where the mask wants one). Backward ("bwd") is torch.autograd.grad
 alone, over and over on one graph that an untimed forward built and retain_graph keeps; "e2e" is a forward and its

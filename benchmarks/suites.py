@@ -246,7 +246,7 @@ SUITES: dict[str, Suite] = {
     "cpu": Suite(cpu_cases, ("torch", OURS), ("fp32", "bf16", "fp16"), device="cpu"),
     "grid": Suite(grid_cases, (*PYTORCH, *FLASH, OURS)),
     "masks": Suite(mask_cases, (*PYTORCH, "flex", OURS)),
-    "windows": Suite(window_cases, (*PYTORCH, "flex", OURS)),
+    "windows": Suite(window_cases, (*PYTORCH, "flex", OURS), device="both"),
     "extras": Suite(extra_cases, (*FUSED, "flex", *FLASH, OURS)),
     "fp32": Suite(fp32_cases, dtypes=("fp32",)),
     "large-head-dims": Suite(large_head_dim_cases, ("torch-efficient", "torch-math", OURS)),

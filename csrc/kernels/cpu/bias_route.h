@@ -65,8 +65,9 @@ struct BiasRoute {
     } else if (!sums_batch && !sums_heads) {
       kind = kTiles;
     } else {
-      parts = cut.chunks == 1 ? choose_parts(owners, owners * heads_of_owner(cut), threads, tables) : 1;
+      if (cut.chunks == 1) parts = choose_parts(cut, owners, threads, tables);
       kind = cut.chunks == 1 && (owners * parts >= threads || problem.batch_invariant) ? kTiles : kPass;
+      if (kind == kPass) parts = 1;
     }
   }
 
@@ -82,7 +83,7 @@ struct BiasRoute {
     for (int64_t unit = units.first; unit < units.last; ++unit) run(unit_of(cut, index / parts, unit));
   }
 
-  // Where an item of the sweep adds up, and whether it has begun.
+  // Where an item of the sweep adds up.
   template <class Acc>
   struct Sums {
     Acc* tables = nullptr;         // [heads of an owner][len_q, len_k]; without them in dbias
@@ -101,9 +102,10 @@ struct BiasRoute {
 
  private:
   // As few as leave no thread without work for more than a tenth of the time, if there are tables for so many.
-  int64_t choose_parts(int64_t owners, int64_t tables_of_part, int64_t threads, int64_t tables) const {
-    int64_t least = static_cast<int64_t>(members.size());  // batches that share a place
-    for (size_t set = 0; set + 1 < starts.size(); ++set) least = std::min(least, starts[set + 1] - starts[set]);
+  int64_t choose_parts(const Partition& cut, int64_t owners, int64_t threads, int64_t tables) const {
+    const int64_t tables_of_part = owners * heads_of_owner(cut);
+    int64_t least = cut.units;  // of an owner
+    for (size_t set = 0; set + 1 < starts.size(); ++set) least = std::min(least, units_of_owner(cut, set));
     const auto idle = [&](int64_t count) {  // share of the threads' time
       const int64_t rounds = (owners * count + threads - 1) / threads;
       return 1.0 - static_cast<double>(owners * count) / static_cast<double>(rounds * threads);
@@ -115,9 +117,11 @@ struct BiasRoute {
     return best;
   }
 
-  Range units_of(const Partition& cut, int64_t index) const {
-    const int64_t set = index / parts / owners_of_set(cut), part = index % parts;
-    const int64_t count = (starts[set + 1] - starts[set]) * (sums_heads ? cut.groups : 1);
+  int64_t units_of_owner(const Partition& cut, int64_t set) const {
+    return (starts[set + 1] - starts[set]) * (sums_heads ? cut.groups : 1);
+  }
+  Range units_of(const Partition& cut, int64_t index) const {  // of an item, among its owner's
+    const int64_t part = index % parts, count = units_of_owner(cut, index / parts / owners_of_set(cut));
     return {count * part / parts, count * (part + 1) / parts};
   }
   Partition::Item unit_of(const Partition& cut, int64_t owner, int64_t unit) const {

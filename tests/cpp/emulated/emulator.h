@@ -86,8 +86,7 @@ Lanes<T> exchange(const char* operation, const T& value) {
   return {exchange(operation, &value, sizeof(T))};
 }
 
-// What static_cast<float> gives. NOTE: the toolkit's host code of fp16 takes bit by bit, which was a tenth of the
-// tests.
+// What static_cast<float> gives. NOTE: the toolkit's host code takes fp16 bit by bit, which was a tenth of the tests.
 inline float to_float(float x) { return x; }
 inline float to_float(__nv_bfloat16 x) { return static_cast<float>(x); }
 inline float to_float(__half x) {
