@@ -18,6 +18,7 @@ from flash_ext.checkpoint import checkpoint_ops
 from flash_ext.control import disable, enable, enabled_calls, use_backend, why_not
 from flash_ext.errors import AttentionError
 from flash_ext.explain import explain
+from flash_ext.fp8 import quantize_fp8
 from flash_ext.ops import build_info
 from flash_ext.sdpa import scaled_dot_product_attention
 from flash_ext.varlen import attention_varlen
@@ -58,6 +59,7 @@ __all__ = [
     "enabled_calls",
     "explain",
     "merge_attention",
+    "quantize_fp8",
     "scaled_dot_product_attention",
     "use_backend",
     "why_not",

@@ -59,6 +59,10 @@ def attention(
     deterministic: bool | None = None,
     batch_invariant: bool = False,
     return_lse: bool = False,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention with every option; all combine.
 
@@ -66,7 +70,8 @@ def attention(
     (``"bottom_right"``), query i stands at key i + offset.
 
     Args:
-        query: (B, Hq, L, E), any strides; float16, bfloat16, float32 or float64, one dtype for all three.
+        query: (B, Hq, L, E), any strides; float16, bfloat16, float32, float64 or float8_e4m3fn, one dtype for all
+            three.
         key: (B, Hk, S, E); Hk divides Hq, query head h reads key head h // (Hq / Hk).
         value: (B, Hv, S, Ev); Hv divides Hq and may differ from Hk.
         causal: key j is seen by query i when j <= i + offset.
@@ -85,14 +90,18 @@ def attention(
         batch_invariant: the bits of a batch element, of out, lse and gradients, depend on nothing else in the batch,
             and results are deterministic. Slower (docs/use/determinism.md says how much, and what is left out).
         return_lse: return (out, lse).
+        q_descale, k_descale, v_descale: of float8_e4m3fn inputs, which mean ``query.float() * q_descale`` and so on:
+            float32 without gradient, broadcastable to (B, heads) of that input, or, with 3 dimensions, to (B, heads,
+            length), a number for each row; None is 1. See ``quantize_fp8`` and docs/use/fp8.md.
+        out_dtype: of out beside float8_e4m3fn inputs: bfloat16 (the default; autocast's under autocast) or float16.
 
     Query, key and value may be nested tensors of the jagged layout, (B, H, j, E): see ``attention_varlen``, whose masks
     and biases they take; out and lse are then nested, too.
 
     Returns:
-        out (B, Hq, L, Ev) in query's dtype and stride order; with ``return_lse`` also lse (B, Hq, L), the natural
-        logarithm of the sum of exponentials of each row's scores, float32 (float64 for float64), differentiable.
-        A row with nothing to attend to has out 0, lse -inf (or its sink) and gradients of 0.
+        out (B, Hq, L, Ev) in query's dtype (or out_dtype) and stride order; with ``return_lse`` also lse (B, Hq, L),
+        the natural logarithm of the sum of exponentials of each row's scores, float32 (float64 for float64),
+        differentiable. A row with nothing to attend to has out 0, lse -inf (or its sink) and gradients of 0.
 
     Raises:
         AttentionError: shapes, dtypes, devices or options that do not fit.
@@ -102,14 +111,16 @@ def attention(
         return nested.attention(
             query, key, value, causal=causal, window=window, align=align, mask=mask, bias=bias, sinks=sinks,
             softcap=softcap, alibi_slopes=alibi_slopes, dropout_p=dropout_p, scale=scale, deterministic=deterministic,
-            batch_invariant=batch_invariant, return_lse=return_lse,
+            batch_invariant=batch_invariant, return_lse=return_lse, q_descale=q_descale, k_descale=k_descale,
+            v_descale=v_descale, out_dtype=out_dtype,
         )  # fmt: skip
     left, right = check_native(query, key, value, window, align)
     bottom_right = align == "bottom_right"
     if _eager is not None and not torch.compiler.is_compiling():
         result = _eager(
-            query, key, value, mask, bias, alibi_slopes, None, None, None, None, sinks, causal, left, right,
-            bottom_right, softcap, dropout_p, scale, True, deterministic, None, 0, 0, batch_invariant, return_lse,
+            query, key, value, mask, bias, alibi_slopes, None, None, None, None, sinks, q_descale, k_descale, v_descale,
+            causal, left, right, bottom_right, softcap, dropout_p, scale, True, deterministic, None, 0, 0,
+            batch_invariant, out_dtype, return_lse,
         )  # fmt: skip
         if result is not NotImplemented:
             return result
@@ -118,9 +129,10 @@ def attention(
     flag(causal, "causal"), flag(return_lse, "return_lse"), flag(batch_invariant, "batch_invariant")
     deterministic = None if deterministic is None else flag(deterministic, "deterministic")
     out, lse, _ = _operator(
-        query, key, value, mask, bias, alibi_slopes, sinks=sinks, causal=causal, window_left=left, window_right=right,
-        bottom_right=bottom_right, softcap=softcap, dropout_p=dropout_p, scale=scale, gqa=True,
-        deterministic=deterministic, return_lse=return_lse, batch_invariant=batch_invariant,
+        query, key, value, mask, bias, alibi_slopes, sinks=sinks, q_descale=q_descale, k_descale=k_descale,
+        v_descale=v_descale, causal=causal, window_left=left, window_right=right, bottom_right=bottom_right,
+        softcap=softcap, dropout_p=dropout_p, scale=scale, gqa=True, deterministic=deterministic, return_lse=return_lse,
+        batch_invariant=batch_invariant, out_dtype=out_dtype,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -204,6 +216,8 @@ class FlashAttention(_OutAndLse):
     @staticmethod
     def apply(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
         flag(is_causal, "is_causal")
+        if q.dtype == torch.float8_e4m3fn:
+            raise AttentionError(f"q is of {q.dtype}, which flash_ext.attention takes; FlashAttention takes wider ones")
         if torch.is_autocast_enabled(q.device.type):  # here, so that forward and backward read the same
             dtype = torch.get_autocast_dtype(q.device.type)
             q, k, v = (t if t.dtype == torch.float64 else t.to(dtype) for t in (q, k, v))

@@ -279,6 +279,10 @@ def explain(
     max_k: int | None = None,
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Explanation:
     """The plan that ``attention`` executes for these arguments; with ``sdpa=True`` the plan of
     ``scaled_dot_product_attention``, with ``cu_seqlens_q`` that of ``attention_varlen``, of which the CPU computes one
@@ -326,11 +330,11 @@ def explain(
         device = "" if query.device.type == "meta" else query.device
     with _disable_current_modes():
         q, k, v, mask, bias, alibi_slopes = (_meta(t) for t in (query, key, value, mask, bias, alibi_slopes))
-        sinks = _meta(sinks)
+        others = tuple(_meta(t) for t in (sinks, q_descale, k_descale, v_descale))
         lengths = (None if t is None else t.to("meta") for t in (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k))
         options = (causal, left, right, bottom_right, softcap, dropout_p, scale, gqa, deterministic, None)
-        options += (max_q, max_k, batch_invariant)
-        text = require_c().explain(q, k, v, mask, bias, alibi_slopes, *lengths, sinks, *options, str(device), wanted)
+        options += (max_q, max_k, batch_invariant, out_dtype)
+        text = require_c().explain(q, k, v, mask, bias, alibi_slopes, *lengths, *others, *options, str(device), wanted)
         call = _call(q, k, v, cu_seqlens_q, max_q, max_k)
     parts = json.loads(text)
     plans = []

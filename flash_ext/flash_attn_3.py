@@ -10,8 +10,8 @@ What all functions have in common is in ``flash_ext.flash_attn.flash_attn_interf
 
 - ``return_attn_probs`` returns (out, softmax_lse).
 - ``num_splits``, ``pack_gqa``, ``sm_margin`` and ``scheduler_metadata`` are hints to kernels of theirs, and not used.
-- ``qv``, ``attention_chunk``, ``q_descale`` and, but in ``flash_attn_with_kvcache``, ``k_descale`` and ``v_descale``
-  are refused: no kernel here has them.
+- q, k and v of float8_e4m3fn are times their descales, (B, Hk) float32; out is bfloat16, and there are no gradients.
+- ``qv``, ``attention_chunk`` and, in ``flash_attn_with_kvcache``, ``q_descale`` are refused: no kernel here has them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flash_ext.attention import attention
 from flash_ext.cache import attention_with_cache
 from flash_ext.errors import AttentionError
 from flash_ext.flash_attn.flash_attn_interface import flash_attn_func as _dense
@@ -46,6 +47,15 @@ def _refuse(**given: Any) -> None:
             raise AttentionError(f"{name} is given, which flash_ext does not have; it must be left at its default")
 
 
+def _descales(
+    q: Tensor, k: Tensor, q_descale: Tensor | None, k_descale: Tensor | None, v_descale: Tensor | None
+) -> dict[str, Tensor | None]:
+    """As ``attention`` takes them: here those of q are of key heads, too."""
+    if q_descale is not None and q_descale.dim() > 0 and q_descale.shape[-1] == k.shape[-2] > 0:
+        q_descale = q_descale.repeat_interleave(q.shape[-2] // k.shape[-2], -1)
+    return {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+
+
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -66,7 +76,14 @@ def flash_attn_func(
     return_attn_probs: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of q (B, L, H, E) to k (B, S, Hk, E) and v (B, S, Hk, Ev), Hk a divisor of H; out (B, L, H, Ev)."""
-    _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk)
+    _refuse(qv=qv, attention_chunk=attention_chunk)
+    if any(descale is not None for descale in (q_descale, k_descale, v_descale)):
+        result = attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), align="bottom_right",
+            deterministic=deterministic or None, return_lse=bool(return_attn_probs),
+            **options(causal, window_size, softcap, softmax_scale), **_descales(q, k, q_descale, k_descale, v_descale),
+        )  # fmt: skip
+        return (result[0].transpose(1, 2), result[1]) if return_attn_probs else result.transpose(1, 2)
     given = _dense(
         q, k, v, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
         deterministic=deterministic, return_attn_probs=return_attn_probs,
@@ -143,11 +160,12 @@ def flash_attn_varlen_func(
     Returns:
         out (rows_q, H, Ev); softmax_lse (H, rows_q). Rows that are not in use have 0 and -inf.
     """
-    _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk)
+    _refuse(qv=qv, attention_chunk=attention_chunk)
     return attention_varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_q=length(max_seqlen_q), max_k=length(max_seqlen_k),
         seqused_q=seqused_q, seqused_k=seqused_k, align="bottom_right", deterministic=deterministic or None,
         return_lse=bool(return_attn_probs), **options(causal, window_size, softcap, softmax_scale),
+        **_descales(q, k, q_descale, k_descale, v_descale),
     )  # fmt: skip
 
 

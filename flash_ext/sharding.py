@@ -37,10 +37,26 @@ _HANDLED = torch.ops.aten._scaled_dot_product_flash_attention.default
 # Dimensions that a tensor has less than the scores (batch..., heads, queries, keys).
 _MISSING = dict.fromkeys(("query", "key", "value", "mask", "bias", "out", "grad_out"), 0)
 _MISSING |= {"lse": 1, "grad_lse": 1, "alibi_slopes": 2, "sinks": 2}
+_MISSING |= {"q_descale": 2, "k_descale": 2, "v_descale": 2}  # 1 of those with a number for each row
+_DESCALES = ("q_descale", "k_descale", "v_descale")
 _INPUTS = ("query", "key", "value", "mask", "bias")
 _RESULTS = ("out", "lse", "grad_out", "grad_lse")
 _ROWS = (Shard(2),)  # how PyTorch's context_parallel places query, key and value, (batch, heads, rows, columns)
 _LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
+
+
+def _moved(tensor: DTensor, wanted: list[Placement]) -> Tensor:
+    """This rank's part of it; e4m3 as bytes, because Gloo knows no such numbers."""
+    if list(tensor.placements) == wanted:
+        return tensor.to_local()
+    tensor = tensor.detach()
+    if tensor.dtype != torch.float8_e4m3fn:
+        return tensor.redistribute(tensor.device_mesh, wanted).to_local()
+    parts = DTensor.from_local(
+        tensor.to_local().view(torch.uint8), tensor.device_mesh, tensor.placements, run_check=False,
+        shape=tensor.shape, stride=tensor.stride(),
+    )  # fmt: skip
+    return parts.redistribute(tensor.device_mesh, wanted).to_local().view(tensor.dtype)
 
 
 class _Call:
@@ -101,6 +117,8 @@ class _Call:
                 "torch's context_parallel takes query, key and value of 4 dimensions, all three sharded in dimension 2 "
                 f"of a mesh of one; these have {', '.join(str(t.dim()) for t in inputs)} dimensions"
             )
+        if inputs[0].dtype == torch.float8_e4m3fn:
+            raise RuntimeError(f"query is of {inputs[0].dtype}, which torch's context_parallel does not take")
         from torch.distributed.tensor.experimental._attention import _cp_options
 
         return "zigzag" if _cp_options.enable_load_balance else "contiguous"
@@ -115,9 +133,11 @@ class _Call:
         """Where the tensor would hold the first of the result's leading dimensions; negative: nowhere."""
         dims = self.tensors[name].dim()
         if not self.packed:
-            return dims - self.rank + _MISSING[name]
+            per_row = name in _DESCALES and dims == self.tensors[_INPUTS[_DESCALES.index(name)]].dim() - 1
+            return dims - self.rank + _MISSING[name] - per_row
         # The one leading dimension is the heads: query (rows, heads, cols), lse (heads, rows), mask (.., heads, L, S).
         of_heads = {"lse": 0, "grad_lse": 0, "alibi_slopes": dims - 1, "sinks": 0}
+        of_heads |= dict.fromkeys(_DESCALES, 1 if dims == 3 else dims - 1)
         return (of_heads | {"mask": dims - 3, "bias": dims - 3}).get(name, 1)
 
     def _whole_size(self, dim: int) -> int:
@@ -181,9 +201,7 @@ class _Call:
             if not isinstance(tensor, DTensor):
                 tensor = DTensor.from_local(tensor, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
             wanted = self.placements_of(name)
-            if list(tensor.placements) != wanted:
-                tensor = tensor.detach().redistribute(self.mesh, wanted)
-            values[name] = tensor.to_local()
+            values[name] = _moved(tensor, wanted)
         for name in _LENGTHS:
             if isinstance(values.get(name), DTensor):
                 values[name] = values[name].redistribute(self.mesh, [Replicate()] * self.mesh.ndim).to_local()
@@ -299,6 +317,15 @@ def _backward_of_rows(call: _Call) -> tuple[Tensor, ...]:
     return *wrapped, *(call.replicated(values["query"].new_empty(0)) for _ in GRADIENTS[3:])
 
 
+def _quantize_fp8(cls: Any, func: Any, types: Any, args: tuple, kwargs: dict[str, Any] | None = None) -> Tensor:
+    x, descale = args  # of as many dimensions, as the function of Python has them
+    with torch.no_grad():
+        kept = [p if type(p) is Shard else Replicate() for p in x.placements]
+        alike = [p if isinstance(p, Shard) and descale.shape[p.dim] != 1 else Replicate() for p in kept]
+        local = func(*(t.detach().redistribute(x.device_mesh, p).to_local() for t, p in ((x, kept), (descale, alike))))
+        return DTensor.from_local(local, x.device_mesh, kept, run_check=False, shape=x.shape, stride=x.stride())
+
+
 def _draw_rng_state(cls: Any, func: Any, types: Any, args: tuple, kwargs: dict[str, Any] | None = None) -> DTensor:
     with torch.no_grad():
         call = _Call(func, args, kwargs or {})
@@ -412,5 +439,6 @@ def register(library: torch.library.Library) -> None:
         ("attention_with_cache", _with_cache),
         ("sinks_gradient", _sinks_gradient),
         ("dropout_mask", _dropout_mask),
+        ("quantize_fp8", _quantize_fp8),
     ):
         torch.library.register_torch_dispatch(f"flash_ext::{name}", DTensor, rule, lib=library)

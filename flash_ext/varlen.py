@@ -63,6 +63,10 @@ def attention_varlen(
     deterministic: bool | None = None,
     batch_invariant: bool = False,
     return_lse: bool = False,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`attention` within each of B sequences that are packed one behind the other.
 
@@ -71,7 +75,8 @@ def attention_varlen(
     its own lengths, and a length of 0 is fine on either side. What the lengths are is never read on the host of a GPU.
 
     Args:
-        query: (rows_q, Hq, E), any strides; float16, bfloat16, float32 or float64, one dtype for all three.
+        query: (rows_q, Hq, E), any strides; float16, bfloat16, float32, float64 or float8_e4m3fn, one dtype for all
+            three.
         key: (rows_k, Hk, E); Hk divides Hq, query head h reads key head h // (Hq / Hk).
         value: (rows_k, Hv, Ev); Hv divides Hq and may differ from Hk.
         cu_seqlens_q: (B + 1,) int32 on query's device, not decreasing, from 0 to at most rows_q.
@@ -86,11 +91,14 @@ def attention_varlen(
         mask, bias: as in :func:`attention`, broadcastable to (B, Hq, max_q, max_k); the bias has its gradient.
         alibi_slopes: (Hq,) or (B, Hq) float32, with gradient.
         return_lse: return (out, lse).
+        q_descale, k_descale, v_descale, out_dtype: as in :func:`attention`; descales broadcast to (B, heads), or, with
+            3 dimensions, to (1, heads, rows).
 
     Returns:
-        out (rows_q, Hq, Ev) in query's dtype and stride order; with ``return_lse`` also lse (Hq, rows_q), natural
-        logarithm, float32 (float64 for float64), differentiable. Rows that belong to no sequence, or are not in use,
-        have out 0, lse -inf and gradients of 0; rows with nothing to attend to have the same, or their sink as lse.
+        out (rows_q, Hq, Ev) in query's dtype (or out_dtype) and stride order; with ``return_lse`` also lse (Hq,
+        rows_q), natural logarithm, float32 (float64 for float64), differentiable. Rows that belong to no sequence, or
+        are not in use, have out 0, lse -inf and gradients of 0; rows with nothing to attend to have the same, or their
+        sink as lse.
 
     Raises:
         AttentionError: shapes, dtypes, devices or options that do not fit.
@@ -109,8 +117,8 @@ def attention_varlen(
     if _eager is not None and not torch.compiler.is_compiling() and type(max_q) is type(max_k) is int:
         result = _eager(
             query, key, value, mask, bias, alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks,
-            causal, left, right, bottom_right, softcap, dropout_p, scale, True, deterministic, None, max_q, max_k,
-            batch_invariant, return_lse,
+            q_descale, k_descale, v_descale, causal, left, right, bottom_right, softcap, dropout_p, scale, True,
+            deterministic, None, max_q, max_k, batch_invariant, out_dtype, return_lse,
         )  # fmt: skip
         if result is not NotImplemented:
             return result
@@ -120,9 +128,10 @@ def attention_varlen(
     deterministic = None if deterministic is None else flag(deterministic, "deterministic")
     out, lse, _ = _operator(
         query, key, value, mask, bias, alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks,
-        causal=causal, window_left=left, window_right=right, bottom_right=bottom_right, softcap=softcap,
-        dropout_p=dropout_p, scale=scale, gqa=True, deterministic=deterministic, return_lse=return_lse, max_q=max_q,
-        max_k=max_k, batch_invariant=batch_invariant,
+        q_descale, k_descale, v_descale, causal=causal, window_left=left, window_right=right,
+        bottom_right=bottom_right, softcap=softcap, dropout_p=dropout_p, scale=scale, gqa=True,
+        deterministic=deterministic, return_lse=return_lse, max_q=max_q, max_k=max_k, batch_invariant=batch_invariant,
+        out_dtype=out_dtype,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 

@@ -2,8 +2,8 @@
 
 The operators broadcast their leading dimensions, so a rule only moves the mapped dimension to the front. There are
 exceptions, in which each sample is a call of its own. Dropout's map counts (batch, head); samples have random states of
-their own (``randomness="different"``) or one for all (``"same"``). Packed sequences have no leading dimensions, and a
-cache has places, to which each sample appends in its own part.
+their own (``randomness="different"``) or one for all (``"same"``). Packed sequences have no leading dimensions, e4m3
+inputs have descales, and a cache has places, to which each sample appends in its own part.
 """
 
 from __future__ import annotations
@@ -39,14 +39,20 @@ def _logical_rank(qkv: list[Tensor], dims: _Dims) -> int:
     return max(t.dim() - (d is not None) for t, d in zip(qkv, dims, strict=True))
 
 
-_INPUTS = 11  # of attention: query, key, value, mask, bias, alibi_slopes, four of packed sequences, and sinks
+# Of attention: query, key, value, mask, bias, alibi_slopes, four of packed sequences, sinks, and three descales.
+_INPUTS = 14
 _CU_SEQLENS_Q = 6
 _CACHE_INPUTS, _NEW_KEY = 14, 4  # of attention_with_cache; query, the caches and their lengths are before key
 
 
 def _ranks(rank: int) -> list[int]:
     """Logical dimensions of the inputs in a dense call of ``rank``, which has none of the four of packed sequences."""
-    return [rank] * 5 + [rank - 2] + [1] * 4 + [rank - 2]
+    return [rank] * 5 + [rank - 2] + [1] * 4 + [rank - 2] + [1] * 3
+
+
+def _is_a_loop(inputs: list) -> bool:
+    """Packed sequences have no leading dimensions; how many a descale has says what it means."""
+    return inputs[_CU_SEQLENS_Q] is not None or inputs[0].dtype == torch.float8_e4m3fn
 
 
 def _sample(values: list, dims: _Dims, index: int) -> list:
@@ -79,7 +85,7 @@ def _attention(info: Any, in_dims: _Dims, *args: Any, **options: Any) -> tuple:
         rest = [_with_state(_sample(inputs, dims, i), state, options) for i in range(1, info.batch_size)]
         (out, lse), _ = _stack([first[:2], *rest])
         return (out, lse, state), (0, 0, None)
-    if inputs[_CU_SEQLENS_Q] is not None:
+    if _is_a_loop(inputs):
         results = [_ops.attention(*_sample(inputs, dims, i), **options) for i in range(info.batch_size)]
         lse = results[0][1] if lse_dim is None else torch.stack([result[1] for result in results])
         return (torch.stack([result[0] for result in results]), lse, results[0][2]), (0, lse_dim, None)
@@ -95,7 +101,7 @@ def _attention_with_rng_state(info: Any, in_dims: _Dims, *args: Any, **options: 
     args, in_dims = _pad(args, 1 + _INPUTS), _pad(in_dims, 1 + _INPUTS)
     state, state_dim = args.pop(3), in_dims.pop(3)
     lse_dim = 0 if options.get("return_lse", False) else None
-    if options.get("dropout_p", 0.0) > 0 or args[_CU_SEQLENS_Q] is not None:
+    if options.get("dropout_p", 0.0) > 0 or _is_a_loop(args):
         results = []
         for i in range(info.batch_size):
             one = state if state_dim is None else state.select(state_dim, i)
@@ -109,11 +115,12 @@ def _attention_with_rng_state(info: Any, in_dims: _Dims, *args: Any, **options: 
 
 def _attention_backward(info: Any, in_dims: _Dims, *args: Any, **options: Any) -> tuple:
     args, dims = _pad(args, 5 + _INPUTS), _pad(in_dims, 5 + _INPUTS)
-    if options.get("dropout_p", 0.0) > 0 or args[5 + _CU_SEQLENS_Q] is not None:
+    inputs = [*args[2:5], *args[8:]]
+    if options.get("dropout_p", 0.0) > 0 or _is_a_loop(inputs):
         return _stack([_ops.attention_backward(*_sample(args, dims, i), **options) for i in range(info.batch_size)])
     rank = _logical_rank(args[2:5], dims[2:5])
     # Every sample has gradients of its own, so inputs that are shared between samples are expanded, not summed over.
-    ranks = [rank, rank - 1, rank, rank, rank, rank, rank - 1, 1, rank, rank, rank - 2, 1, 1, 1, 1, rank - 2]
+    ranks = [rank, rank - 1, rank, rank, rank, rank, rank - 1, 1, *_ranks(rank)[3:]]
     state = args[7] if dims[7] is None else args[7].select(dims[7], 0)
     fronted = [_front(t, d, r, info.batch_size) for t, d, r in zip(args, dims, ranks, strict=True)]
     fronted[7] = state
@@ -138,6 +145,12 @@ def _sinks_gradient(info: Any, in_dims: _Dims, *args: Any, **options: Any) -> tu
     fronted = [_front(t, d, r, info.batch_size) for t, d, r in zip(args, in_dims, ranks, strict=True)]
     logical = args[4].shape if in_dims[4] is None else args[4].select(in_dims[4], 0).shape
     return _ops.sinks_gradient(*fronted, **options).reshape(info.batch_size, *logical), 0
+
+
+def _quantize_fp8(info: Any, in_dims: _Dims, x: Tensor, descale: Tensor) -> tuple[Tensor, int]:
+    rank = max(t.dim() - (d is not None) for t, d in ((x, in_dims[0]), (descale, in_dims[1])))
+    fronted = [_front(t, d, rank, info.batch_size) for t, d in zip((x, descale), in_dims, strict=True)]
+    return _ops.quantize_fp8(*fronted), 0
 
 
 def _draw_rng_state(info: Any, in_dims: _Dims, *args: Any) -> tuple[Tensor, int | None]:
@@ -178,3 +191,4 @@ def register(library: torch.library.Library) -> None:
     torch.library.register_vmap("flash_ext::attention_backward", _attention_backward, lib=library)
     torch.library.register_vmap("flash_ext::sinks_gradient", _sinks_gradient, lib=library)
     torch.library.register_vmap("flash_ext::dropout_mask", _dropout_mask, lib=library)
+    torch.library.register_vmap("flash_ext::quantize_fp8", _quantize_fp8, lib=library)

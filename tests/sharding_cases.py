@@ -211,6 +211,22 @@ def sinks(mesh: Any) -> None:
 
 
 @case
+def of_e4m3(mesh: Any) -> None:
+    def call(query: Any, key: Any, value: Any, per: str, **options: Any) -> Any:
+        parts = [flash_ext.quantize_fp8(t, per=per) for t in (query, key, value)]
+        assert all(x8.dtype == torch.float8_e4m3fn for x8, _ in parts)
+        named = {f"{name}_descale": descale for name, (_, descale) in zip("qkv", parts, strict=True)}
+        return flash_ext.attention(*(x8 for x8, _ in parts), **named, causal=True, **options)
+
+    for per, names in product(("head", "token"), (R, S0, S1, S2)):
+        inputs = {name: (t.bfloat16(), names) for name, (t, _) in qkv(R, R, R, (4, 2, 2)).items()}
+        result = R if names == S2 else names
+        compare(mesh, lambda per=per, **t: call(**t, per=per), inputs, result, {"query": result, "key": result})
+    inputs = {name: (t.bfloat16(), R if name == "key" else S1) for name, (t, _) in qkv(R, R, R).items()}
+    compare(mesh, lambda **t: call(**t, per="head", return_lse=True), inputs, S1, {"key": S1})
+
+
+@case
 def drop_in_shapes(mesh: Any) -> None:
     sdpa = flash_ext.scaled_dot_product_attention
     compare(mesh, sdpa, {"query": (rand(4, 5, 8), S0), "key": (rand(4, 6, 8), S0), "value": (rand(6, 8), R)}, S0)

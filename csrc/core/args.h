@@ -79,6 +79,9 @@ struct Problem {
   // NOTE: last, because what kernels read keeps its place so; elsewhere one more instance spilled.
   bool has_sinks = false;
   bool constant_lse = false;  // of backward: no score changes lse, so P need not sum to 1, and delta = -dlse
+  // q, k and v are of e4m3, each times its descale; out has `dtype`, of 16 bits.
+  bool fp8 = false;
+  bool row_descales = false;  // one of them has a number for each row, not for each head
 };
 
 // How many batch elements the last leading dimension has: element b is number b % this in it.
@@ -115,6 +118,9 @@ struct ForwardArgs {
 
   TensorView sinks;            // [b..., h_q, s_q, 1] float32 (float64 for float64); row_stride is 0 but of folded heads
   DropoutPlace dropout_place;  // where the call lies in the map of dropout
+  TensorView q_descale;        // [b..., h_q, s_q, 1] float32, row_stride 0 without row_descales; absent: 1
+  TensorView k_descale;        // [b..., h_k, s_k, 1]
+  TensorView v_descale;        // [b..., h_v, s_k, 1]
 };
 
 struct BackwardArgs {

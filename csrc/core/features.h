@@ -26,6 +26,8 @@ enum class Feature : uint8_t {
   kDropout,
   kPacked,
   kBatchInvariant,
+  kFp8,
+  kRowDescales,
   // Of backward.
   kDeterministic,
   kOneKeyBand,
@@ -56,6 +58,8 @@ constexpr const char* kFeatureNames[] = {
     "dropout",
     "packed sequences",
     "batch-invariant results",
+    "inputs of float8_e4m3fn",
+    "a descale for each row",
     "deterministic results",
     "a band of one key",
     "a constant lse",
@@ -92,6 +96,8 @@ struct Features {
 };
 
 constexpr Features kAllFeatures = Features::from((1u << static_cast<unsigned>(Feature::kCount)) - 1);
+// Of inputs that are dequantised before, where a kernel does not read them.
+constexpr Features kQuantized = {Feature::kFp8, Feature::kRowDescales};
 // What a kernel of its own (Pass::kBiasGradient) can make in place of the main one.
 constexpr Features kBiasGradients = {Feature::kBiasGradient, Feature::kMixedBiasGradient, Feature::kWholeBiasGradient};
 
@@ -121,6 +127,8 @@ inline Features required(const Problem& problem, Pass pass) {
   features.add(Feature::kDropout, problem.dropout_p > 0.0);
   features.add(Feature::kPacked, problem.packed);
   features.add(Feature::kBatchInvariant, problem.batch_invariant);
+  features.add(Feature::kFp8, problem.fp8);
+  features.add(Feature::kRowDescales, problem.row_descales);
   if (pass == Pass::kForward) return features;
   const Band band = make_band(problem);
   features.add(Feature::kDeterministic, problem.deterministic);

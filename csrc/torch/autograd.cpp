@@ -16,6 +16,7 @@
 #include "torch/dispatch.h"
 #include "torch/nodes.h"
 #include "torch/nvtx.h"
+#include "torch/quantize.h"
 #include "torch/signatures.h"
 
 namespace flash_ext {
@@ -34,6 +35,7 @@ Options resolve(Options options) {
 }
 
 ForwardResult differentiable(const Inputs& in, const Tensor& rng_state, const Options& options) {
+  if (fp8::has(in)) return differentiable(fp8::dequantised(in, options), rng_state, options);
   const nvtx::Range range(nvtx::Op::kAttention, in, options);
   const chunked::Forward result = chunked::forward(in, rng_state, options);
   return {result.out.to(in.query.scalar_type()), result.lse, rng_state};
@@ -42,15 +44,17 @@ ForwardResult differentiable(const Inputs& in, const Tensor& rng_state, const Op
 // `compute(return_lse)` runs the operator below autograd.
 template <class Compute>
 ForwardResult record(const Inputs& in, const Options& options, bool return_lse, const Compute& compute) {
+  if (fp8::has(in)) fp8::check_no_gradient(in);
   const bool requires_grad =
       with_differentiable(in, [](const auto&... t) { return torch::autograd::compute_requires_grad(t...); });
   if (!requires_grad) {
     at::AutoDispatchBelowADInplaceOrView guard;
     return compute(return_lse);
   }
-  const auto node = compat::make_node<AttentionBackward>(options);
-  node->set_next_edges(
-      with_differentiable(in, [](const auto&... t) { return torch::autograd::collect_next_edges(t...); }));
+  auto edges = with_differentiable(in, [](const auto&... t) { return torch::autograd::collect_next_edges(t...); });
+  const fp8::Leaves leaves = fp8::has(in) ? fp8::go_past_quantize(edges, 0, in) : fp8::Leaves{};
+  const auto node = compat::make_node<AttentionBackward>(options, leaves);
+  node->set_next_edges(std::move(edges));
   ForwardResult result = [&] {
     at::AutoDispatchBelowADInplaceOrView guard;
     return compute(true);
@@ -96,9 +100,10 @@ Gradients attention_backward_autograd(c10::DispatchKeySet keys, const Tensor& gr
   using torch::autograd::isFwGradDefined;
   if (isFwGradDefined(grad_out) || isFwGradDefined(grad_lse) || has_tangent(in)) {
     const nvtx::Range range(nvtx::Op::kAttentionBackward, in, options);
-    Gradients grads = chunked::backward(grad_out, grad_lse, in, saved, options, grad_mask);
+    const Inputs read = fp8::has(in) ? fp8::dequantised(in, options) : in;
+    Gradients grads = chunked::backward(grad_out, grad_lse, read, saved, options, grad_mask);
     for (size_t i = 0; i < grads.size(); ++i) {
-      if (grads[i].defined()) grads[i] = grads[i].to((in.*kDifferentiable[i].tensor).scalar_type());
+      if (grads[i].defined()) grads[i] = grads[i].to((read.*kDifferentiable[i].tensor).scalar_type());
     }
     return grads;
   }
@@ -106,9 +111,11 @@ Gradients attention_backward_autograd(c10::DispatchKeySet keys, const Tensor& gr
   const bool requires_grad = with_differentiable(
       in, [&](const auto&... t) { return torch::autograd::compute_requires_grad(grad_out, grad_lse, t...); });
   if (requires_grad) {
-    node = compat::make_node<AttentionDoubleBackward>(options);
-    node->set_next_edges(with_differentiable(
-        in, [&](const auto&... t) { return torch::autograd::collect_next_edges(grad_out, grad_lse, t...); }));
+    auto edges = with_differentiable(
+        in, [&](const auto&... t) { return torch::autograd::collect_next_edges(grad_out, grad_lse, t...); });
+    const fp8::Leaves leaves = fp8::has(in) ? fp8::go_past_quantize(edges, 2, in) : fp8::Leaves{};
+    node = compat::make_node<AttentionDoubleBackward>(options, leaves);
+    node->set_next_edges(std::move(edges));
     node->save(in);
     for (const Tensor* tensor : {&grad_out, &grad_lse, &saved.rng_state}) node->save(*tensor);
   }
@@ -132,13 +139,18 @@ Gradients attention_backward_autograd(c10::DispatchKeySet keys, const Tensor& gr
 // float64 stays; a bias may be float32 beside half queries; slopes and sinks are float32. The casts are recorded by
 // autograd, so that gradients come back in the caller's dtypes.
 template <c10::DeviceType device>
-Inputs cast(const Inputs& in) {
+Inputs cast(const Inputs& in, Options& options) {
   const at::ScalarType dtype = at::autocast::get_autocast_dtype(device);
   Inputs result = in;
-  for (Tensor* tensor : {&result.query, &result.key, &result.value}) {
-    *tensor = at::autocast::cached_cast(dtype, *tensor, device);
+  if (fp8::has_any(in)) {  // e4m3 stays, and out is of autocast's dtype
+    if (fp8::has(in) && !options.out_dtype.has_value()) options.out_dtype = dtype;
+  } else {
+    for (Tensor* tensor : {&result.query, &result.key, &result.value}) {
+      *tensor = at::autocast::cached_cast(dtype, *tensor, device);
+    }
   }
-  if (in.bias.defined() && in.bias.scalar_type() != at::kFloat && in.bias.scalar_type() != result.query.scalar_type()) {
+  if (in.bias.defined() && in.bias.scalar_type() != at::kFloat &&
+      in.bias.scalar_type() != result_type(result, options)) {
     result.bias = at::autocast::cached_cast(dtype, in.bias, device);
   }
   for (Tensor Inputs::*const of_heads : {&Inputs::alibi_slopes, &Inputs::sinks}) {
@@ -151,16 +163,20 @@ Inputs cast(const Inputs& in) {
 }
 
 template <c10::DeviceType device>
-ForwardResult attention_autocast(c10::DispatchKeySet, const Inputs& in, const Options& options, bool return_lse) {
+ForwardResult attention_autocast(c10::DispatchKeySet, const Inputs& in, const Options& given, bool return_lse) {
   c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
-  return call_attention(cast<device>(in), options, return_lse);
+  Options options = given;
+  const Inputs read = cast<device>(in, options);
+  return call_attention(read, options, return_lse);
 }
 
 template <c10::DeviceType device>
 ForwardResult attention_with_rng_state_autocast(c10::DispatchKeySet, const Inputs& in, const Tensor& rng_state,
-                                                const Options& options, bool return_lse) {
+                                                const Options& given, bool return_lse) {
   c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
-  return call_attention_with_rng_state(cast<device>(in), rng_state, options, return_lse);
+  Options options = given;
+  const Inputs read = cast<device>(in, options);
+  return call_attention_with_rng_state(read, rng_state, options, return_lse);
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 // functions that have no tensor argument. Everything else is reached through torch.ops, with or without _C.
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/record_function.h>
+#include <torch/csrc/Dtype.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -14,6 +15,7 @@
 #include "torch/explain.h"
 #include "torch/nvtx.h"
 #include "torch/options.h"
+#include "torch/signatures.h"
 
 namespace flash_ext {
 namespace {
@@ -97,6 +99,13 @@ void convert(py::handle object, const char* name, c10::SymInt& to) {
   convert(object, name, number);
   to = number;
 }
+void convert(py::handle object, const char* name, at::ScalarType& to) {
+  if (!THPDtype_Check(object.ptr())) {
+    throw py::type_error(std::string(name) + " is of type " + Py_TYPE(object.ptr())->tp_name +
+                         "; it must be a torch.dtype");
+  }
+  to = reinterpret_cast<THPDtype*>(object.ptr())->scalar_type;
+}
 void convert(py::handle object, const char*, std::string_view& to) { to = py::cast<std::string_view>(object); }
 template <class T>
 void convert(py::handle object, const char* name, std::optional<T>& to) {
@@ -150,7 +159,9 @@ py::object sdpa(py::handle query, py::handle key, py::handle value, py::handle a
 }
 
 // The calls that take all inputs and options, in the order of the schemas.
-template <class = std::make_index_sequence<std::size(kInputs)>, class = std::make_index_sequence<kCallOptions>>
+using CallOptions = decltype(joined(Indices<0, kFirstPartOption>(), Indices<kLastPartOption + 1, kOptionCount>()));
+
+template <class = std::make_index_sequence<std::size(kInputs)>, class = CallOptions>
 struct Call;
 
 template <size_t... kInput, size_t... kOption>
@@ -167,10 +178,11 @@ struct Call<std::index_sequence<kInput...>, std::index_sequence<kOption...>> {
   }
 
   static void convert_options(Options& options, Argument<kOption>... values) {
-    const auto set = [&](const auto& option, const char* name, py::handle object) {
-      convert(object, name, options.*option.field);
+    size_t next = 0;
+    const auto set = [&](const auto& option, py::handle object) {
+      convert(object, option_names()[next++].c_str(), options.*option.field);
     };
-    (set(std::get<kOption>(kOptions), option_names()[kOption].c_str(), values), ...);
+    (set(std::get<kOption>(kOptions), values), ...);
   }
 
   static py::object attention(Argument<kInput>... tensors, Argument<kOption>... values, py::handle return_lse) {
@@ -204,8 +216,8 @@ struct Call<std::index_sequence<kInput...>, std::index_sequence<kOption...>> {
   }
 
  private:
-  static const std::array<std::string, kCallOptions>& option_names() {
-    static const std::array<std::string, kCallOptions> names{std::string(std::get<kOption>(kOptions).name())...};
+  static const std::array<std::string, sizeof...(kOption)>& option_names() {
+    static const std::array<std::string, sizeof...(kOption)> names{std::string(std::get<kOption>(kOptions).name())...};
     return names;
   }
 };

@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "torch/check_parts.h"
+#include "torch/fp8.h"
 
 namespace flash_ext {
 
@@ -82,13 +83,16 @@ void check_sinks_dtype(const Tensor& sinks, at::ScalarType query) {
 
 namespace {
 
-void check_dtypes_and_devices(const Inputs& in) {
-  const auto dtype = in.query.scalar_type();
-  if (in.key.scalar_type() != dtype || in.value.scalar_type() != dtype || !is_supported(dtype)) {
-    fail("query, key and value", "are of ", dtype_text(dtype), ", ", dtype_text(in.key.scalar_type()), " and ",
+void check_dtypes_and_devices(const Inputs& in, const Options& options) {
+  const auto given = in.query.scalar_type();
+  if (in.key.scalar_type() != given || in.value.scalar_type() != given || !(is_supported(given) || fp8::has(in))) {
+    fail("query, key and value", "are of ", dtype_text(given), ", ", dtype_text(in.key.scalar_type()), " and ",
          dtype_text(in.value.scalar_type()),
-         "; all three must have one dtype: torch.float16, torch.bfloat16, torch.float32 or torch.float64");
+         "; all three must have one dtype: torch.float16, torch.bfloat16, torch.float32, torch.float64 or "
+         "torch.float8_e4m3fn");
   }
+  fp8::check_dtypes(in, options);
+  const auto dtype = result_type(in, options);
   const auto same_device = [&](const char* name, const Tensor& tensor) {
     if (tensor.defined() && tensor.device() != in.query.device()) {
       fail(name, "is on ", tensor.device(), ", but query is on ", in.query.device(),
@@ -101,6 +105,7 @@ void check_dtypes_and_devices(const Inputs& in) {
   same_device("bias", in.bias);
   same_device("alibi_slopes", in.alibi_slopes);
   same_device("sinks", in.sinks);
+  for (const fp8::Part& part : fp8::kParts) same_device(part.descale_name, in.*part.descale);
   same_device("cu_seqlens_q", in.cu_seqlens_q);
   same_device("cu_seqlens_k", in.cu_seqlens_k);
   same_device("seqused_q", in.seqused_q);
@@ -110,7 +115,8 @@ void check_dtypes_and_devices(const Inputs& in) {
   }
   if (in.bias.defined() && in.bias.scalar_type() != dtype && in.bias.scalar_type() != at::kFloat) {
     fail("bias", "is of ", dtype_text(in.bias.scalar_type()), "; it must be of ",
-         in.mask.defined() ? "" : "torch.bool, ", "torch.float32 or query's ", dtype_text(dtype));
+         in.mask.defined() ? "" : "torch.bool, ", "torch.float32 or ", fp8::has(in) ? "out's " : "query's ",
+         dtype_text(dtype));
   }
   if (in.alibi_slopes.defined() && in.alibi_slopes.scalar_type() != at::kFloat) {
     fail("alibi_slopes", "is of ", dtype_text(in.alibi_slopes.scalar_type()), "; it must be of torch.float32");
@@ -185,7 +191,7 @@ Shape<Int> check_packed(const Inputs& in, const Options& options) {
            " dimensions; packed sequences take 3: (rows of all sequences, heads, head_dim)");
     }
   }
-  check_dtypes_and_devices(in);
+  check_dtypes_and_devices(in, options);
   check_options(options);
   const auto of = [](const Tensor& tensor, int64_t dim) { return sizes_of<Int>(tensor)[dim]; };
   const auto check_lengths = [&](const char* name, const Tensor& tensor, const char* meaning, const auto& accepts) {
@@ -263,6 +269,7 @@ Shape<Int> check_call(const Inputs& in, const Options& options) {
     }
     check_per_head("sinks", in.sinks, shape);
     check_dropout_place(in, options, shape);
+    fp8::check_descales(in, shape);
     return shape;
   }
   check_dense(in, options);
@@ -275,7 +282,7 @@ Shape<Int> check_call(const Inputs& in, const Options& options) {
     }
     shape.rank = std::max(shape.rank, tensor->dim());
   }
-  check_dtypes_and_devices(in);
+  check_dtypes_and_devices(in, options);
   check_options(options);
 
   shape.len_q = size_from_right<Int>(in.query, 2);
@@ -301,11 +308,16 @@ Shape<Int> check_call(const Inputs& in, const Options& options) {
   check_per_head("alibi_slopes", in.alibi_slopes, shape);
   check_per_head("sinks", in.sinks, shape);
   check_dropout_place(in, options, shape);
+  fp8::check_descales(in, shape);
   return shape;
 }
 
 void check_drop_in(const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& attn_mask,
                    bool is_causal, bool enable_gqa) {
+  if (query.scalar_type() == at::kFloat8_e4m3fn) {
+    fail("query", "is of torch.float8_e4m3fn, which flash_ext.attention takes; scaled_dot_product_attention takes ",
+         "torch.float16, torch.bfloat16, torch.float32 or torch.float64");
+  }
   if (attn_mask.has_value() && attn_mask->defined() && is_causal) {
     fail("attn_mask", "is given together with is_causal=True; only one of the two may be set");
   }
@@ -323,7 +335,7 @@ void check_drop_in(const Tensor& query, const Tensor& key, const Tensor& value, 
 
 template <class Int>
 void check_saved(const Shape<Int>& shape, const Inputs& in, const Tensor& grad_out, const Tensor& grad_lse,
-                 const ForwardResult& saved, double dropout_p) {
+                 const ForwardResult& saved, const Options& options) {
   const auto expect = [&](const char* name, const Tensor& tensor, const Sizes<Int>& sizes, at::ScalarType dtype) {
     if (!tensor.defined()) return;
     const auto seen = sizes_of<Int>(tensor);
@@ -335,13 +347,13 @@ void check_saved(const Shape<Int>& shape, const Inputs& in, const Tensor& grad_o
            in.query.device());
     }
   };
-  const auto dtype = in.query.scalar_type();
+  const auto dtype = result_type(in, options);
   const auto accumulate = dtype == at::kDouble ? at::kDouble : at::kFloat;
   expect("grad_out", grad_out, shape.out_sizes(), dtype);
   expect("grad_lse", grad_lse, shape.lse_sizes(), accumulate);
   expect("out", saved.out, shape.out_sizes(), dtype);
   expect("lse", saved.lse, shape.lse_sizes(), accumulate);
-  if (dropout_p > 0) expect("rng_state", saved.rng_state, {Int(2)}, at::kLong);
+  if (options.dropout_p > 0) expect("rng_state", saved.rng_state, {Int(2)}, at::kLong);
 }
 
 template <class Int>
@@ -385,9 +397,9 @@ template void check_grouped_heads(const Shape<c10::SymInt>&);
 template void check_per_head(const char*, const Tensor&, const Shape<int64_t>&);
 template void check_per_head(const char*, const Tensor&, const Shape<c10::SymInt>&);
 template void check_saved(const Shape<int64_t>&, const Inputs&, const Tensor&, const Tensor&, const ForwardResult&,
-                          double);
+                          const Options&);
 template void check_saved(const Shape<c10::SymInt>&, const Inputs&, const Tensor&, const Tensor&, const ForwardResult&,
-                          double);
+                          const Options&);
 template Sizes<int64_t> strides_in_order_of(const Sizes<int64_t>&, const Tensor&);
 template Sizes<c10::SymInt> strides_in_order_of(const Sizes<c10::SymInt>&, const Tensor&);
 

@@ -94,7 +94,7 @@ void check_drop_in(const Tensor& query, const Tensor& key, const Tensor& value, 
 // What backward is given beside the inputs of forward.
 template <class Int>
 void check_saved(const Shape<Int>& shape, const Inputs& in, const Tensor& grad_out, const Tensor& grad_lse,
-                 const ForwardResult& saved, double dropout_p);
+                 const ForwardResult& saved, const Options& options);
 
 // Strides of a dense tensor of `sizes` in the stride order of `like` (its trailing dimensions), last dimension
 // innermost; dimensions without an order of their own (size 1, stride 0, not in `like`) stay where they are.

@@ -85,11 +85,16 @@ DeviceInfo device_info(const c10::Device& device) {
   return info;
 }
 
-const Kernel* choose_kernel(const ForwardArgs& args, const DeviceInfo& device, std::optional<std::string_view> name) {
+const Kernel* find_kernel(const ForwardArgs& args, const DeviceInfo& device, std::optional<std::string_view> name) {
   if (name == kChunked) return nullptr;
-  const std::string_view wanted = name.has_value() ? stored_name(*name) : std::string_view();
-  const Kernel* const kernel = select_forward(kernels(), args, device, wanted);
-  check_chosen(kernel, Pass::kForward, {args}, device, wanted);
+  return select_forward(kernels(), args, device, name.has_value() ? stored_name(*name) : std::string_view());
+}
+
+const Kernel* choose_kernel(const ForwardArgs& args, const DeviceInfo& device, std::optional<std::string_view> name) {
+  const Kernel* const kernel = find_kernel(args, device, name);
+  if (name != kChunked) {
+    check_chosen(kernel, Pass::kForward, {args}, device, name.has_value() ? stored_name(*name) : std::string_view());
+  }
   return kernel;
 }
 

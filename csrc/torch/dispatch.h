@@ -26,6 +26,8 @@ DeviceInfo device_info(const c10::Device& device);
 // The kernel that will run a forward, or nullptr for `chunked`. Throws AttentionError where the named one refuses,
 // which every one does where the leading dimensions did not merge.
 const Kernel* choose_kernel(const ForwardArgs& args, const DeviceInfo& device, std::optional<std::string_view> name);
+// The same, where a refusal is no error: nullptr. For e4m3 inputs, which can be dequantised.
+const Kernel* find_kernel(const ForwardArgs& args, const DeviceInfo& device, std::optional<std::string_view> name);
 // Those of a backward; empty: `chunked`. Throws alike.
 Stages choose_stages(const BackwardArgs& args, const DeviceInfo& device, std::optional<std::string_view> name);
 

@@ -12,6 +12,7 @@
 #include "core/library.h"
 #include "torch/cuda_runtime.h"
 #include "torch/dispatch.h"
+#include "torch/fp8.h"
 #include "torch/packed.h"
 #include "torch/problem.h"
 #include "torch/signatures.h"
@@ -85,11 +86,14 @@ void inspect(const Kernel& kernel, const Problem& problem, const c10::Device& de
 c10::TensorOptions nowhere(const Tensor& like) { return like.options().device(at::kMeta); }
 
 // A tensor in the order of another one, with an address that is aligned and not null, though nothing lies there.
-Tensor planned_tensor(const Sizes<int64_t>& sizes, const Tensor& like) {
+Tensor planned_tensor(const Sizes<int64_t>& sizes, const Tensor& like, at::ScalarType dtype) {
   Sizes<int64_t> two_sizes{2}, two_strides{64};
   two_sizes.append(sizes);
   two_strides.append(strides_in_order_of<int64_t>(sizes, like));
-  return at::empty_strided(two_sizes, two_strides, nowhere(like)).select(0, 1);
+  return at::empty_strided(two_sizes, two_strides, nowhere(like).dtype(dtype)).select(0, 1);
+}
+Tensor planned_tensor(const Sizes<int64_t>& sizes, const Tensor& like) {
+  return planned_tensor(sizes, like, like.scalar_type());
 }
 
 // The inputs as ops.cpp hands them over: on a GPU scattered columns are gathered.
@@ -102,6 +106,28 @@ Inputs planned_inputs(const Inputs& in, const DeviceInfo& device) {
     *tensor = planned_tensor(Sizes<int64_t>(whole.sizes()), whole).expand(tensor->sizes());
   }
   return planned;
+}
+
+// As ops.cpp dequantises e4m3.
+Inputs planned_dequantised(const Inputs& in, const Options& options) {
+  if (!fp8::has(in)) return in;
+  Inputs read = in;
+  for (const fp8::Part& part : fp8::kParts) {
+    const Tensor& tensor = in.*part.tensor;
+    read.*part.tensor = planned_tensor(Sizes<int64_t>(tensor.sizes()), tensor, result_type(in, options));
+    read.*part.descale = Tensor();
+  }
+  return read;
+}
+
+ForwardArgs planned_forward(const Inputs& in, const Options& options, const Shape<int64_t>& shape,
+                            const DeviceInfo& device) {
+  ForwardArgs args;
+  ProblemBuilder builder(in, options, shape);
+  add_inputs(builder, args, planned_inputs(in, device), shape);
+  builder.finish(args.problem);
+  if (!args.problem.fp8) fold_heads(args);
+  return args;
 }
 
 // What ops.cpp would hand over. grad_out is taken to lie as out does.
@@ -155,9 +181,11 @@ Inputs longest_alone(const Inputs& in, const Shape<int64_t>& shape) {
 
 }  // namespace
 
-std::string explain(const Inputs& in, const Options& options, std::string_view device_name, const GradMask& grad_mask) {
-  const auto shape = check_call<int64_t>(in, options);
-  const c10::Device planned = planned_device(in.query, device_name);
+std::string explain(const Inputs& given, const Options& options, std::string_view device_name,
+                    const GradMask& grad_mask) {
+  const auto shape = check_call<int64_t>(given, options);
+  const c10::Device planned = planned_device(given.query, device_name);
+  const Inputs in = planned_dequantised(given, options);
   const DeviceInfo device = device_info(planned);
   const auto name = options.backend.has_value() ? options.backend : requested_backend();
   const bool one_by_one = name != kChunked || options.batch_invariant;
@@ -166,13 +194,10 @@ std::string explain(const Inputs& in, const Options& options, std::string_view d
   }
   const GradMask wanted = existing(grad_mask, in);
 
-  const Inputs handed_over = planned_inputs(in, device);
-  ForwardArgs forward;
-  ProblemBuilder builder(in, options, shape);
-  add_inputs(builder, forward, handed_over, shape);
-  builder.finish(forward.problem);
-  fold_heads(forward);
-  const BackwardArgs backward = planned_backward(in, handed_over, options, shape, wanted);
+  ForwardArgs forward = planned_forward(given, options, shape, device);
+  const bool reads_fp8 = fp8::has(given) && find_kernel(forward, device, name) != nullptr;
+  if (fp8::has(given) && !reads_fp8) forward = planned_forward(in, options, shape, device);
+  const BackwardArgs backward = planned_backward(in, planned_inputs(in, device), options, shape, wanted);
 
   std::string plans, considered, copies;
   bool composite = false, kernels_run = false;
@@ -226,6 +251,11 @@ std::string explain(const Inputs& in, const Options& options, std::string_view d
   const auto add_copy = [&](const char* argument, int64_t bytes, const char* reason) {
     append(copies, json_list(argument, bytes, reason));
   };
+  for (const fp8::Part& part : fp8::kParts) {
+    if (!fp8::has(given)) break;
+    add_copy(part.name, bytes_of_copy(in.*part.tensor),
+             reads_fp8 ? "backward reads it dequantised" : "it is dequantised");
+  }
   if (kernels_run && device.type == DeviceType::kCuda) {
     for (const auto& [argument, tensor] :
          {std::pair{"query", &in.query}, std::pair{"key", &in.key}, std::pair{"value", &in.value},

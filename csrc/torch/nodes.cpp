@@ -7,6 +7,7 @@
 #include "torch/checks.h"
 #include "torch/chunked.h"
 #include "torch/dispatch.h"
+#include "torch/fp8.h"
 #include "torch/nvtx.h"
 
 namespace flash_ext {
@@ -15,7 +16,8 @@ namespace {
 using c10::IValue;
 
 constexpr size_t kInputCount = std::size(kInputs);
-constexpr size_t kSaved = kInputCount + 3;  // of either node
+constexpr size_t kSaved = kInputCount + 3;  // of attention and its backward
+constexpr size_t kResults = kGradients + 1, kDoubleResults = 2 + kResults;
 
 bool any_defined(const variable_list& tensors) {
   return std::any_of(tensors.begin(), tensors.end(), [](const Tensor& tensor) { return tensor.defined(); });
@@ -27,6 +29,17 @@ Inputs inputs_of(const variable_list& saved) {
   return in;
 }
 
+// Of leaves of e4m3 the gradient, which so far is of what they mean.
+void times_descales(variable_list& grads, size_t first, const Inputs& in, const std::vector<bool>& wanted,
+                    size_t results) {
+  for (size_t i = 0; i < std::size(fp8::kParts); ++i) {
+    Tensor& grad = grads[first + i];
+    if (!wanted[results + i] || !grad.defined()) continue;
+    const Tensor descale = fp8::factor(in, fp8::kParts[i]);
+    if (descale.defined()) grad = grad.to(at::kFloat).mul(descale).to(grad.scalar_type());
+  }
+}
+
 variable_list attention_backward(const variable_list& grads, const variable_list& saved, const Options& options,
                                  const std::vector<bool>& wanted) {
   GradMask grad_mask;
@@ -35,7 +48,8 @@ variable_list attention_backward(const variable_list& grads, const variable_list
   const Tensor grad_lse = grads.size() > 1 ? grads[1] : Tensor();  // lse may be no output
   const Gradients gradients = call_attention_backward(grads[0], grad_lse, inputs_of(saved), result, options, grad_mask);
   variable_list results(gradients.begin(), gradients.end());
-  results.push_back(wanted.back() ? call_sinks_gradient(grads[0], grad_lse, inputs_of(saved), result) : Tensor());
+  results.push_back(wanted[kGradients] ? call_sinks_gradient(grads[0], grad_lse, inputs_of(saved), result) : Tensor());
+  times_descales(results, 0, inputs_of(saved), wanted, kResults);
   return results;
 }
 
@@ -44,12 +58,14 @@ variable_list attention_double_backward(const variable_list& cotangents, const v
   if (options.constant_lse) {
     throw AttentionError("constant_lse", "is True, and a backward of a constant lse has no derivative");
   }
-  const Inputs in = inputs_of(saved);
-  const nvtx::Range range(nvtx::Op::kAttentionDoubleBackward, in, options);
+  const Inputs given = inputs_of(saved);
+  const nvtx::Range range(nvtx::Op::kAttentionDoubleBackward, given, options);
+  const Inputs in = fp8::has(given) ? fp8::dequantised(given, options) : given;
   const Tensor &g = saved[kInputCount], &g_lse = saved[kInputCount + 1];
-  Gradients given;
-  std::copy(cotangents.begin(), cotangents.end(), given.begin());
-  const chunked::DoubleBackward grads = chunked::double_backward(given, g, g_lse, in, saved[kInputCount + 2], options);
+  Gradients of_gradients;
+  std::copy(cotangents.begin(), cotangents.end(), of_gradients.begin());
+  const chunked::DoubleBackward grads =
+      chunked::double_backward(of_gradients, g, g_lse, in, saved[kInputCount + 2], options);
   std::array<std::pair<const Tensor*, const Tensor*>, 3 + kGradients> all{
       {{&grads.grad_out, &g}, {&grads.grad_lse, &g_lse}}};
   for (size_t i = 0; i < kGradients; ++i) all[2 + i] = {&grads.inputs[i], &(in.*kDifferentiable[i].tensor)};
@@ -59,7 +75,14 @@ variable_list attention_double_backward(const variable_list& cotangents, const v
     const auto& [grad, like] = all[i];
     if (like->defined() && grad->defined() && wanted[i]) result[i] = grad->to(like->scalar_type());
   }
+  times_descales(result, 2, given, wanted, kDoubleResults);
   return result;
+}
+
+// What others than attention make of the quantised tensor, whose gradient torch has rounded to its dtype by now.
+variable_list quantize_backward(const variable_list& grads, const variable_list& saved, const Options&,
+                                const std::vector<bool>&) {
+  return {grads[0].to(at::kFloat).div(saved[0])};
 }
 
 // ---- options as values that a traced graph can hold -----------------------------------------------------------------
@@ -96,20 +119,20 @@ Options unpacked_options(const IValue* values) {
 }
 
 // What the traced graph calls: `values` are the saved tensors, the options and the wanted results, one by one.
-template <Compute compute>
+template <Compute compute, size_t kCount>
 variable_list compute_packed(const variable_list& grads, const std::vector<IValue>& values) {
-  variable_list saved(kSaved);
-  for (size_t i = 0; i < kSaved; ++i) saved[i] = values[i].toTensor();
+  variable_list saved(kCount);
+  for (size_t i = 0; i < kCount; ++i) saved[i] = values[i].toTensor();
   std::vector<bool> wanted;
-  for (size_t i = kSaved + kOptionCount; i < values.size(); ++i) wanted.push_back(values[i].toBool());
-  return compute(grads, saved, unpacked_options(&values[kSaved]), wanted);
+  for (size_t i = kCount + kOptionCount; i < values.size(); ++i) wanted.push_back(values[i].toBool());
+  return compute(grads, saved, unpacked_options(&values[kCount]), wanted);
 }
 
 }  // namespace
 
-SavingNode::SavingNode(const char* name, Compute compute, size_t results, const Options& options)
-    : name_(name), compute_(compute), results_(results), options_(options) {
-  saved_.reserve(kSaved);
+SavingNode::SavingNode(const Kind& kind, const Options& options, const fp8::Leaves& leaves)
+    : kind_(kind), options_(options), leaves_(leaves) {
+  saved_.reserve(kind.saved);
 }
 
 void SavingNode::save(const Tensor& tensor, bool is_output) {
@@ -122,8 +145,9 @@ void SavingNode::save(const Inputs& in) {
 }
 
 std::vector<bool> SavingNode::wanted() const {
-  std::vector<bool> result(results_);
-  for (size_t i = 0; i < results_; ++i) result[i] = task_should_compute_output(i);
+  std::vector<bool> result(kind_.results);
+  for (size_t i = 0; i < kind_.results; ++i) result[i] = task_should_compute_output(i);
+  result.insert(result.end(), leaves_.begin(), leaves_.end());
   return result;
 }
 
@@ -138,8 +162,8 @@ variable_list SavingNode::unpacked() {
 
 variable_list SavingNode::apply(variable_list&& grads) {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (!any_defined(grads)) return variable_list(results_);
-  return compute_(grads, unpacked(), options_, wanted());
+  if (!any_defined(grads)) return variable_list(kind_.results);
+  return kind_.compute(grads, unpacked(), options_, wanted());
 }
 
 void SavingNode::release_variables() {
@@ -149,7 +173,7 @@ void SavingNode::release_variables() {
 
 // Everything that the traced graph depends on and that is not a tensor enters the key of compiled autograd's cache.
 void SavingNode::compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const {
-  args.collect(std::string(name_));
+  args.collect(std::string(kind_.name));
   for (size_t i = 0; i < saved_.size(); ++i) args.collect(saved_[i], is_output_[i]);
   for (const IValue& value : as_values(options_)) {
     // NOTE: as text, because a number would become an input of the graph, and backends choose by these.
@@ -180,10 +204,8 @@ variable_list SavingNode::apply_with_saved(const variable_list& grads,
   const auto& python = compiled::getPyCompilerInterface();
   const auto metadata = compiled::IValuePacker<std::vector<std::optional<torch::autograd::InputMetadata>>>::pack(
       compiled::get_input_metadata(next_edges()));
-  const auto compute =
-      compute_ == attention_backward ? compute_packed<attention_backward> : compute_packed<attention_double_backward>;
   const std::string function =
-      python->bind_function(saved.get_py_compiler(), std::string("flash_ext_") + name_, compute, types,
+      python->bind_function(saved.get_py_compiler(), std::string("flash_ext_") + kind_.name, kind_.packed, types,
                             /*is_custom_function=*/true, /*is_traceable=*/true);
   variable_list results =
       python->call_function(saved.get_py_compiler(), "apply_functional", function, grads, values, metadata);
@@ -191,10 +213,25 @@ variable_list SavingNode::apply_with_saved(const variable_list& grads,
   return results;
 }
 
-AttentionBackward::AttentionBackward(const Options& options)
-    : SavingNode("AttentionBackward", attention_backward, kGradients + 1, options) {}
+namespace {
 
-AttentionDoubleBackward::AttentionDoubleBackward(const Options& options)
-    : SavingNode("AttentionDoubleBackward", attention_double_backward, 2 + kGradients + 1, options) {}
+template <Compute compute, size_t kCount>
+constexpr SavingNode::Kind kind_of(const char* name, size_t results) {
+  return {name, compute, compute_packed<compute, kCount>, kCount, results};
+}
+
+constexpr auto kAttention = kind_of<attention_backward, kSaved>("AttentionBackward", kResults);
+constexpr auto kBackward = kind_of<attention_double_backward, kSaved>("AttentionDoubleBackward", kDoubleResults);
+constexpr auto kQuantize = kind_of<quantize_backward, 1>("QuantizeBackward", 1);
+
+}  // namespace
+
+AttentionBackward::AttentionBackward(const Options& options, const fp8::Leaves& leaves)
+    : SavingNode(kAttention, options, leaves) {}
+
+AttentionDoubleBackward::AttentionDoubleBackward(const Options& options, const fp8::Leaves& leaves)
+    : SavingNode(kBackward, options, leaves) {}
+
+QuantizeBackward::QuantizeBackward() : SavingNode(kQuantize, {}, {}) {}
 
 }  // namespace flash_ext

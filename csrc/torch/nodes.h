@@ -2,6 +2,7 @@
 //
 //   AttentionBackward        calls attention_backward
 //   AttentionDoubleBackward  calls chunked::double_backward, whose operations are differentiable
+//   QuantizeBackward         of quantize_fp8; attention's nodes go past it, to what was quantised (quantize.h)
 //
 // A node is its saved tensors, in one list, and numbers; what it computes is a function of these and of what flows in,
 // so that compiled autograd can trace it with other tensors in their place (compiled_args and apply_with_saved).
@@ -15,6 +16,7 @@
 #include <string>
 #include <vector>
 
+#include "torch/fp8.h"
 #include "torch/options.h"
 #include "torch/torch_compat.h"
 
@@ -23,13 +25,21 @@ namespace flash_ext {
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
-// What a node computes: of what flows in, the saved tensors in their order, the options and which results are wanted.
+// What a node computes: of what flows in, the saved tensors in their order, the options and which results are wanted,
+// behind which `wanted` says which of query, key and value are leaves of e4m3.
 using Compute = variable_list (*)(const variable_list& grads, const variable_list& saved, const Options& options,
                                   const std::vector<bool>& wanted);
 
 class SavingNode : public torch::autograd::Node {
  public:
-  std::string name() const override { return name_; }
+  struct Kind {
+    const char* name;
+    Compute compute;
+    variable_list (*packed)(const variable_list& grads, const std::vector<c10::IValue>& values);  // for a traced graph
+    size_t saved, results;
+  };
+
+  std::string name() const override { return kind_.name; }
   void release_variables() override;
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override;
   variable_list apply_with_saved(const variable_list& grads,
@@ -40,29 +50,33 @@ class SavingNode : public torch::autograd::Node {
   void save(const Inputs& in);
 
  protected:
-  SavingNode(const char* name, Compute compute, size_t results, const Options& options);
+  SavingNode(const Kind& kind, const Options& options, const fp8::Leaves& leaves);
   variable_list apply(variable_list&& grads) override;
 
  private:
   std::vector<bool> wanted() const;
   variable_list unpacked();
 
-  const char* const name_;
-  const Compute compute_;
-  const size_t results_;
+  const Kind& kind_;
   const Options options_;
+  const fp8::Leaves leaves_;
   std::vector<SavedVariable> saved_;
-  std::bitset<16> is_output_;
+  std::bitset<32> is_output_;
 };
 
 // Saves the inputs, out, lse and rng_state.
 struct AttentionBackward final : SavingNode {
-  explicit AttentionBackward(const Options& options);
+  AttentionBackward(const Options& options, const fp8::Leaves& leaves);
 };
 
 // Saves the inputs, grad_out, grad_lse and rng_state.
 struct AttentionDoubleBackward final : SavingNode {
-  explicit AttentionDoubleBackward(const Options& options);
+  AttentionDoubleBackward(const Options& options, const fp8::Leaves& leaves);
+};
+
+// Saves descale.
+struct QuantizeBackward final : SavingNode {
+  QuantizeBackward();
 };
 
 }  // namespace flash_ext

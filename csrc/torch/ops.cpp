@@ -16,6 +16,7 @@
 #include "torch/chunked.h"
 #include "torch/cuda_runtime.h"
 #include "torch/dispatch.h"
+#include "torch/fp8.h"
 #include "torch/grad_buffer.h"
 #include "torch/nvtx.h"
 #include "torch/packed.h"
@@ -69,17 +70,21 @@ void compute(const Inputs& in, const Tensor& rng_state, const Options& options, 
   add_inputs(builder, args, gathered.has_value() ? *gathered : in, shape);
   builder.add_rows(args.out, out, shape.heads_q, shape.len_q, shape.head_dim_v);
   builder.finish(args.problem);
-  fold_heads(args);
+  if (!args.problem.fp8) fold_heads(args);  // which knows no descales
   args.dropout_place = dropout_place(options, shape.heads_q, first_batch);
   const DeviceInfo device = device_info(in.query.device());
   const auto name = options.backend.has_value() ? options.backend : requested_backend();
-  if (const Kernel* kernel = choose_kernel(args, device, name)) {
+  const Kernel* const kernel = fp8::has(in) ? find_kernel(args, device, name) : choose_kernel(args, device, name);
+  if (kernel != nullptr) {
     if (lse.defined()) args.lse = lse.mutable_data_ptr();
     if (options.dropout_p > 0) args.rng_state = rng_state.const_data_ptr<int64_t>();
     args.stream = current_stream(in.query);
     const Plan plan = kernel->plan(args.problem, device);
     const Tensor workspace = make_workspace(in.query, plan.scratch_bytes);
     return kernel->forward(args, plan, workspace.defined() ? workspace.mutable_data_ptr() : nullptr);
+  }
+  if (fp8::has(in)) {
+    return compute(fp8::dequantised(in, options), rng_state, options, shape, out, lse, first_batch);
   }
   warn_without_kernels(in.query);
   if (options.batch_invariant && in.packed()) throw AttentionError("batch_invariant", packed::kNoInvariantComposite);
@@ -99,6 +104,7 @@ bool runs_one_by_one(const Inputs& in, const Options& options) {
 
 void compute_one_by_one(const Inputs& in, const Tensor& rng_state, const Options& given, const Shape<int64_t>& shape,
                         const Tensor& out, const Tensor& lse) {
+  if (fp8::has(in)) return compute_one_by_one(fp8::dequantised(in, given), rng_state, given, shape, out, lse);
   const Options options = packed::dense_options(given);
   const std::vector<Sequence> sequences = packed::sequences_of(in, shape);
   for (size_t b = 0; b < sequences.size(); ++b) {
@@ -120,10 +126,10 @@ ForwardResult forward_with_rng_state(c10::DispatchKeySet, const Inputs& in, cons
   const nvtx::Range range(nvtx::Op::kAttention, in, options);
   const auto guard = guard_device(in.query);
   const auto shape = check_call<int64_t>(in, options);
-  const auto dtype = in.query.scalar_type();
+  const auto dtype = result_type(in, options);
   ForwardResult result;
   result.rng_state = rng_state;
-  check_saved<int64_t>(shape, in, {}, {}, result, options.dropout_p);
+  check_saved<int64_t>(shape, in, {}, {}, result, options);
   packed::check_entries(in, shape);
   result.out = empty_in_order_of(shape.out_sizes(), in.query, dtype);
   result.lse = return_lse ? allocate(shape.lse_sizes(), in.query, accumulate_type(dtype))
@@ -306,16 +312,18 @@ Gradients gradients_one_by_one(const Tensor& grad_out, const Tensor& grad_lse, c
   return sums;
 }
 
-Gradients backward(c10::DispatchKeySet, const Tensor& grad_out, const Tensor& grad_lse, const Inputs& in,
+Gradients backward(c10::DispatchKeySet, const Tensor& grad_out, const Tensor& grad_lse, const Inputs& given,
                    const ForwardResult& saved, const Options& options, const GradMask& asked) {
-  const nvtx::Range range(nvtx::Op::kAttentionBackward, in, options);
-  const auto guard = guard_device(in.query);
-  const auto shape = check_call<int64_t>(in, options);
-  check_saved<int64_t>(shape, in, grad_out, grad_lse, saved, options.dropout_p);
+  const nvtx::Range range(nvtx::Op::kAttentionBackward, given, options);
+  const auto guard = guard_device(given.query);
+  const auto shape = check_call<int64_t>(given, options);
+  check_saved<int64_t>(shape, given, grad_out, grad_lse, saved, options);
   // NOTE: kernels take the sum of dS over a row's keys for dlse, which it is of all keys.
   if (options.constant_lse && (asked[kDbias] || asked[kDslopes])) {
     throw AttentionError("constant_lse", "is True beside the gradient of a bias or of alibi_slopes; it takes neither");
   }
+  const std::optional<Inputs> read = fp8::has(given) ? std::optional(fp8::dequantised(given, options)) : std::nullopt;
+  const Inputs& in = read.has_value() ? *read : given;
   if (runs_one_by_one(in, options)) {
     return gradients_one_by_one(grad_out, grad_lse, in, saved, options, shape, asked);
   }
@@ -335,7 +343,7 @@ Tensor draw_rng_state(const Tensor& query, const Tensor&, const Tensor&, const O
 ForwardResult forward_with_rng_state_meta(c10::DispatchKeySet, const Inputs& in, const Tensor& rng_state,
                                           const Options& options, bool return_lse) {
   const auto shape = check_call<c10::SymInt>(in, options);
-  const auto dtype = in.query.scalar_type();
+  const auto dtype = result_type(in, options);
   const Tensor lse = return_lse ? at::empty_symint(shape.lse_sizes(), in.query.options().dtype(accumulate_type(dtype)))
                                 : at::empty({0}, in.query.options().dtype(at::kFloat));
   return {empty_in_order_of(shape.out_sizes(), in.query, dtype), lse, rng_state};
@@ -354,12 +362,14 @@ Tensor draw_rng_state_meta(const Tensor& query, const Tensor&, const Tensor&, co
 Gradients backward_meta(c10::DispatchKeySet, const Tensor& grad_out, const Tensor& grad_lse, const Inputs& in,
                         const ForwardResult& saved, const Options& options, const GradMask& wanted) {
   const auto shape = check_call<c10::SymInt>(in, options);
-  check_saved<c10::SymInt>(shape, in, grad_out, grad_lse, saved, options.dropout_p);
+  check_saved<c10::SymInt>(shape, in, grad_out, grad_lse, saved, options);
   Gradients grads;
   for (size_t i = 0; i < kGradients; ++i) {
     if (!wanted[i]) continue;
     const Tensor& input = in.*kDifferentiable[i].tensor;
-    grads[i] = empty_in_order_of(Sizes<c10::SymInt>(input.sym_sizes()), input, input.scalar_type());
+    const bool is_fp8 = input.scalar_type() == at::kFloat8_e4m3fn;
+    grads[i] = empty_in_order_of(Sizes<c10::SymInt>(input.sym_sizes()), input,
+                                 is_fp8 ? result_type(in, options) : input.scalar_type());
   }
   return grads;
 }
@@ -406,6 +416,7 @@ TORCH_LIBRARY(flash_ext, m) {
   m.def(torch::schema(schemas::kAttentionWithCache.c_str()), {at::Tag::pt2_compliant_tag});
   m.def(torch::schema(schemas::kGatherPages.c_str()), {at::Tag::pt2_compliant_tag});
   m.def(torch::schema(schemas::kExplain.c_str()));
+  m.def(torch::schema(schemas::kQuantizeFp8.c_str()), {at::Tag::pt2_compliant_tag});
   m.def(schemas::kBuildInfo.c_str(), build_info);
 }
 

@@ -27,6 +27,7 @@ struct Inputs {
   // With cu_seqlens_q query, key and value are packed sequences, (rows, heads, head_dim), see core/sequences.h.
   Tensor cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k;
   Tensor sinks;
+  Tensor q_descale, k_descale, v_descale;  // of e4m3 inputs, see fp8.h
 
   bool packed() const { return cu_seqlens_q.defined(); }
 };
@@ -52,6 +53,9 @@ inline constexpr Input kInputs[] = {
     {"seqused_q", &Inputs::seqused_q, false, false},
     {"seqused_k", &Inputs::seqused_k, false, false},
     {"sinks", &Inputs::sinks, false, false},  // their gradient is an operator of its own, sinks_gradient
+    {"q_descale", &Inputs::q_descale, false, false},
+    {"k_descale", &Inputs::k_descale, false, false},
+    {"v_descale", &Inputs::v_descale, false, false},
 };
 inline constexpr size_t kRequiredInputs = 3, kFirstInputs = 6;
 
@@ -127,7 +131,14 @@ struct Options {
   // Backward takes lse for a constant, as where a row has keys beside these: P = e^(S - lse), whatever it sums up to,
   // and dS = P o (dP + dlse); out is not read.
   bool constant_lse = false;
+  std::optional<at::ScalarType> out_dtype;  // none: query's; of e4m3 inputs bfloat16
 };
+
+// The dtype of out, in which the inputs are computed with; that of query but for e4m3.
+inline at::ScalarType result_type(const Inputs& in, const Options& options) {
+  const auto dtype = in.query.scalar_type();
+  return dtype == at::kFloat8_e4m3fn ? options.out_dtype.value_or(at::kBFloat16) : dtype;
+}
 
 template <class T>
 struct Option {
@@ -162,9 +173,11 @@ inline constexpr std::tuple kOptions{
     Option{"SymInt dropout_first_head=0", &Options::dropout_first_head},
     Option{"SymInt dropout_heads=0", &Options::dropout_heads},
     Option{"bool constant_lse=False", &Options::constant_lse},
+    Option{"ScalarType? out_dtype=None", &Options::out_dtype},
 };
 inline constexpr size_t kOptionCount = std::tuple_size_v<decltype(kOptions)>, kFirstOptions = 10;
-inline constexpr size_t kCallOptions = kOptionCount - 5;  // of attention and explain in Python: a call is a whole
+// Those that make a call a part of a larger one, which attention and explain in Python have not.
+inline constexpr size_t kFirstPartOption = 13, kLastPartOption = 17;
 
 // function(option) for each, in order.
 template <class Function>

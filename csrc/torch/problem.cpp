@@ -8,6 +8,8 @@
 #include <cmath>
 #include <string>
 
+#include "torch/fp8.h"
+
 namespace flash_ext {
 
 DType dtype_of(at::ScalarType type) {
@@ -48,7 +50,7 @@ at::ScalarType accumulate_type(at::ScalarType type) { return type == at::kDouble
 ProblemBuilder::ProblemBuilder(const Inputs& in, const Options& options, const Shape<int64_t>& shape)
     : batch_(shape.batch) {
   Problem& p = problem_;
-  p.dtype = dtype_of(in.query.scalar_type());
+  p.dtype = dtype_of(result_type(in, options));
   for (const int64_t size : shape.batch) p.batch *= size;
   p.heads_q = shape.heads_q;
   p.heads_k = shape.heads_k;
@@ -84,6 +86,8 @@ ProblemBuilder::ProblemBuilder(const Inputs& in, const Options& options, const S
   p.has_alibi = in.alibi_slopes.defined();
   p.has_sinks = in.sinks.defined();
   p.constant_lse = options.constant_lse;
+  p.fp8 = fp8::has(in);
+  p.row_descales = p.fp8 && fp8::has_row_descales(in);
   if (p.has_bias) p.bias_dtype = dtype_of(in.bias.scalar_type());
 }
 
@@ -240,6 +244,19 @@ std::optional<Inputs> gather_columns(const Inputs& in) {
   return result;
 }
 
+namespace {
+
+void add_descale(ProblemBuilder& builder, TensorView& view, const Inputs& in, const fp8::Part& part, int64_t heads,
+                 int64_t rows) {
+  const Tensor& descale = in.*part.descale;
+  if (!descale.defined()) return;
+  if (!fp8::is_per_row(in, part)) return builder.add_per_head(view, descale, heads);
+  if (!in.packed()) return builder.add(view, descale.unsqueeze(-1), heads, rows, 1);
+  builder.add_rows(view, descale.expand({1, heads, rows}).select(0, 0).transpose(0, 1).unsqueeze(-1), heads, rows, 1);
+}
+
+}  // namespace
+
 void add_inputs(ProblemBuilder& builder, ForwardArgs& args, const Inputs& in, const Shape<int64_t>& shape) {
   builder.add_rows(args.q, in.query, shape.heads_q, shape.len_q, shape.head_dim);
   builder.add_rows(args.k, in.key, shape.heads_k, shape.len_k, shape.head_dim);
@@ -248,6 +265,11 @@ void add_inputs(ProblemBuilder& builder, ForwardArgs& args, const Inputs& in, co
   builder.add(args.bias, in.bias, shape.heads_q, shape.len_q, shape.len_k);
   builder.add_per_head(args.alibi, in.alibi_slopes, shape.heads_q);
   builder.add_per_head(args.sinks, in.sinks, shape.heads_q);
+  if (fp8::has(in)) {
+    add_descale(builder, args.q_descale, in, fp8::kParts[0], shape.heads_q, shape.packed ? shape.rows_q : shape.len_q);
+    add_descale(builder, args.k_descale, in, fp8::kParts[1], shape.heads_k, shape.packed ? shape.rows_k : shape.len_k);
+    add_descale(builder, args.v_descale, in, fp8::kParts[2], shape.heads_v, shape.packed ? shape.rows_k : shape.len_k);
+  }
   const auto lengths = [](const Tensor& tensor) {
     return tensor.defined() ? static_cast<const int32_t*>(tensor.const_data_ptr()) : nullptr;
   };

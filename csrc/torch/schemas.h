@@ -85,6 +85,9 @@ inline const std::string kGatherPages =
     "gather_pages(Tensor query, Tensor key, Tensor value, Tensor block_table, Tensor seqused_k) -> (Tensor key_rows, "
     "Tensor value_rows, Tensor cu_seqlens_k)";
 
+// x / descale in e4m3, at most 448 either way; descale is float32 and broadcasts to x. See quantize.h.
+inline const std::string kQuantizeFp8 = "quantize_fp8(Tensor x, Tensor descale) -> Tensor";
+
 // JSON: what would run and why; launches nothing. `device` plans for a card that is not there ("" = the tensors').
 inline const std::string kExplain =
     "explain(" + ExplainSignature::schema("", "", "str device=\"\", " + kGradMask) + ") -> str";

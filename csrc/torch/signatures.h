@@ -19,6 +19,11 @@ constexpr auto from(std::index_sequence<kOffsets...>) {
 template <size_t kFirst, size_t kLast>
 using Indices = decltype(from<kFirst>(std::make_index_sequence<kLast - kFirst>()));
 
+template <size_t... kFirst, size_t... kSecond>
+constexpr auto joined(std::index_sequence<kFirst...>, std::index_sequence<kSecond...>) {
+  return std::index_sequence<kFirst..., kSecond...>();
+}
+
 template <size_t kIndex>
 using InputArgument = std::conditional_t<kInputs[kIndex].required, const Tensor&, const OptionalTensor&>;
 template <size_t kIndex>
@@ -121,7 +126,7 @@ GradientTuple attention_backward_op(c10::DispatchKeySet keys, const Inputs& in, 
   Gradients grads = kernel(keys, grad_out.value_or(Tensor()), grad_lse.value_or(Tensor()), in, {out, lse, rng_state},
                            options, existing(grad_mask, in));
   for (Tensor& grad : grads) {
-    if (!grad.defined()) grad = at::empty({0}, in.query.options());
+    if (!grad.defined()) grad = at::empty({0}, in.query.options().dtype(result_type(in, options)));
   }
   return as_tuple(std::move(grads), std::make_index_sequence<kGradients>());
 }

@@ -144,6 +144,8 @@ def check(
     signature = (tuple(of), tuple(small.items()), tuple(options.items()), lengths is not None and lengths.shape)
     if signature in _taken:
         return
+    if q.dtype == torch.float8_e4m3fn:
+        raise AttentionError(f"query is of {q.dtype}, which context parallel does not take; flash_ext.attention does")
     meta = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in of]
     extra = {n: None if t is None else torch.empty(t[0], dtype=t[1], device="meta") for n, t in small.items()}
     if lengths is not None:

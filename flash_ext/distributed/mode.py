@@ -100,8 +100,13 @@ class context_parallel(TorchFunctionMode):
         cu_seqlens_k: Tensor | None = None, seqused_q: Tensor | None = None, seqused_k: Tensor | None = None,
         window_left: int | None = None, window_right: int | None = None, bottom_right: bool = False,
         return_lse: bool = False, max_q: int = 0, max_k: int = 0, gqa: bool = False, backend: str | None = None,
-        **options: Any,
+        q_descale: Tensor | None = None, k_descale: Tensor | None = None, v_descale: Tensor | None = None,
+        out_dtype: torch.dtype | None = None, **options: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        if q_descale is not None or k_descale is not None or v_descale is not None or out_dtype is not None:
+            raise AttentionError(
+                "q_descale, k_descale, v_descale or out_dtype is given in context_parallel, which takes no e4m3 inputs"
+            )
         options |= {"window": (window_left, window_right), "align": "bottom_right" if bottom_right else "top_left"}
         if cu_seqlens_q is None:
             out, lse = context_parallel_attention(query, key, value, self.mesh, **self.how, **options, return_lse=True)

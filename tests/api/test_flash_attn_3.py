@@ -54,6 +54,26 @@ def test_dense(name: str, device: str) -> None:
     compare(grouped, lambda x: dense_truth(*x.split([H, 2, 2], 2), **meaning), [rand(B, 9, H + 4, E, **made)])
 
 
+def test_e4m3(device: str) -> None:
+    """Descales are of key heads, those of q, too."""
+    tensors = [rand(B, n, heads, E, device=device).to(torch.float8_e4m3fn) for n, heads in ((5, H), (11, 2), (11, 2))]
+    descales = [torch.rand(B, 2, device=device) + 0.5 for _ in tensors]
+    names = dict(zip(("q_descale", "k_descale", "v_descale"), descales, strict=True))
+    factors = [
+        d.repeat_interleave(t.shape[2] // 2, 1)[:, None, :, None] for d, t in zip(descales, tensors, strict=True)
+    ]
+    wide = [(t.float() * f).to(torch.bfloat16) for t, f in zip(tensors, factors, strict=True)]
+    out, lse = flash_attn_3.flash_attn_func(*tensors, causal=True, **names, return_attn_probs=True)
+    true, true_lse = flash_attn_3.flash_attn_func(*wide, causal=True, return_attn_probs=True)
+    torch.testing.assert_close(out, true)
+    torch.testing.assert_close(lse, true_lse, rtol=1e-2, atol=1e-2)
+    assert torch.equal(out, flash_attn_3.flash_attn_func(*tensors, causal=True, **names))
+    cu_q, cu_k = (torch.arange(B + 1, dtype=torch.int32, device=device) * n for n in (5, 11))
+    rows = [t.flatten(0, 1) for t in tensors]
+    packed = flash_attn_3.flash_attn_varlen_func(*rows, cu_q, cu_k, 5, 11, causal=True, **names)
+    torch.testing.assert_close(packed.unflatten(0, (B, 5)), true)
+
+
 @pytest.mark.parametrize("name", OPTIONS)
 def test_packed(name: str, device: str) -> None:
     given, meaning = OPTIONS[name]
@@ -201,7 +221,11 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "chunk": (lambda: flash_attn_3.flash_attn_func(X, X, X, attention_chunk=4), r"attention_chunk is given"),
     "descale": (
         lambda: flash_attn_3.flash_attn_varlen_func(*[ROWS] * 3, *[ints([0, 6])] * 2, 6, 6, k_descale=X[:, 0, :, 0]),
-        r"k_descale is given",
+        r"k_descale is given beside a key of torch\.float32; only torch\.float8_e4m3fn has descales",
+    ),
+    "descale of a cache": (
+        lambda: flash_attn_3.flash_attn_with_kvcache(X, CACHE, CACHE, cache_seqlens=3, q_descale=X[:, 0, :, 0]),
+        r"q_descale is given, which flash_ext does not have",
     ),
     "heads": (
         lambda: flash_attn_3.flash_attn_qkvpacked_func(X, num_heads_q=3),

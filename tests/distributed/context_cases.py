@@ -329,6 +329,12 @@ def what_a_method_does_not_take(world: World) -> None:
     q = rand(2, 4, 6, 8)
     slopes, call, group = torch.ones(4), fd.context_parallel_attention, world.group
     refused("method='usp' takes a mesh of two dimensions", lambda: call(q, q, q, group, method="usp"))
+    small = q.to(torch.float8_e4m3fn)
+    refused("query is of torch.float8_e4m3fn, which context parallel does not take",
+            lambda: call(small, small, small, group))  # fmt: skip
+    with fd.context_parallel(group):
+        refused("q_descale, k_descale, v_descale or out_dtype is given in context_parallel",
+                lambda: flash_ext.attention(small, small, small, v_descale=slopes))  # fmt: skip
     cu, p = torch.tensor([0, 6 * world.size], dtype=torch.int32), rand(6, 4, 8)
 
     def packed(**options: Any) -> Any:

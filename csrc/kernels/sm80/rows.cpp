@@ -164,8 +164,9 @@ constexpr Limits kOneTileLimits = [] {
 
 // All but dtypes, which are each row's.
 constexpr Features kSupported =
-    kAllFeatures.without({Feature::kFloat16, Feature::kBFloat16, Feature::kFloat32, Feature::kFloat64});
-static_assert(static_cast<int>(Feature::kCount) == 24, "say here whether these kernels have the new feature");
+    kAllFeatures.without(kQuantized)
+        .without({Feature::kFloat16, Feature::kBFloat16, Feature::kFloat32, Feature::kFloat64});
+static_assert(static_cast<int>(Feature::kCount) == 26, "say here whether these kernels have the new feature");
 
 constexpr Kernel row(const char* name, Pass pass, Features supports, const Limits& limits) {
   return {.name = name,
