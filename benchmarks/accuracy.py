@@ -5,26 +5,43 @@ dtype (every intermediate rounded to it, gradients by autograd), with a floor of
 the largest element for half types. `err` is error over allowance, so at most 1. One key head and its query heads are
 sampled, over the whole batch, or all heads where a mask's gradient is summed over them: the scores of that sample are
 written out, so it must be small.
+
+Of e4m3 inputs both take the numbers that these stand for: eager attention in float32 but that exp(score - largest score
+of the row) is rounded to e4m3, and out to bf16.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from shapes import Case, Inputs
+from shapes import E4M3, Case, Inputs
 from torch import Tensor
 
 
+def softmax_e4m3(scores: Tensor, dim: int) -> Tensor:
+    """Softmax whose exponentials are rounded to e4m3 before they are divided by their sum."""
+    weights = torch.exp(scores - scores.amax(dim, keepdim=True))
+    return weights.to(E4M3).to(scores.dtype) / weights.sum(dim, keepdim=True)
+
+
 def eager_attention(
-    case: Case, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, slopes: Tensor | None = None
+    case: Case,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    slopes: Tensor | None = None,
+    softmax: Callable[..., Tensor] = torch.softmax,
 ) -> Tensor:
     """softmax(q k^T / sqrt(D) + mask) v in plain tensor operations; key heads may be fewer than query heads."""
     if case.lengths:
         alone = replace(case, lengths=())
         parts = zip(*(t.split(case.lengths, dim=2) for t in (query, key, value)), strict=True)
-        return torch.cat([eager_attention(alone, *part, mask, slopes) for part in parts], dim=2)
+        return torch.cat([eager_attention(alone, *part, mask, slopes, softmax) for part in parts], dim=2)
     key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
     scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])
     rows = torch.arange(query.shape[2], device=scores.device)[:, None]
@@ -40,7 +57,7 @@ def eager_attention(
     if case.causal:
         hidden = behind < 0 if not case.window else (behind < 0) | (behind > case.window)
         scores = scores.masked_fill(hidden, -math.inf)
-    probabilities = scores.softmax(dim=-1)
+    probabilities = softmax(scores, dim=-1)
     if case.dropout:
         probabilities = torch.dropout(probabilities, case.dropout, train=True)
     return probabilities @ value
@@ -74,8 +91,8 @@ def _sample(case: Case, tensor: Tensor) -> Tensor:
     return tensor[:, -1:] if heads == case.hkv else tensor[:, -(case.h // case.hkv) :]
 
 
-def _results(case: Case, inputs: Inputs, dtype: torch.dtype) -> list[Tensor]:
-    """Eager output and gradients of the sample, computed in `dtype`."""
+def _results(case: Case, inputs: Inputs, dtype: torch.dtype, **options: Any) -> list[Tensor]:
+    """Eager output and gradients of the sample, computed in `dtype`; of e4m3 inputs the output alone."""
 
     def leaf(tensor: Tensor | None) -> Tensor | None:
         if tensor is None or tensor.dtype == torch.bool:
@@ -83,7 +100,10 @@ def _results(case: Case, inputs: Inputs, dtype: torch.dtype) -> list[Tensor]:
         return _sample(case, tensor.detach()).to(dtype).requires_grad_(tensor.requires_grad)
 
     slopes = inputs.slopes if inputs.slopes is None else inputs.slopes[-(case.h // case.hkv) :]
-    leaves = [leaf(t) for t in (inputs.query, inputs.key, inputs.value, inputs.mask)]
+    of = inputs.dequantised(dtype) if inputs.descales else inputs
+    leaves = [leaf(t) for t in (of.query, of.key, of.value, of.mask)]
+    if inputs.descales:
+        return [eager_attention(case, *leaves, slopes, **options).detach()]
     out = eager_attention(case, *leaves, slopes)
     wanted = [t for t in leaves if t is not None and t.requires_grad]
     return [out.detach(), *torch.autograd.grad(out, wanted, _sample(case, inputs.grad_out).to(dtype))]
@@ -97,7 +117,12 @@ def _errors(result: Tensor, exact: Tensor) -> tuple[float, float]:
 def truth(case: Case, inputs: Inputs) -> Truth:
     """fp64 results and what the error rule allows around them."""
     dtype = inputs.query.dtype
-    exact, eager = _results(case, inputs, torch.float64), _results(case, inputs, dtype)
+    exact = _results(case, inputs, torch.float64)
+    if dtype == E4M3:
+        dtype = torch.bfloat16  # out's
+        eager = [out.to(dtype) for out in _results(case, inputs, torch.float32, softmax=softmax_e4m3)]
+    else:
+        eager = _results(case, inputs, dtype)
     allowed = []
     for right, rounded in zip(exact, eager, strict=True):
         largest = right.abs().max().item()

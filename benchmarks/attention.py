@@ -7,10 +7,11 @@
     python benchmarks/attention.py --suite scaling        time and memory as the length grows, against plain attention
     python benchmarks/attention.py --suite flash          one causal head, 128 to 65536 tokens
     python benchmarks/attention.py --suite grid --out grid.csv               on a GPU: bf16, 16k tokens, D 64 to 256
+    python benchmarks/attention.py --suite fp8            e4m3 inputs against cuDNN, and against bf16; forward alone
     python benchmarks/attention.py --suite masks --backend sm80 --only 'bias|mask' --time-budget 300
 
 The suites scaling, flash, short, decode and windows run on a CPU, too, on cases of at most 2 GFLOP and against peers
-that run there, and varlen on smaller cases of its kinds; the others take --device cpu with --quick.
+that run there, and varlen and fp8 on smaller cases of their kinds; the others take --device cpu with --quick.
 
 Forward ("fwd") runs without gradients (with them where the mask wants one). Backward ("bwd") is torch.autograd.grad
 alone, over and over on one graph that an untimed forward built and retain_graph keeps; "e2e" is a forward and its
@@ -21,6 +22,9 @@ forward and backward (of a forward in suites that have no backward), inputs excl
 
 Packed sequences (suite varlen) count the pairs of each one's own length. Peers whose name ends in -padded are dense
 calls of the same sequences, padded; neither to pad them nor to make FlexAttention's block mask is part of the time.
+
+Inputs in e4m3 (suite fp8) are quantised with a descale for each head, and err is about the numbers that they stand for,
+which the peer flash_ext-bf16 takes in bf16. To quantise them, or to make them bf16, is not part of the time.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -59,56 +63,20 @@ from harness import (
 )
 from host_overhead import host_overhead, host_table
 from limits import Limits, measure_limits
-from shapes import Case, Inputs, make_inputs, pad, unpad
-from suites import BY_NAME, DETERMINISTIC, INVARIANT, OURS, PADDED, SUITES, Suite, cases_of
+from our_peers import OUR_PEERS, given_to
+from shapes import E4M3, Case, Inputs, make_inputs, pad, unpad
+from suites import CUDNN_FP8, OURS, SUITES, WIDE, Suite, cases_of
 from tables import Table, csv_path, write_csv, write_results
 from torch import Tensor
 from tyro.conf import arg
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": E4M3}
 PASSES = ("fwd", "bwd", "e2e")
 CPU_FLOP = 2.2e9  # of a forward: larger cases of suites for both devices are left to GPUs
 CHECK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 30}  # larger samples of the score matrix are not checked
 
 
-def our_peer(backend: str | None = None, **bits: bool) -> Peer:
-    """flash_ext: the drop-in, or the native call for what only that one knows; with --backend only that backend."""
-    flash_ext = load_flash_ext()
-    try:
-        with flash_ext.use_backend(backend) if backend else nullcontext():
-            pass
-    except flash_ext.AttentionError as error:
-        raise BenchmarkError(f"--backend {backend}: {error}.") from None
-
-    def drop_in(case: Case, x: Inputs) -> Tensor:
-        gqa = case.hkv != case.h
-        sdpa = flash_ext.scaled_dot_product_attention
-        return sdpa(x.query, x.key, x.value, x.mask, case.dropout, case.causal, enable_gqa=gqa)
-
-    def native(case: Case, x: Inputs) -> Tensor:
-        if case.lengths:
-            rows, options = x.packed(), {"causal": case.causal, "max_q": case.sq}
-            return flash_ext.attention_varlen(*rows, x.cu_seqlens, **options, **bits).transpose(0, 1)[None]
-        masks = {"mask" if case.mask == "bool" else "bias": x.mask, "alibi_slopes": x.slopes}
-        options = {"window": (case.window, 0) if case.window else None, "softcap": case.softcap}
-        more = {"causal": case.causal, "dropout_p": case.dropout}
-        return flash_ext.attention(x.query, x.key, x.value, **masks, **options, **more, **bits)
-
-    def run(case: Case, x: Inputs) -> Tensor:
-        with flash_ext.use_backend(backend) if backend else nullcontext():  # the graph keeps it for backward
-            return native(case, x) if bits or case.beyond_sdpa else drop_in(case, x)
-
-    return run
-
-
 # name -> factory; a name costs nothing until it is asked for
-OUR_PEERS: dict[str, Callable[..., Peer]] = {
-    OURS: our_peer,
-    DETERMINISTIC: partial(our_peer, deterministic=True),
-    INVARIANT: partial(our_peer, batch_invariant=True),
-    PADDED: lambda backend=None: padded_peer(our_peer(backend)),
-    **{name: lambda _, name=name: our_peer(name.removeprefix(f"{OURS}-")) for name in BY_NAME},
-}
 PEERS: dict[str, Callable[[], Peer]] = {
     "torch": lambda: sdpa_peer(F.scaled_dot_product_attention),
     "torch-padded": lambda: padded_peer(sdpa_peer(F.scaled_dot_product_attention)),
@@ -257,8 +225,10 @@ def measure(case: Case, dtype: torch.dtype, peers: dict[str, Peer], args: Args) 
     x = make_inputs(case, dtype, args.device)
     small = score_elements(case) <= CHECK_ELEMENTS[args.device]
     found = truth_of(case, x) if args.check and small and not case.dropout else None
-    padded = pad(case, x) if case.lengths else x
-    given = {name: padded if name.endswith("-padded") else x for name in peers}
+    padded = pad(case, x) if case.lengths and dtype != E4M3 else x
+    wide = x.dequantised(torch.bfloat16) if dtype == E4M3 and WIDE in peers else x
+    given = {name: padded if name.endswith("-padded") else wide if name == WIDE else x for name in peers}
+    peers = {name: given_to(name, peer, dtype) for name, peer in peers.items()}
     timings: dict[tuple[str, str], Timing] = {}
     for direction in args.passes:
         calls = {name: CALLS[direction](peer, case, given[name]) for name, peer in peers.items()}
@@ -266,10 +236,11 @@ def measure(case: Case, dtype: torch.dtype, peers: dict[str, Peer], args: Args) 
         timings.update({(direction, name): timing for name, timing in of_pass.items()})
         del calls  # and the graphs in them
     checks = {}
+    found_by = {name: None if name == CUDNN_FP8 else found for name in peers}
     for name, peer in peers.items():
         failures = {timings[direction, name].failure for direction in args.passes} - {""}
         lost = failures and args.device == "cuda"
-        checks[name] = Check({}) if lost else checked(peer, case, given[name], found, args)
+        checks[name] = Check({}) if lost else checked(peer, case, given[name], found_by[name], args)
         for failure in failures - {"OOM"} if args.suite == "cpu" else ():  # elsewhere the tables tell it
             print(f"{name} fails on {case.name} {dtype}: {failure}", file=sys.stderr)
     return [
@@ -331,6 +302,8 @@ def parse(argv: list[str] | None = None) -> Args:
         raise BenchmarkError(f"--peers takes two or more different names of {', '.join(PEERS)}.")
     if args.backend and OURS not in args.peers:
         raise BenchmarkError(f"--backend {args.backend} is {OURS}'s, which is not among the peers.")
+    if "e4m3" in args.dtypes and list(args.passes) != ["fwd"]:
+        raise BenchmarkError("--dtypes e4m3 is timed forward alone: --passes fwd.")
     args.cases = chosen_cases(args)
     if args.quick:
         args.rounds, args.seconds = min(args.rounds, 3), min(args.seconds, 0.3)
@@ -357,7 +330,7 @@ def peers_of(suite: Suite, on_gpu: bool) -> list[str]:
     if on_gpu:
         return [name for name in suite.peers if name not in OPTIONAL or is_here(name)]
     others = [p for p in suite.peers if p not in GPU_PEERS or p == "compiled-eager"]
-    return others if {"torch", "torch-padded"} & {*others} else ["torch", *others]
+    return others if {"torch", "torch-padded", WIDE} & {*others} else ["torch", *others]
 
 
 def is_here(peer: str) -> bool:

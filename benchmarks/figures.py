@@ -17,7 +17,7 @@ from shapes import Case
 OURS = "flash_ext"
 BAR = 0.8  # of the room that a group of bars has
 MOST_PANELS = 24
-GROWING = ("scaling", "flash", "grid")  # suites whose cases differ in length
+GROWING = ("scaling", "flash", "grid", "fp8")  # suites whose cases differ in length
 KIND = ["dtype", "D", "causal", "pass"]
 
 

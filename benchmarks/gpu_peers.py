@@ -1,4 +1,4 @@
-"""The peers that flash_ext is measured against on a GPU: PyTorch's backends, FlexAttention, FlashAttention-3 and -4.
+"""The peers of a GPU: PyTorch's backends, FlexAttention, FlashAttention-3 and -4, and cuDNN's attention of e4m3.
 
 Each is a function of (Case, Inputs) that returns out with autograd, or raises a RuntimeError with the reason why it
 cannot serve the case, which becomes the cell's row.
@@ -7,12 +7,14 @@ cannot serve the case, which becomes the cell's row.
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -251,6 +253,75 @@ def flash_attention_varlen_peer(name: str, module: str) -> Peer:
     return run
 
 
+def cudnn_fp8_call(cudnn: ModuleType, case: Case, x: Inputs) -> Callable[[], Tensor]:
+    """cuDNN's forward of e4m3 tensors as one built graph, through the package nvidia-cudnn-frontend.
+
+    It is there for its time. Its descales are one a tensor, here that of the first head, and out is e4m3, not scaled:
+    these are not the numbers of the case, and no error is told.
+    """
+    device, e4m3, float32 = x.query.device, cudnn.data_type.FP8_E4M3, cudnn.data_type.FLOAT
+    handle = cudnn.create_handle()
+    cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream().cuda_stream)
+    types = {"io_data_type": e4m3, "intermediate_data_type": float32, "compute_data_type": float32}
+    graph = cudnn.pygraph(**types, handle=handle)
+    given: dict[Any, Tensor] = {}  # by the graph's tensor
+
+    def taken(tensor: Tensor, data_type: Any) -> Any:
+        node = graph.tensor(dim=list(tensor.shape), stride=list(tensor.stride()), data_type=data_type)
+        given[node] = tensor
+        return node
+
+    def factor(number: Tensor) -> Any:
+        return taken(number.detach().clone().view(1, 1, 1, 1), float32)
+
+    one = torch.ones((), device=device)
+    tensors = {name: taken(t, e4m3) for name, t in (("q", x.query), ("k", x.key), ("v", x.value))}
+    names = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
+    factors = dict(zip(names, map(factor, (*(d.flatten()[0] for d in x.descales), one, one, one)), strict=True))
+    options = {"attn_scale": 1 / math.sqrt(case.d), "use_causal_mask": case.causal, "is_inference": False}
+    out, stats, *largest = graph.sdpa_fp8(**tensors, **factors, **options)
+    shape = (case.b, case.h, case.sq)
+    made = [(out, torch.float8_e4m3fn, e4m3, (*shape, case.dv)), (stats, torch.float32, float32, (*shape, 1))]
+    made += [(node, torch.float32, float32, (1, 1, 1, 1)) for node in largest]
+    for node, _, data_type, sizes in made:
+        strides = [math.prod(sizes[i + 1 :]) for i in range(4)]
+        node.set_output(True).set_dim(list(sizes)).set_stride(strides).set_data_type(data_type)
+    graph.validate()
+    graph.build_operation_graph()
+    graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+    graph.check_support()
+    graph.build_plans()
+    scratch = max(graph.get_workspace_size(), 1)
+
+    def call() -> Tensor:
+        results = {node: torch.empty(sizes, dtype=dtype, device=device) for node, dtype, _, sizes in made}
+        workspace = torch.empty(scratch, dtype=torch.uint8, device=device)
+        graph.execute({**given, **results}, workspace, handle=handle)
+        return results[out]
+
+    return call
+
+
+def cudnn_fp8_peer() -> Peer:
+    """cuDNN's forward of e4m3 tensors, its graph built anew for every case, which is not part of the time."""
+    try:
+        cudnn = import_module("cudnn")
+    except Exception as error:  # also where it finds no library of its own
+        raise BenchmarkError(f"The peer cudnn-fp8 cannot be imported ({error}).") from None
+    calls: list[tuple[Inputs, Callable[[], Tensor]]] = []  # of the latest inputs
+
+    def run(case: Case, x: Inputs) -> Tensor:
+        if case.mask != "none" or case.dropout or case.beyond_sdpa:
+            raise RuntimeError("is asked for no mask, dropout, window, softcap, ALiBi or packed sequences here")
+        if not x.query.is_cuda:
+            raise RuntimeError("runs on a GPU only")
+        if not calls or calls[0][0] is not x:
+            calls[:] = [(x, cudnn_fp8_call(cudnn, case, x))]
+        return calls[0][1]()
+
+    return run
+
+
 # name -> factory; a name costs nothing until it is asked for
 GPU_PEERS: dict[str, Callable[[], Peer]] = {
     "torch-flash": lambda: torch_backend(SDPBackend.FLASH_ATTENTION),
@@ -261,10 +332,11 @@ GPU_PEERS: dict[str, Callable[[], Peer]] = {
     "flex": flex_peer,
     "fa3": partial(flash_attention_peer, "fa3", "flash_attn_interface"),
     "fa4": partial(flash_attention_peer, "fa4", "flash_attn.cute"),
+    "cudnn-fp8": cudnn_fp8_peer,
     "torch-varlen": partial(torch_varlen_peer, repeated=False),
     "torch-varlen-repeated": partial(torch_varlen_peer, repeated=True),
     "fa3-varlen": partial(flash_attention_varlen_peer, "fa3-varlen", "flash_attn_interface"),
     "fa4-varlen": partial(flash_attention_varlen_peer, "fa4-varlen", "flash_attn.cute"),
 }
 # What may be missing: a suite goes without it
-OPTIONAL = ("fa3", "fa4", "torch-varlen", "torch-varlen-repeated", "fa3-varlen", "fa4-varlen")
+OPTIONAL = ("fa3", "fa4", "cudnn-fp8", "torch-varlen", "torch-varlen-repeated", "fa3-varlen", "fa4-varlen")

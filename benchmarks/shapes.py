@@ -10,8 +10,10 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
+from harness import load_flash_ext
 from torch import Tensor
 
+E4M3 = torch.float8_e4m3fn
 MASKS = ("none", "bool", "float", "float_grad")
 BACKWARD_PRODUCTS = 2.5  # five matrix products against the forward's two
 MOST_PADDED_GIB = 4.0  # of one tensor: sequences that take more are not padded
@@ -131,16 +133,20 @@ class Case:
         return 2 * self.h * self.pairs() * (self.d + self.dv) * products
 
     def traffic(self, direction: str, dtype: torch.dtype) -> float:
-        """Bytes to move at least: q, k, v, mask, out; backward reads those and dout, writes the gradients."""
+        """Bytes to move at least: q, k, v, mask, out; backward reads those and dout, writes the gradients.
+
+        Mask and out of e4m3 inputs are bf16.
+        """
         if direction == "e2e":
             return self.traffic("fwd", dtype) + self.traffic("bwd", dtype)
         keys = sum(self.lengths) or self.b * self.sk
         inputs = self.h * self.rows * self.d + self.hkv * keys * (self.d + self.dv)
         out = self.h * self.rows * self.dv
-        tensors = dtype.itemsize * (inputs + out)
+        of_out = max(dtype.itemsize, 2)
+        tensors = dtype.itemsize * inputs + of_out * out
         mask = 0
         if self.mask != "none":
-            mask = torch.Size(self.mask_shape).numel() * (1 if self.mask == "bool" else dtype.itemsize)
+            mask = torch.Size(self.mask_shape).numel() * (1 if self.mask == "bool" else of_out)
         if direction == "fwd":
             return tensors + mask
         return 2 * tensors + mask * (2 if self.mask == "float_grad" else 1)
@@ -151,6 +157,7 @@ class Inputs:
     """A case's tensors; `mask` is None, bool or in query's dtype; `slopes` None or (h,) float32; `grad_out` as out.
 
     `cu_seqlens`, of packed sequences: (b + 1,) int32, the first row of each and the end.
+    `descales`, of e4m3 query, key and value: (b, heads) float32 of each; a mask that is not bool and grad_out are bf16.
     """
 
     query: Tensor
@@ -160,6 +167,18 @@ class Inputs:
     grad_out: Tensor
     slopes: Tensor | None = None
     cu_seqlens: Tensor | None = None
+    descales: tuple[Tensor, ...] = ()
+
+    def named_descales(self) -> dict[str, Tensor]:
+        """As the call takes them."""
+        return dict(zip(("q_descale", "k_descale", "v_descale"), self.descales, strict=False))
+
+    def dequantised(self, dtype: torch.dtype) -> Inputs:
+        """What e4m3 tensors stand for, without gradients."""
+        tensors, exact = (self.query, self.key, self.value), torch.promote_types(dtype, torch.float32)
+        pairs = zip(tensors, self.descales, strict=True)
+        query, key, value = ((t.to(exact) * d[..., None, None].to(exact)).to(dtype) for t, d in pairs)
+        return replace(self, query=query, key=key, value=value, descales=())
 
     def packed(self) -> list[Tensor]:
         """Query, key and value of packed sequences as (rows, heads, head dim), contiguous."""
@@ -173,8 +192,14 @@ class Inputs:
 def make_inputs(case: Case, dtype: torch.dtype, device: str, seed: int = 0) -> Inputs:
     """Random normal tensors, contiguous (b, h, s, d); q, k and v want gradients, and the mask if the case says so.
 
-    Of packed sequences they are (1, h, rows, d), in memory (rows, h, d).
+    Of packed sequences they are (1, h, rows, d), in memory (rows, h, d). e4m3 is quantised from bf16 and wants none.
     """
+    if dtype == E4M3:
+        wide = make_inputs(case, torch.bfloat16, device, seed)
+        quantize = load_flash_ext().quantize_fp8
+        pairs = [quantize(t.detach()) for t in (wide.query, wide.key, wide.value)]
+        (query, key, value), descales = zip(*pairs, strict=True)
+        return replace(wide, query=query, key=key, value=value, descales=descales)
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:

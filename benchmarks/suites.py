@@ -16,6 +16,8 @@ OURS = "flash_ext"
 DETERMINISTIC = f"{OURS}-deterministic"
 INVARIANT = f"{OURS}-invariant"
 PADDED = f"{OURS}-padded"
+WIDE = f"{OURS}-bf16"  # of e4m3 inputs: the same numbers in bf16
+CUDNN_FP8 = "cudnn-fp8"
 BY_NAME = tuple(f"{OURS}-{backend}" for backend in ("sm80", "sm90"))  # that backend alone
 FUSED = ("torch-flash", "torch-cudnn", "torch-efficient")
 PYTORCH = (*FUSED, "torch-math")
@@ -214,6 +216,21 @@ def large_head_dim_cases() -> list[Case]:
     return [*cases, Case(1, 16, 8192, 512, causal=True, hkv=2), Case(1, 2, 2048, 512, causal=True)]
 
 
+def fp8_cases() -> list[Case]:
+    """16k tokens a batch with 8 query heads for each key head; at head dim 128 as cuDNN publishes it."""
+    return [
+        Case(16384 // s, h, s, d, causal, hkv=h // 8)
+        for d, h in ((64, 64), (128, 64), (256, 32))
+        for s in (2048, 4096, 8192, 16384)
+        for causal in (False, True)
+    ]
+
+
+def cpu_fp8_cases() -> list[Case]:
+    """The same kinds, of 512 tokens."""
+    return [Case(1, 8, 512, d, causal, hkv=1) for d in (64, 128, 256) for causal in (False, True)]
+
+
 def invariant_cases() -> list[Case]:
     """Full cards, few queries and packed sequences: who chooses by the batch, and by what."""
     return [*grid_cases(), *decode_cases(), *varlen_cases()]
@@ -257,6 +274,7 @@ SUITES: dict[str, Suite] = {
     "deterministic": Suite(grid_cases, (DETERMINISTIC, OURS), passes=("bwd",)),
     "invariant": Suite(invariant_cases, (INVARIANT, OURS), device="both", cpu_cases=cpu_cases),
     "varlen": Suite(varlen_cases, (*PACKED, "torch-padded", PADDED, OURS), device="both", cpu_cases=cpu_varlen_cases),
+    "fp8": Suite(fp8_cases, (CUDNN_FP8, WIDE, OURS), ("e4m3",), ("fwd",), device="both", cpu_cases=cpu_fp8_cases),
     "scaling": Suite(scaling_cases, ("eager", "compiled-eager", "torch", OURS), ("fp32",), device="both", calls=100),
 }
 

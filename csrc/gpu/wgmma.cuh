@@ -1,4 +1,5 @@
-// wgmma.mma_async: C[64, N] += A[64, 16] B[N, 16] by one warpgroup, float accumulators, fp16 or bf16 operands.
+// wgmma.mma_async: C[64, N] += A[64, 16] B[N, 16] by one warpgroup, float accumulators, fp16 or bf16 operands; or
+// C[64, N] += A[64, 32] B[N, 32] of e4m3, both K-major.
 //
 //   Wgmma<T, N>::ss(c, a, b, accumulate)       A and B in shared memory, both K-major
 //   Wgmma<T, N>::ss<1, 1>(...)                 the same, A or B or both MN-major
@@ -7,9 +8,10 @@
 //
 // With g = lane / 4, t = lane % 4 and w the warp of the group, c[4n + i] holds row 16w + g + 8 (i / 2), column
 // 8n + 2t + i % 2; a[0..3] are rows {g, g + 8} x columns {2t, 2t + 8} as pairs, so four packed accumulators of two
-// neighbouring n are one operand. Called by the kernels of sm90/ and by the tests of each shape.
-// Invariant: issue is between wgmma_fence and wgmma_commit; nobody touches c or a before wgmma_wait, which is what
-// `fence_registers` tells the compiler: to it the asm below looks finished when it returns.
+// neighbouring n are one operand. Of e4m3 a[0..3] are rows {g, g + 8} x columns {4t, 4t + 16} as four bytes. Called by
+// the kernels of sm90/ and by the tests of each shape. Invariant: issue is between wgmma_fence and wgmma_commit; nobody
+// touches c or a before wgmma_wait, which is what `fence_registers` tells the compiler: to it the asm below looks
+// finished when it returns.
 #pragma once
 
 #include <cstdint>
@@ -71,6 +73,7 @@ struct Wgmma;
 #define FLASH_C8(i)                                                                                           \
   "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), "+f"(c[i + 6]), \
       "+f"(c[i + 7])
+#define FLASH_C4(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
 #define FLASH_TEXT_1 FLASH_T0
 #define FLASH_OPERANDS_1 FLASH_C8(0)
 #define FLASH_TEXT_2 FLASH_TEXT_1 ", " FLASH_T1
@@ -79,6 +82,8 @@ struct Wgmma;
 #define FLASH_OPERANDS_3 FLASH_OPERANDS_2, FLASH_C8(16)
 #define FLASH_TEXT_4 FLASH_TEXT_3 ", " FLASH_T3
 #define FLASH_OPERANDS_4 FLASH_OPERANDS_3, FLASH_C8(24)
+#define FLASH_TEXT_4H FLASH_TEXT_4 ", %32, %33, %34, %35"
+#define FLASH_OPERANDS_4H FLASH_OPERANDS_4, FLASH_C4(32)
 #define FLASH_TEXT_5 FLASH_TEXT_4 ", " FLASH_T4
 #define FLASH_OPERANDS_5 FLASH_OPERANDS_4, FLASH_C8(32)
 #define FLASH_TEXT_6 FLASH_TEXT_5 ", " FLASH_T5
@@ -87,6 +92,8 @@ struct Wgmma;
 #define FLASH_OPERANDS_7 FLASH_OPERANDS_6, FLASH_C8(48)
 #define FLASH_TEXT_8 FLASH_TEXT_7 ", " FLASH_T7
 #define FLASH_OPERANDS_8 FLASH_OPERANDS_7, FLASH_C8(56)
+#define FLASH_TEXT_8H FLASH_TEXT_8 ", %64, %65, %66, %67"
+#define FLASH_OPERANDS_8H FLASH_OPERANDS_8, FLASH_C4(64)
 #define FLASH_TEXT_9 FLASH_TEXT_8 ", " FLASH_T8
 #define FLASH_OPERANDS_9 FLASH_OPERANDS_8, FLASH_C8(64)
 #define FLASH_TEXT_10 FLASH_TEXT_9 ", " FLASH_T9
@@ -127,6 +134,28 @@ struct Wgmma;
                    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(kMnB));             \
     }                                                                                                             \
   };
+#define FLASH_WGMMA_E4M3(kCount, n, p0, p1, p2, p3, p4, p5)                                                       \
+  template <>                                                                                                     \
+  struct Wgmma<E4m3, n> {                                                                                         \
+    static __device__ __forceinline__ void ss(float (&c)[n / 2], uint64_t a, uint64_t b, int accumulate) {        \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #p2                                                       \
+                   ", 0;\n"                                                                                       \
+                   "wgmma.mma_async.sync.aligned.m64n" #n "k32.f32.e4m3.e4m3 {" FLASH_TEXT_##kCount               \
+                   "}, %" #p0 ", %" #p1 ", p, 1, 1;\n}"                                                           \
+                   : FLASH_OPERANDS_##kCount                                                                      \
+                   : "l"(a), "l"(b), "r"(accumulate));                                                            \
+    }                                                                                                             \
+    template <int kMnB = 0>                                                                                       \
+    static __device__ __forceinline__ void rs(float (&c)[n / 2], const uint32_t* a, uint64_t b, int accumulate) { \
+      static_assert(kMnB == 0);                                                                                   \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #p5                                                       \
+                   ", 0;\n"                                                                                       \
+                   "wgmma.mma_async.sync.aligned.m64n" #n "k32.f32.e4m3.e4m3 {" FLASH_TEXT_##kCount               \
+                   "}, {%" #p0 ", %" #p1 ", %" #p2 ", %" #p3 "}, %" #p4 ", p, 1, 1;\n}"                           \
+                   : FLASH_OPERANDS_##kCount                                                                      \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));                        \
+    }                                                                                                             \
+  };
 #define FLASH_WGMMA_BOTH(kCount, n, p0, p1, p2, p3, p4, p5, p6)           \
   FLASH_WGMMA(__nv_bfloat16, bf16, kCount, n, p0, p1, p2, p3, p4, p5, p6) \
   FLASH_WGMMA(__half, f16, kCount, n, p0, p1, p2, p3, p4, p5, p6)
@@ -145,9 +174,16 @@ FLASH_WGMMA_BOTH(11, 176, 88, 89, 90, 91, 92, 93, 94)
 FLASH_WGMMA_BOTH(12, 192, 96, 97, 98, 99, 100, 101, 102)
 FLASH_WGMMA_BOTH(16, 256, 128, 129, 130, 131, 132, 133, 134)
 
+FLASH_WGMMA_E4M3(4H, 72, 36, 37, 38, 39, 40, 41)
+FLASH_WGMMA_E4M3(8, 128, 64, 65, 66, 67, 68, 69)
+FLASH_WGMMA_E4M3(8H, 136, 68, 69, 70, 71, 72, 73)
+FLASH_WGMMA_E4M3(12, 192, 96, 97, 98, 99, 100, 101)
+
 #undef FLASH_WGMMA_BOTH
+#undef FLASH_WGMMA_E4M3
 #undef FLASH_WGMMA
 #undef FLASH_C8
+#undef FLASH_C4
 #undef FLASH_T0
 #undef FLASH_T1
 #undef FLASH_T2
@@ -172,6 +208,8 @@ FLASH_WGMMA_BOTH(16, 256, 128, 129, 130, 131, 132, 133, 134)
 #undef FLASH_OPERANDS_3
 #undef FLASH_TEXT_4
 #undef FLASH_OPERANDS_4
+#undef FLASH_TEXT_4H
+#undef FLASH_OPERANDS_4H
 #undef FLASH_TEXT_5
 #undef FLASH_OPERANDS_5
 #undef FLASH_TEXT_6
@@ -180,6 +218,8 @@ FLASH_WGMMA_BOTH(16, 256, 128, 129, 130, 131, 132, 133, 134)
 #undef FLASH_OPERANDS_7
 #undef FLASH_TEXT_8
 #undef FLASH_OPERANDS_8
+#undef FLASH_TEXT_8H
+#undef FLASH_OPERANDS_8H
 #undef FLASH_TEXT_9
 #undef FLASH_OPERANDS_9
 #undef FLASH_TEXT_10

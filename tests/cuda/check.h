@@ -38,7 +38,7 @@ inline float random_number() { return static_cast<float>(std::rand() % 257 - 128
 
 template <class T>
 constexpr const char* name_of() {
-  return sizeof(T) == 2 && std::is_same_v<T, __half> ? "fp16" : "bf16";
+  return sizeof(T) == 1 ? "e4m3" : std::is_same_v<T, __half> ? "fp16" : "bf16";
 }
 
 // Compares got(row, col) with expected(row, col), and prints the case's line.

@@ -134,7 +134,7 @@ def test_err_is_small_for_a_right_result_and_large_for_a_wrong_one(bench):
 def test_our_calls_and_flex_attentions_mean_the_same_as_eager(bench):
     from torch.nn.attention.flex_attention import flex_attention
 
-    ours = bench.attention.our_peer()
+    ours = bench.our_peers.our_peer()
     for case in (c for suite in ("masks", "extras", "varlen") for c in bench.suites.cases_of(suite, small=True)):
         if case.dropout:
             continue

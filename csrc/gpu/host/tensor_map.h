@@ -26,6 +26,14 @@ namespace flash_ext::cuda {
 // What a dimension of size 1 has for a stride is nobody's business: frameworks write anything there.
 const char* tma_refuses(const Problem& problem, const TensorView& view, int64_t heads, int64_t rows);
 
+// Two numbers of 8 bits as one of 16, for a view whose strides are even.
+inline TensorView pairs_of(TensorView view) {
+  for (int64_t& stride : view.batch_stride) stride /= 2;
+  view.head_stride /= 2;
+  view.row_stride /= 2;
+  return view;
+}
+
 // How much of a row L2 asks memory for when a box misses it. NOTE: with 256 bytes, which are two boxes', decoding reads
 // 4.2 instead of 4.5 TB/s and short causal forwards take 2 % longer; backward of long full calls is 3 % faster.
 enum class Promotion : uint8_t { k128, k256 };

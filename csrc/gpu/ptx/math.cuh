@@ -100,6 +100,15 @@ __device__ __forceinline__ uint32_t pack(float x, float y, __nv_bfloat16) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(y), "f"(x));
   return result;
 }
+// cvt.rn.satfinite.e4m3x2.f32: four numbers of one register, the first in the lowest byte. What is beyond 448 is 448.
+__device__ __forceinline__ uint32_t pack_e4m3(float x0, float x1, float x2, float x3) {
+  uint32_t result;
+  asm("{\n\t.reg .b16 low, high;\n\tcvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n\t"
+      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n\tmov.b32 %0, {low, high};\n\t}"
+      : "=r"(result)
+      : "f"(x0), "f"(x1), "f"(x2), "f"(x3));
+  return result;
+}
 // The two numbers of a register.
 __device__ __forceinline__ void unpack(uint32_t packed, float& x, float& y, __half) {
   const float2 pair = __half22float2(reinterpret_cast<const __half2&>(packed));

@@ -29,6 +29,8 @@ constexpr int kSpeculates = 0;  // P first, then a look at its sum; see Speculat
 // is a launch for each half, and each makes all of S and P.
 constexpr int value_dim(int head_dim) { return head_dim <= 256 ? head_dim : head_dim / 2; }
 
+constexpr int kOnesRows = 8;  // of a tile of V of e4m3, the first of them ones, see forward/fp8.cuh
+
 struct ForwardShape {
   int consumers;  // warpgroups of 64 queries
   int block_n;    // keys
@@ -39,8 +41,16 @@ struct ForwardShape {
               // kSpeculates
   bool shares_keys = false;  // the keys of a tile of queries may be several blocks', see forward/splits.h
   bool scored = false;       // with a bias or mask, which the producer's other three warps bring, slopes or dropout
+  bool fp8 = false;          // Q, K and V of e4m3, see forward/fp8.cuh
 
   constexpr int block_m() const { return consumers * 64; }
+  // Of a row of Q and K, in numbers of 16 bits: two of e4m3 are one.
+  constexpr int columns(int head_dim) const { return fp8 ? head_dim / 2 : head_dim; }
+  // The tile of V, of e4m3 transposed.
+  constexpr int value_rows(int head_dim) const { return fp8 ? value_dim(head_dim) + kOnesRows : block_n; }
+  constexpr int value_columns(int head_dim) const { return fp8 ? block_n / 2 : value_dim(head_dim); }
+  // Registers of P packed, of a thread.
+  constexpr int p_registers() const { return block_n / (fp8 ? 8 : 4); }
   constexpr int threads() const { return (consumers + 1) * 128; }
   // What setmaxnreg gives. A launch gives every thread the same number, a multiple of 8: 168, 128 and 96 of 65,536, and
   // 128 * (24 + 2 * 240), 128 * (32 + 3 * 160) and 128 * (32 + 4 * 112) are what that makes; with loaders of scores
@@ -65,10 +75,15 @@ enum class Tiles : uint8_t {
   kSplit,   // few queries: small tiles and deep rings, because loads of K and V take the time, and one more axis: keys
   kScored,  // with a bias, mask, slopes or dropout (scores.cuh): what hides the longer softmax best is a third
             // consumer, where registers allow it
+  kFp8,
 };
 
 // docs/lab/2026-11-21-hopper-forward.md says what else was measured.
 constexpr ForwardShape forward_shape(int head_dim, Tiles tiles) {
+  if (tiles == Tiles::kFp8) {
+    if (head_dim <= 64) return {3, 128, 3, 2, Schedule::kOverlap, kSpeculates, false, false, true};
+    return {2, 192, 2, 1, Schedule::kPingPong, kSpeculates, false, false, true};
+  }
   if (head_dim > 384) {  // NOTE: a second stage of 64 keys does not fit beside 128 queries
     return tiles == Tiles::kScored ? ForwardShape{2, 32, 1, 1, Schedule::kOverlap, 32, false, true}
                                    : ForwardShape{2, 32, 2, 1, Schedule::kOverlap, 32};
@@ -182,13 +197,17 @@ inline ForwardOrder forward_order(const Problem& problem, int block_m, int multi
 }
 
 struct ForwardSmem {
-  int q = 0, k = 0, v = 0, scores = 0, works = 0, barriers = 0;  // offsets
-  int total = 0;                                                 // and what it takes to align the first tile
+  int q = 0, k = 0, v = 0, scores = 0, sums = 0, works = 0, barriers = 0;  // offsets
+  int total = 0;                                                           // and what it takes to align the first tile
 };
+
+// O in float, of a warp and of e4m3: a multiple of 1024 bytes, because out goes through it, too.
+constexpr int sum_bytes(int head_dim) { return ((value_dim(head_dim) + kOnesRows) * 16 * 4 + 1023) / 1024 * 1024; }
 
 constexpr int kSharedMemoryLimit = 227 * 1024;  // of one block on 9.0
 constexpr int kWorks = 2;                       // of the tiles that the producer has published
 constexpr int kWorkBytes = 32;                  // of each, see forward/work.cuh
+constexpr int kFp8WorkBytes = 48;               // forward/fp8.cuh
 constexpr int kPackedWorkBytes = 48;            // of packed sequences, forward/packed.cuh
 constexpr int kScoreStages = 4;                 // of bias and mask, at most; how many fit depends on what there is
 
@@ -196,11 +215,12 @@ constexpr ForwardSmem forward_smem(ForwardShape shape, int head_dim, int work_by
   const int rings = kWorks + shape.q_stages * shape.consumers + 2 * shape.stages + (shape.scored ? kScoreStages : 0);
   const int small = kWorks * work_bytes + 16 * rings;
   ForwardSmem smem;
-  smem.k = shape.q_stages * tile_bytes(shape.block_m(), head_dim);
-  smem.v = smem.k + shape.stages * tile_bytes(shape.block_n, head_dim);
-  smem.scores = smem.v + shape.stages * tile_bytes(shape.block_n, value_dim(head_dim));
+  smem.k = shape.q_stages * tile_bytes(shape.block_m(), shape.columns(head_dim));
+  smem.v = smem.k + shape.stages * tile_bytes(shape.block_n, shape.columns(head_dim));
+  smem.scores = smem.v + shape.stages * tile_bytes(shape.value_rows(head_dim), shape.value_columns(head_dim));
   const int left = kSharedMemoryLimit - kTileAlign - smem.scores - small;
-  smem.works = smem.scores + (shape.scored ? left / 16 * 16 : 0);
+  smem.sums = smem.scores + (shape.scored ? left / 16 * 16 : 0);
+  smem.works = smem.sums + (shape.fp8 ? shape.consumers * 4 * sum_bytes(head_dim) : 0);
   smem.barriers = smem.works + kWorks * work_bytes;
   smem.total = smem.works + small + kTileAlign;
   return smem;
@@ -220,6 +240,9 @@ constexpr bool fits(int head_dim) {
   }
   return smem.works - smem.scores >= largest;
 }
+constexpr int kFp8HeadDim = 128;  // NOTE: beyond it two sums of P V have no registers beside S
+static_assert(forward_smem(forward_shape(64, Tiles::kFp8), 64, kFp8WorkBytes).total <= kSharedMemoryLimit);
+static_assert(forward_smem(forward_shape(128, Tiles::kFp8), 128, kFp8WorkBytes).total <= kSharedMemoryLimit);
 static_assert(fits(64) && fits(96) && fits(128) && fits(192) && fits(256) && fits(384) && fits(512));
 
 }  // namespace flash_ext::sm90

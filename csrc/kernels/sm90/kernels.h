@@ -26,6 +26,8 @@ struct BackwardLaunch {
 // workspace: of plan().scratch_bytes.
 template <DType kDType, int kHeadDim>
 void run_forward(const ForwardArgs& args, const ForwardLaunch& how, void* workspace);
+template <DType kDType, int kHeadDim>
+void run_forward_fp8(const ForwardArgs& args, const ForwardLaunch& how, void* workspace);
 
 template <DType kDType, int kHeadDim>
 int64_t backward_scratch_bytes(const Problem& problem, bool two_pass);

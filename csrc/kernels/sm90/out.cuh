@@ -29,15 +29,15 @@ inline OutView make_out_view(const Problem& problem, const TensorView& out, int6
           static_cast<int>(cols)};
 }
 
-// tile: 64 rows of which the warp owns 16 from warp_row on.
-template <class T, int kHeadDim>
+// tile: kRows rows of which the warp owns 16 from warp_row on.
+template <class T, int kHeadDim, int kRows = 64>
 __device__ __forceinline__ void stage_out(const float (&o_acc)[kHeadDim / 2], uint32_t tile, int warp_row,
                                           const CUtensorMap& map, BoxStart at) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int k = 0; k < kHeadDim / 16; ++k) {
     const float* c = o_acc + 8 * k;
-    stmatrix_x4(tile + tile_offset(64, warp_row + lane % 16, 16 * k + lane / 16 * 8), pack(c[0], c[1], T()),
+    stmatrix_x4(tile + tile_offset(kRows, warp_row + lane % 16, 16 * k + lane / 16 * 8), pack(c[0], c[1], T()),
                 pack(c[2], c[3], T()), pack(c[4], c[5], T()), pack(c[6], c[7], T()));
   }
   fence_async_proxy();
@@ -45,7 +45,7 @@ __device__ __forceinline__ void stage_out(const float (&o_acc)[kHeadDim / 2], ui
   if (lane == 0) {
 #pragma unroll
     for (int panel = 0; panel < panels(kHeadDim); ++panel) {
-      tma_store(&map, tile + panel * panel_size(64) + warp_row * kPanelBytes, at);
+      tma_store(&map, tile + panel * panel_size(kRows) + warp_row * kPanelBytes, at);
       at.col += kPanelCols;
     }
     bulk_commit();

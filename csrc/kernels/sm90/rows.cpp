@@ -17,6 +17,7 @@
 #include "kernels/sm90/cost.h"
 #include "kernels/sm90/forward/choose_tiles.h"
 #include "kernels/stages/sequences.h"
+#include "kernels/stages/transpose_values.h"
 #include "sm90_instances.h"
 
 namespace flash_ext::sm90 {
@@ -33,6 +34,8 @@ constexpr int64_t kFewKeys = 16;
 // two thirds of the time (windows of 49 tokens, 64 by 64). With dropout the same is taken, not measured.
 constexpr int64_t kLeastScores = 65;
 
+using Instances = std::span<const Instance>;
+
 constexpr bool serves(const Instance& instance, DType dtype, Pass pass) {
   return instance.dtype == dtype && (pass == Pass::kForward || instance.run_backward != nullptr);
 }
@@ -40,7 +43,8 @@ constexpr bool serves(const Instance& instance, DType dtype, Pass pass) {
 // The first that is wide enough; there is one, because a row has accepted.
 const Instance& instance_of(const Problem& problem, Pass pass) {
   const int64_t head_dim = std::max(problem.head_dim, problem.head_dim_v);
-  return *std::find_if(std::begin(kInstances), std::end(kInstances), [&](const Instance& instance) {
+  const Instances instances = problem.fp8 ? Instances(kFp8Instances) : Instances(kInstances);
+  return *std::find_if(instances.begin(), instances.end(), [&](const Instance& instance) {
     return serves(instance, problem.dtype, pass) && instance.head_dim >= head_dim;
   });
 }
@@ -89,6 +93,23 @@ std::string refuses_views(const ForwardArgs& args, const BackwardArgs* backward)
   return reason;
 }
 
+// TMA sees two numbers as one of 16 bits.
+std::string refuses_fp8_views(const ForwardArgs& args, const BackwardArgs*) {
+  const Problem& problem = args.problem;
+  const auto is_odd = [&](const TensorView& view) {
+    int64_t all = view.head_stride | view.row_stride;
+    for (int i = 0; i < problem.batch_rank; ++i) all |= view.batch_stride[i];
+    return all % 2 != 0;
+  };
+  ForwardArgs pairs = args;
+  for (const auto& [name, view] :
+       {std::pair{"query", &pairs.q}, std::pair{"key", &pairs.k}, std::pair{"value", &pairs.v}}) {
+    if (is_odd(*view)) return std::string(name) + " has a stride that is not a multiple of 16 bytes";
+    *view = cuda::pairs_of(*view);
+  }
+  return refuses_views(pairs, nullptr);
+}
+
 const char* schedule_name(Schedule schedule, bool counted, bool shares_tiles) {
   if (shares_tiles) {
     return schedule == Schedule::kOverlap ? "overlap, heads of a group share tiles"
@@ -122,16 +143,22 @@ void choose_backward(Plan& plan, const DeviceInfo& device, bool two_pass) {
   plan.choose(BackwardLaunch{plan.grid, device.multiprocessors, two_pass});
 }
 
+constexpr const char* kForwardFp8 = "sm90.forward.fp8";
+
 Plan plan_forward(const Problem& problem, const DeviceInfo& device) {
   const int head_dim = instance_of(problem, Pass::kForward).head_dim;
   const auto [tiles, splits] = choose_tiles(problem, head_dim, device.multiprocessors);
   const bool scored = tiles == Tiles::kScored;
   const ForwardShape shape = forward_shape(head_dim, tiles);
-  const ForwardSmem smem = forward_smem(shape, head_dim, problem.packed ? kPackedWorkBytes : kWorkBytes);
+  const int work_bytes = problem.packed ? kPackedWorkBytes : problem.fp8 ? kFp8WorkBytes : kWorkBytes;
+  const ForwardSmem smem = forward_smem(shape, head_dim, work_bytes);
   const ForwardOrder order = tiles == Tiles::kSplit
                                  ? split_order(problem, shape.block_m(), splits, device.multiprocessors)
                                  : forward_order(problem, shape.block_m(), device.multiprocessors);
-  const char* const kernel = scored ? "sm90.forward.scored" : splits.count > 1 ? "sm90.forward.split" : "sm90.forward";
+  const char* const kernel = scored             ? "sm90.forward.scored"
+                             : splits.count > 1 ? "sm90.forward.split"
+                             : problem.fp8      ? kForwardFp8
+                                                : "sm90.forward";
   Plan plan = plan_of(kernel, shape.threads(), shape.consumer_registers(problem.packed),
                       shape.producer_registers(problem.packed), device);
   plan.schedule = schedule_name(shape.schedule, order.counted, splits.head_rows > 0);
@@ -148,6 +175,7 @@ Plan plan_forward(const Problem& problem, const DeviceInfo& device) {
   plan.use("bias and mask", smem.works - smem.scores);
   plan.use("barriers and alignment", smem.total - smem.works);
   plan.scratch_bytes = order.counted ? kCounterBytes : split_scratch_bytes(problem, splits);
+  if (problem.fp8) plan.scratch_bytes = kCounterBytes + cuda::transposed_bytes(problem);
   if (problem.packed) {
     plan.scratch_bytes = kCounterBytes + cuda::packed_tiles_bytes(problem, cuda::TilesOf::kQueries, shape.block_m());
   }
@@ -321,6 +349,20 @@ constexpr Kernel forward_row(const char* name, Features features, int64_t least_
           .refuses_views = refuses_views};
 }
 
+constexpr Kernel fp8_row() {
+  Kernel row = forward_row(kForwardFp8, {Feature::kFp8}, 1);
+  row.supports = {Feature::kFp8, Feature::kGroupedHeads, Feature::kValueHeads, Feature::kSinks,
+                  Feature::kBatchInvariant};
+  row.limits.head_dim = 0;
+  for (const Instance& instance : kFp8Instances) {
+    row.supports.add(feature_of(instance.dtype));
+    row.limits.head_dim = std::max<int64_t>(row.limits.head_dim, instance.head_dim);
+  }
+  row.limits.head_dim_multiple = 16;
+  row.refuses_views = refuses_fp8_views;
+  return row;
+}
+
 constexpr Kernel backward_row(const char* name, Features features, Features only, int64_t least_length = 1) {
   return {
       .name = name,
@@ -363,6 +405,7 @@ constexpr int kWide = largest(Pass::kBackward, kSmallHeadDim);  // above it
 constexpr Kernel kKernels[] = {
     forward_row("sm90.forward.scored", kScores.with({Feature::kSoftcap}), kLeastScores),
     forward_row("sm90.forward", {}, 1),
+    fp8_row(),
     two_pass_row("sm90.backward.two_pass.small_head_dim", kScores.with({Feature::kSoftcap}),
                  kSome.with({Feature::kDeterministic, Feature::kSoftcap}), 0, kSmallHeadDim, kLeastScores),
     two_pass_row("sm90.backward.two_pass.scored", kScores.with({Feature::kSoftcap}), kScores, kWide, kMostScores,

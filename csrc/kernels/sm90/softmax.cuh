@@ -54,6 +54,11 @@ __device__ __forceinline__ float whole_row_max(float own) {
   return fmaxf(own, __shfl_xor_sync(~0u, own, 2));
 }
 
+__device__ __forceinline__ float sum_of_quad(float own) {
+  own += __shfl_xor_sync(~0u, own, 1);
+  return own + __shfl_xor_sync(~0u, own, 2);
+}
+
 // Maxima and sums of this thread's two rows; of the sums its own columns' part.
 // In a multiply-add before ex2 score * to_log2 is exact and maximum * to_log2 is rounded, or infinite: where the
 // maximum of a row is far from 0, in log2, raise() subtracts it before the multiplication, for every tile.
@@ -113,12 +118,11 @@ struct RowStats {
     return sum;
   }
 
+  // Of a row, in natural units of the score.
+  __device__ __forceinline__ float natural_max(int half, float scale) const { return row_max[half] * scale; }
+
   // Whole-row sum, over the four threads that share a row.
-  __device__ __forceinline__ float total(int half) const {
-    float sum = row_sum[half];
-    sum += __shfl_xor_sync(~0u, sum, 1);
-    return sum + __shfl_xor_sync(~0u, sum, 2);
-  }
+  __device__ __forceinline__ float total(int half) const { return sum_of_quad(row_sum[half]); }
 
   // Before a new tile of queries.
   __device__ __forceinline__ void reset() {
@@ -198,6 +202,8 @@ struct SpeculativeSoftmax : RowStats {
   float minus[2] = {};
   float sum[2] = {};  // of the last tile
   bool needs_maxima = true;
+
+  __device__ __forceinline__ bool wants_maxima() const { return needs_maxima; }
 
   using RowStats::RowStats;
 

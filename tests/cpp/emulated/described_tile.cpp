@@ -18,6 +18,19 @@ void read(float* row, uint32_t address, bool is_mn_major) {
   for (int k = 0; k < 8; ++k) row[k] = to_float(numbers[k]);
 }
 
+// rows(i): column i of B.
+template <class OneRow, class Rows>
+void multiply_rows(float* c, int n, const std::array<OneRow, 2>& a, bool accumulate, const Rows& rows) {
+  for (int i = 0; i < n / 8; ++i) {
+    const OneRow columns[2] = {rows(i * 8 + 2 * (lane() % 4)), rows(i * 8 + 2 * (lane() % 4) + 1)};
+    float sums[4] = {};
+    for (size_t k = 0; k < columns[0].size(); ++k) {
+      for (int j = 0; j < 4; ++j) sums[j] += a[j / 2][k] * columns[j % 2][k];
+    }
+    for (int j = 0; j < 4; ++j) c[i * 4 + j] = accumulate ? c[i * 4 + j] + sums[j] : sums[j];
+  }
+}
+
 }  // namespace
 
 DescribedTile::DescribedTile(uint64_t descriptor, bool is_fp16, bool is_mn_major)
@@ -41,15 +54,24 @@ Row DescribedTile::row(int mn) const {
   return result;
 }
 
-void DescribedTile::multiply(float* c, int n, const std::array<Row, 2>& a, bool accumulate) const {
-  for (int i = 0; i < n / 8; ++i) {
-    const Row columns[2] = {row(i * 8 + 2 * (lane() % 4)), row(i * 8 + 2 * (lane() % 4) + 1)};
-    float sums[4] = {};
-    for (int k = 0; k < 16; ++k) {
-      for (int j = 0; j < 4; ++j) sums[j] += a[j / 2][k] * columns[j % 2][k];
-    }
-    for (int j = 0; j < 4; ++j) c[i * 4 + j] = accumulate ? c[i * 4 + j] + sums[j] : sums[j];
+Fp8Row DescribedTile::fp8_row(int mn) const {
+  const auto position = static_cast<uint32_t>(mn);
+  Fp8Row result;
+  for (uint32_t half = 0; half < 2; ++half) {
+    const uint32_t linear = start_ + position / 8 * stride_ + position % 8 * 128 + half * 16;
+    __nv_fp8_e4m3 numbers[16];
+    std::memcpy(numbers, shared_memory() + (linear ^ (linear >> 7 & 7) << 4), sizeof(numbers));
+    for (int k = 0; k < 16; ++k) result[half * 16 + k] = static_cast<float>(numbers[k]);
   }
+  return result;
+}
+
+void DescribedTile::multiply(float* c, int n, const std::array<Row, 2>& a, bool accumulate) const {
+  multiply_rows(c, n, a, accumulate, [this](int mn) { return row(mn); });
+}
+
+void DescribedTile::multiply(float* c, int n, const std::array<Fp8Row, 2>& a, bool accumulate) const {
+  multiply_rows(c, n, a, accumulate, [this](int mn) { return fp8_row(mn); });
 }
 
 }  // namespace flash_ext::emulated

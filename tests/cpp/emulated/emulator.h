@@ -13,6 +13,7 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -88,6 +89,7 @@ Lanes<T> exchange(const char* operation, const T& value) {
 
 // What static_cast<float> gives. NOTE: the toolkit's host code takes fp16 bit by bit, which was a tenth of the tests.
 inline float to_float(float x) { return x; }
+inline float to_float(__nv_fp8_e4m3 x) { return static_cast<float>(x); }
 inline float to_float(__nv_bfloat16 x) { return static_cast<float>(x); }
 inline float to_float(__half x) {
   const uint32_t bits = static_cast<__half_raw>(x).x, magnitude = (bits & 0x7FFF) << 13;

@@ -67,4 +67,23 @@ void multiply_fragments(float (&c)[4], const T (&a)[kA], const T (&b)[kB]) {
     c[i] += sum;
   }
 }
+
+// The same of e4m3, C[16 x 8] += A[16 x 32] B[32 x 8]: a register has four neighbours in k.
+inline void multiply_fp8_fragments(float (&c)[4], const __nv_fp8_e4m3 (&a)[16], const __nv_fp8_e4m3 (&b)[8]) {
+  struct Operands {
+    __nv_fp8_e4m3 a[16], b[8];
+  } mine;
+  std::memcpy(static_cast<void*>(mine.a), a, sizeof(a));
+  std::memcpy(static_cast<void*>(mine.b), b, sizeof(b));
+  const auto lanes = exchange("mma", mine);
+  const int g = lane() / 4, t = lane() % 4;
+  for (int i = 0; i < 4; ++i) {
+    float sum = 0.f;
+    for (int k = 0; k < 32; ++k) {
+      const Operands left = lanes[g * 4 + k % 16 / 4], right = lanes[(2 * t + i % 2) * 4 + k % 16 / 4];
+      sum += to_float(left.a[(k / 16 * 2 + i / 2) * 4 + k % 4]) * to_float(right.b[k / 16 * 4 + k % 4]);
+    }
+    c[i] += sum;
+  }
+}
 }  // namespace flash_ext::emulated

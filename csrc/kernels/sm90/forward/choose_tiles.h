@@ -65,6 +65,7 @@ inline Problem mean_of_packed(const Problem& problem) {
 
 // multiprocessors: 0 where unknown.
 inline TileChoice choose_tiles(const Problem& problem, int head_dim, int multiprocessors) {
+  if (problem.fp8) return {Tiles::kFp8, {}};
   if (is_scored(problem)) return {Tiles::kScored, {}};
   if (problem.batch_invariant || head_dim > 256) return {Tiles::kLarge, {}};
   if (problem.packed) {  // in deterministic mode a sequence has the same bits beside any others

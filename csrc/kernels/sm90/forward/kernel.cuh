@@ -7,11 +7,11 @@
 // softmax of the next tile of keys runs under O += P V of this one, and so it does from one tile of queries to the
 // next: the first S of the next is issued together with the last P V of this one. Keys are walked from the last tile to
 // the first, so that the diagonal and the tail, which are masked, come first. The producer finds a block's next tile
-// and publishes it to the consumers (work.cuh). With a bias or mask three more warps load those (scores.cuh). Called by
-// run.cuh. Invariant: a ring's full barrier is completed by TMA (that of the works by the producer), its empty
-// barrier by one arrival of each warp that reads it, after the wait that proves its wgmma finished. Where Q has two
-// stages out goes through the rows of Q that its warp alone owns, and Q's stage is handed back when that store has read
-// it; where it has one, out goes from registers and Q's stage is handed back after the tile's last S.
+// and publishes it to the consumers (work.cuh). With a bias or mask three more warps load those (scores.cuh). What is
+// of e4m3 stands in fp8.cuh. Called by run.cuh. Invariant: a ring's full barrier is completed by TMA (that of the works
+// by the producer), its empty barrier by one arrival of each warp that reads it, after the wait that proves its wgmma
+// finished. Where Q has two stages out goes through the rows of Q that its warp alone owns, and Q's stage is handed
+// back when that store has read it; where it has one, out goes from registers and Q's stage after the tile's last S.
 #pragma once
 
 #include "kernels/sm90/forward/packed.cuh"
@@ -41,7 +41,8 @@ __device__ __forceinline__ void produce(const typename Traits::Params& params, c
   const auto load_v = [&](const Work& work, int n) {
     barrier_wait(rings.v.empty(v.stage), v.phase ^ 1);
     const auto [map, at] = work.template v_box<kBlockN>(params, n * kBlockN);
-    load_tile<kBlockN, Traits::kValuePanels>(rings.v, v.stage, map, at);
+    barrier_expect(rings.v.full(v.stage), Traits::kValuePanels * panel_size(Traits::kValueBoxRows));
+    load_panels<Traits::kValueRows, Traits::kValuePanels>(rings.v.tile(v.stage), rings.v.full(v.stage), map, at);
     v.advance();
   };
   const auto q_box = [&](const Work& work, int consumer) {
@@ -126,15 +127,17 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
   typename Traits::KvState k, v;
   typename Traits::WorkState w;
   [[maybe_unused]] ScoreState c(params);
-  float o_acc[Traits::kValueDim / 2], s_acc[kBlockN / 2];
-  uint32_t p_frag[kBlockN / 4];
+  float o_acc[Traits::kORegisters], s_acc[kBlockN / 2];
+  uint32_t p_frag[Traits::kPRegisters];
+  [[maybe_unused]] typename Traits::Sum sum(rings.sums);
   typename Traits::Softmax softmax(params.to_log2);
   Work work;
-  [[maybe_unused]] float slope = 0.f;  // of the work's head
-  int top_n = 0;                       // this warpgroup sees no key of tiles from here on
-  const bool drops = dropout_of(params).rng_state != nullptr;
+  [[maybe_unused]] float slope = 0.f;   // of the work's head
+  int top_n = 0;                        // this warpgroup sees no key of tiles from here on
+  [[maybe_unused]] int tiles_done = 0;  // of keys, that O of the work before has met, but for the last
+  [[maybe_unused]] const bool drops = dropout_of(params).rng_state != nullptr;
   // NOTE: read for each tile of keys at head dim 256, where keeping them costs registers that there are not.
-  const std::conditional_t<(kHeadDim > 192), DropoutParams, DropoutDraws> draws(dropout_of(params));
+  [[maybe_unused]] const std::conditional_t<(kHeadDim > 192), DropoutParams, DropoutDraws> draws(dropout_of(params));
 
   const auto q_index = [&] { return q.stage * kConsumers + consumer; };
   const auto release = [&](auto& ring, auto& place) {
@@ -152,6 +155,7 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
     barrier_wait(rings.works.full(w.stage), w.phase);
     load_shared(work, rings.works.tile(w.stage));
     w.advance();
+    if constexpr (Traits::kFp8) softmax.to_log2 = work.to_log2;
     if constexpr (Traits::kScored) {
       if (work.any()) slope = params.scores.alibi.of(work.head, work.b0, work.b1);
     }
@@ -186,16 +190,19 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
   };
   // P of the tile n is packed.
   const auto drop_p = [&](int n) {
-    if (!drops) return;
-    const DropoutPlace& place = dropout_of(params).place;
-    DropoutDraws(draws).apply<kBlockN>(
-        p_frag, place.of_batch(work.batch(params))
-                    .at(work.flat_head(params), work.first_query + consumer * 64 + warp_row, n * kBlockN));
+    if constexpr (Traits::kScored) {
+      if (!drops) return;
+      const DropoutPlace& place = dropout_of(params).place;
+      DropoutDraws(draws).apply<kBlockN>(
+          p_frag, place.of_batch(work.batch(params))
+                      .at(work.flat_head(params), work.first_query + consumer * 64 + warp_row, n * kBlockN));
+    }
   };
   // index: of its Q, whose stage out goes through. Its Work is the one before next_work()'s, in the other of two
   // places.
   const auto finish = [&](int index) {
     fence_registers(o_acc, p_frag);
+    if constexpr (Traits::kFp8) sum.join(o_acc, tiles_done);
     release(rings.v, v);
     Work done;
     load_shared(done, rings.works.tile(w.stage));
@@ -209,6 +216,10 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
     if (Traits::kStaged && lane == 0) {
       bulk_wait_read();
       barrier_arrive(rings.q.empty(index));
+    }
+    if constexpr (Traits::kFp8) {
+      if (lane == 0) bulk_wait_read();
+      __syncwarp();
     }
   };
   // The first S of a tile on its own. Tiles of keys that this warpgroup does not see are waited for and handed back,
@@ -319,8 +330,10 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
       fence_registers(o_acc);
       if (rescale) {
         mend_p<Traits>(softmax, s_acc, factor, [&] { multiply_s_again(n); });
-        scale_rows<Traits::kValueDim>(o_acc, factor);
+        scale_rows<2 * Traits::kORegisters>(o_acc, factor);
+        if constexpr (Traits::kFp8) sum.scale(factor, top_n - 2 - n);
       }
+      if constexpr (Traits::kFp8) sum.take(o_acc, top_n - 1 - n);
       if (Traits::kSpeculative) hand_back_k(n);
       fence_registers(p_frag);
       release(rings.v, v);
@@ -329,6 +342,7 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
     }
     // The last O of this tile and the first S of the next; out leaves under that S.
     done_index = q_index();
+    tiles_done = top_n - 1 - work.first_n;
     next_work();
     top_n = work.template top_of<Traits>(params, consumer);
     if (work.any() && top_n == work.last_n) {
@@ -373,6 +387,7 @@ __global__ void __launch_bounds__(Traits::kShape.threads(), 1)
     if constexpr (Traits::kScored) init_ring(rings.scores, kScoreStages, kReaders, 2 * kScoreLoaders);
     fence_barrier_init();
   }
+  if constexpr (Traits::kFp8) write_ones<Traits>(rings);
   int listed = 0;
   if constexpr (Traits::kPacked) {
     const PackedTile& entry = PackedWork::likely_first(params, params.packed.tiles);

@@ -12,6 +12,11 @@
 
 namespace flash_ext::sm90 {
 
+// In the place of fp8.cuh's SumOfO.
+struct NoSum {
+  __device__ __forceinline__ explicit NoSum(uint32_t) {}
+};
+
 // Work_: what the producer hands over of each tile.
 template <class T_, int kHeadDim_, ForwardShape kShape_, class Work_, class Params_>
 struct TraitsOfWork {
@@ -21,17 +26,27 @@ struct TraitsOfWork {
   static constexpr ForwardShape kShape = kShape_;
   static constexpr int kHeadDim = kHeadDim_, kBlockM = kShape.block_m(), kBlockN = kShape.block_n;
   static constexpr int kValueDim = value_dim(kHeadDim), kConsumers = kShape.consumers;
-  static constexpr int kPanels = panels(kHeadDim), kValuePanels = panels(kValueDim);
+  static constexpr bool kFp8 = kShape.fp8;
+  using In = std::conditional_t<kFp8, E4m3, T>;  // of Q, K, P and V
+  // Of the tiles: columns of Q and K, rows and columns of V.
+  static constexpr int kCols = kShape.columns(kHeadDim);
+  static constexpr int kValueRows = kShape.value_rows(kHeadDim), kValueCols = kShape.value_columns(kHeadDim);
+  static constexpr int kPanels = panels(kCols), kValuePanels = panels(kValueCols);
+  static constexpr int kPRegisters = kShape.p_registers();
+  static constexpr int kOnes = kFp8 ? kOnesRows : 0;  // columns of O beside V's, the first of them the sum of P
+  static constexpr int kORegisters = (kValueDim + kOnes) / 2;
+  static constexpr int kValueBoxRows = kFp8 ? kValueDim : kBlockN;
   static constexpr ForwardSmem kSmem = forward_smem(kShape, kHeadDim, sizeof(Work));
-  static constexpr int kQBytes = tile_bytes(64, kHeadDim), kKBytes = tile_bytes(kBlockN, kHeadDim);
-  static constexpr int kVBytes = tile_bytes(kBlockN, kValueDim);
+  static constexpr int kQBytes = tile_bytes(64, kCols), kKBytes = tile_bytes(kBlockN, kCols);
+  static constexpr int kVBytes = tile_bytes(kValueRows, kValueCols);
   static constexpr int kQTiles = kShape.q_stages * kConsumers;
-  static constexpr bool kStaged = kShape.q_stages > 1;  // out goes through Q's stage
+  static constexpr bool kStaged = kShape.q_stages > 1 && !kFp8;  // out goes through Q's stage; of e4m3, SumOfO's place
   static constexpr bool kScored = kShape.scored;
   static constexpr bool kHasLimit = !kScored || kHeadDim <= 128;  // NOTE: else 4 to 8 bytes were spilled
   static constexpr bool kSpeculative = kShape.split == kSpeculates;
   using Softmax = std::conditional_t<kSpeculative, SpeculativeSoftmax<T>, RowSoftmax<kHasLimit>>;
   using Function = void;  // in the place of the softcap, see cap_or_call
+  using Sum = NoSum;
   using QState = RingState<kShape.q_stages>;
   using KvState = RingState<kShape.stages>;
   using WorkState = RingState<kWorks>;
@@ -43,6 +58,7 @@ struct TraitsOfWork {
     Ring<kVBytes> v;
     Ring<sizeof(Work)> works;
     Ring<0> scores;  // its stages' size is a parameter
+    uint32_t sums;   // of SumOfO
   };
   static __device__ __forceinline__ Rings rings(uint32_t base) {
     const uint32_t q = base + kSmem.barriers, k = q + kQTiles * 16, v = k + kShape.stages * 16;
@@ -51,7 +67,8 @@ struct TraitsOfWork {
             {base + kSmem.k, k},
             {base + kSmem.v, v},
             {base + kSmem.works, works},
-            {base + kSmem.scores, works + kWorks * 16}};
+            {base + kSmem.scores, works + kWorks * 16},
+            base + kSmem.sums};
   }
 };
 
@@ -81,17 +98,25 @@ __device__ __forceinline__ void pass_turn(int consumer) {
 // S = Q K^T, not waited for.
 template <class Traits>
 __device__ __forceinline__ void issue_s(float (&s_acc)[Traits::kBlockN / 2], uint32_t q_tile, uint32_t k_tile) {
-  issue_scores<typename Traits::T, 64, Traits::kBlockN, Traits::kHeadDim>(s_acc, k_major(q_tile), k_tile);
+  issue_scores<typename Traits::In, 64, Traits::kBlockN, Traits::kCols>(s_acc, k_major(q_tile), k_tile);
 }
 
 // O += P V, not waited for.
 template <class Traits>
-__device__ __forceinline__ void issue_o(float (&o_acc)[Traits::kValueDim / 2],
-                                        const uint32_t (&p_frag)[Traits::kBlockN / 4], uint32_t v_tile) {
-  const uint64_t v_desc = mn_major(v_tile, Traits::kBlockN);
+__device__ __forceinline__ void issue_o(float (&o_acc)[Traits::kORegisters],
+                                        const uint32_t (&p_frag)[Traits::kPRegisters], uint32_t v_tile) {
+  if constexpr (Traits::kFp8) {
+    const uint64_t v_desc = k_major(v_tile);
 #pragma unroll
-  for (int k = 0; k < Traits::kBlockN / 16; ++k) {
-    Wgmma<typename Traits::T, Traits::kValueDim>::rs(o_acc, p_frag + 4 * k, v_desc + mn_major_step(k), 1);
+    for (int k = 0; k < Traits::kBlockN / 32; ++k) {
+      Wgmma<E4m3, Traits::kValueRows>::rs(o_acc, p_frag + 4 * k, v_desc + k_major_step(Traits::kValueRows, k), 1);
+    }
+  } else {
+    const uint64_t v_desc = mn_major(v_tile, Traits::kBlockN);
+#pragma unroll
+    for (int k = 0; k < Traits::kBlockN / 16; ++k) {
+      Wgmma<typename Traits::T, Traits::kValueDim>::rs(o_acc, p_frag + 4 * k, v_desc + mn_major_step(k), 1);
+    }
   }
   wgmma_commit();
 }
@@ -104,7 +129,7 @@ __device__ __forceinline__ void multiply_again(float (&s_acc)[Traits::kBlockN / 
 #pragma unroll
   for (float& x : s_acc) x = 0.f;
 #pragma unroll 1
-  for (int col = 0; col < Traits::kHeadDim; col += 16) {
+  for (int col = 0; col < Traits::kCols; col += 16) {
     uint32_t a[4], b[4];
     ldmatrix_x4(a, q_tile + tile_offset(64, warp_row + lane % 16, col + lane / 16 * 8));
 #pragma unroll
@@ -113,7 +138,7 @@ __device__ __forceinline__ void multiply_again(float (&s_acc)[Traits::kBlockN / 
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         auto& c = reinterpret_cast<float(&)[4]>(s_acc[n / 2 + 4 * i]);
-        mma_m16n8k16(c, a, b[2 * i], b[2 * i + 1], typename Traits::T());
+        mma_m16n8k16(c, a, b[2 * i], b[2 * i + 1], typename Traits::In());
       }
     }
   }
@@ -121,12 +146,20 @@ __device__ __forceinline__ void multiply_again(float (&s_acc)[Traits::kBlockN / 
 
 // P, packed, in columns [kFirst, kLast).
 template <class Traits, int kFirst, int kLast>
-__device__ __forceinline__ void pack_p(uint32_t (&p_frag)[Traits::kBlockN / 4],
+__device__ __forceinline__ void pack_p(uint32_t (&p_frag)[Traits::kPRegisters],
                                        const float (&s_acc)[Traits::kBlockN / 2]) {
+  if constexpr (Traits::kFp8) {
 #pragma unroll
-  for (int i = 0; i < Traits::kBlockN / 4; ++i) {
-    if (i >= kFirst / 4 && i < kLast / 4) {
-      p_frag[i] = pack(s_acc[2 * i], s_acc[2 * i + 1], typename Traits::T());
+    for (int i = kFirst / 8; i < kLast / 8; ++i) {  // rows g and g + 8 in turn, of 16 keys
+      const float* const c = s_acc + i / 2 * 8 + i % 2 * 2;
+      p_frag[i] = pack_e4m3(c[0], c[1], c[4], c[5]);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < Traits::kBlockN / 4; ++i) {
+      if (i >= kFirst / 4 && i < kLast / 4) {
+        p_frag[i] = pack(s_acc[2 * i], s_acc[2 * i + 1], typename Traits::T());
+      }
     }
   }
 }
@@ -134,7 +167,7 @@ __device__ __forceinline__ void pack_p(uint32_t (&p_frag)[Traits::kBlockN / 4],
 // P of the first tile of keys.
 template <class Traits>
 __device__ __forceinline__ void make_first_p(typename Traits::Softmax& softmax, float (&s_acc)[Traits::kBlockN / 2],
-                                             uint32_t (&p_frag)[Traits::kBlockN / 4]) {
+                                             uint32_t (&p_frag)[Traits::kPRegisters]) {
   constexpr int kBlockN = Traits::kBlockN;
   float factor[2];
   softmax.reset();
@@ -156,7 +189,7 @@ template <class Traits>
 __device__ __forceinline__ bool begin_p(typename Traits::Softmax& softmax, float (&s_acc)[Traits::kBlockN / 2],
                                         float (&factor)[2]) {
   if constexpr (Traits::kSpeculative) {
-    if (softmax.needs_maxima) return true;
+    if (softmax.wants_maxima()) return true;
     softmax.exponentiate(s_acc);
     return softmax.exceeds(Traits::Softmax::kMost);
   } else {
@@ -187,7 +220,7 @@ template <class Traits, class Again>
 __device__ __forceinline__ void mend_p(typename Traits::Softmax& softmax, float (&s_acc)[Traits::kBlockN / 2],
                                        float (&factor)[2], const Again& again) {
   if constexpr (Traits::kSpeculative) {
-    if (!softmax.needs_maxima) {
+    if (!softmax.wants_maxima()) {
       if (!softmax.exceeds(Traits::Softmax::kLost)) return softmax.lower(factor, s_acc);
       again();
     }
@@ -198,7 +231,7 @@ __device__ __forceinline__ void mend_p(typename Traits::Softmax& softmax, float 
 // The rest of it, when P V no longer reads the packed P of the tile before.
 template <class Traits>
 __device__ __forceinline__ void end_p(typename Traits::Softmax& softmax, float (&s_acc)[Traits::kBlockN / 2],
-                                      uint32_t (&p_frag)[Traits::kBlockN / 4]) {
+                                      uint32_t (&p_frag)[Traits::kPRegisters]) {
   constexpr int kBlockN = Traits::kBlockN, kSplit = Traits::kSpeculative ? kBlockN : Traits::kShape.split;
   if constexpr (Traits::kSpeculative) softmax.add();
   pack_p<Traits, 0, kSplit>(p_frag, s_acc);
@@ -208,23 +241,38 @@ __device__ __forceinline__ void end_p(typename Traits::Softmax& softmax, float (
   }
 }
 
+// Of each row, from the columns behind V's. NOTE: one of them has it and the others are 0; when that one alone was read
+// ptxas serialised all products (C7511).
+template <int kValueDim, int kCount>
+__device__ __forceinline__ void sum_of_ones(float (&sum)[2], const float (&o_sums)[kCount]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float* const c = o_sums + kValueDim / 2 + 2 * half;
+    sum[half] = sum_of_quad(c[0] + c[1]);
+  }
+}
+
 // O / l and lse of a warp's 16 rows from `row` on leave: through a stage of Q, which is the warpgroup's own, from
 // registers, or as a part. warp_row: the first of them in the warpgroup.
 template <class Traits, class Softmax>
-__device__ __forceinline__ void store_rows(float (&o_acc)[Traits::kValueDim / 2], const typename Traits::Params& params,
+__device__ __forceinline__ void store_rows(float (&o_sums)[Traits::kORegisters], const typename Traits::Params& params,
                                            const typename Traits::Rings& rings, int stage,
                                            const typename Traits::Work& done, int warp_row, int row,
                                            const Softmax& softmax, int consumer) {
   constexpr int kValueDim = Traits::kValueDim;
+  auto& o_acc = reinterpret_cast<float(&)[kValueDim / 2]>(o_sums);
   const int lane = threadIdx.x % 32;
   const auto place = [&](int half) { return done.template place<Traits>(params, row + lane / 4 + 8 * half); };
   const bool is_part = Traits::kShape.shares_keys && params.parts.splits.count > 1;
+  float rounded[2] = {};  // sums of P as V is multiplied by it
+  if constexpr (Traits::kFp8) sum_of_ones<kValueDim>(rounded, o_sums);
   float inverse[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    float sum = softmax.total(half), keys = dropout_of(params).scale;
+    const float of_keys = softmax.total(half);
+    float sum = of_keys, keys = dropout_of(params).scale;
     const auto at = place(half);
-    float max = sum == 0.f ? kMinusInf : softmax.row_max[half] * params.scale;
+    float max = sum == 0.f ? kMinusInf : softmax.natural_max(half, params.scale);
     if (params.sinks.data != nullptr && !is_part && at.exists) {
       const SinkView& sinks = params.sinks;
       const int64_t of_batch = done.b0 * sinks.b0 + done.b1 * sinks.b1;
@@ -234,6 +282,7 @@ __device__ __forceinline__ void store_rows(float (&o_acc)[Traits::kValueDim / 2]
       keys *= joined.factor;
     }
     inverse[half] = sum == 0.f ? 0.f : keys / sum;
+    if constexpr (Traits::kFp8) inverse[half] *= of_keys == 0.f ? 0.f : done.value * of_keys / rounded[half];
     if ((is_part || params.lse != nullptr) && lane % 4 == 0 && at.exists) {
       if (is_part) {
         params.parts.sums[done.part * params.parts.rows + done.row(params, at)] = {max, sum};
@@ -248,6 +297,10 @@ __device__ __forceinline__ void store_rows(float (&o_acc)[Traits::kValueDim / 2]
     named_barrier_sync(own_barrier<Traits> + consumer, 128);
     const auto [map, at] = done.out_box(params, {done.head, row, true});
     stage_out<typename Traits::T, kValueDim>(o_acc, rings.q.tile(stage), warp_row, map.map, at);
+  } else if constexpr (Traits::kFp8) {
+    const auto [map, at] = done.out_box(params, {done.head, row, true});
+    const uint32_t tile = Traits::Sum::of_warp(rings.sums);
+    stage_out<typename Traits::T, kValueDim, 16>(o_acc, tile, 0, map.map, at);
   } else if (is_part) {
     const Parts& parts = params.parts;
     float* rows[2];

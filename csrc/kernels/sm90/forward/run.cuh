@@ -9,11 +9,13 @@
 
 #include "core/args.h"
 #include "gpu/host/launch.h"
+#include "kernels/sm90/forward/fp8.cuh"
 #include "kernels/sm90/forward/kernel.cuh"
 #include "kernels/sm90/kernels.h"
 #include "kernels/sm90/run_scores.cuh"
 #include "kernels/stages/combine.h"
 #include "kernels/stages/sequences.h"
+#include "kernels/stages/transpose_values.h"
 
 namespace flash_ext::sm90 {
 
@@ -40,8 +42,23 @@ inline TensorView from_column(TensorView view, int64_t first) {
   return view;
 }
 
+// Values as transpose_values() leaves them, in numbers of 16 bits.
+inline TensorView transposed_view(const Problem& problem, void* data) {
+  TensorView view;
+  view.data = data;
+  view.col_stride = 1;
+  view.row_stride = cuda::transposed_keys(problem) / 2;
+  view.head_stride = problem.head_dim_v * view.row_stride;
+  int64_t stride = problem.heads_v * view.head_stride;
+  for (int i = problem.batch_rank - 1; i >= 0; --i) {
+    view.batch_stride[i] = stride;
+    stride *= problem.batch_size[i];
+  }
+  return view;
+}
+
 // workspace: the counter where the order is counted, the parts where keys are split; behind a counter's place the list
-// of packed sequences.
+// of packed sequences, or the values of e4m3, transposed.
 template <class Traits>
 void launch_forward(const ForwardArgs& args, const ForwardLaunch& how, void* workspace) {
   const Problem& problem = args.problem;
@@ -62,8 +79,12 @@ void launch_forward(const ForwardArgs& args, const ForwardLaunch& how, void* wor
   };
   const int64_t rows_q = Traits::kPacked ? problem.rows_q : problem.len_q;
   const int64_t rows_k = Traits::kPacked ? problem.rows_k : problem.len_k;
-  params.q = map(args.q, problem.heads_q, rows_q, problem.head_dim, 64 / box_heads, box_heads);
-  params.k = map(args.k, problem.heads_k, rows_k, problem.head_dim, Traits::kBlockN, 1);
+  const auto in_map = [&](const TensorView& view, int64_t heads, int64_t rows, int box_rows, int heads_of_box) {
+    return map(Traits::kFp8 ? cuda::pairs_of(view) : view, heads, rows, Traits::kShape.columns(problem.head_dim),
+               box_rows, heads_of_box);
+  };
+  params.q = in_map(args.q, problem.heads_q, rows_q, 64 / box_heads, box_heads);
+  params.k = in_map(args.k, problem.heads_k, rows_k, Traits::kBlockN, 1);
   params.schedule = order.schedule;
   params.band = TileBand::make(band, static_cast<int>(problem.len_k));
   params.tiles = cuda::grid_of(order.schedule.size() * std::max(splits.count, 1)).x;
@@ -81,12 +102,21 @@ void launch_forward(const ForwardArgs& args, const ForwardLaunch& how, void* wor
   params.scale = static_cast<float>(problem.scale);
   params.to_log2 = static_cast<float>(problem.scale * kLog2e);
   params.lse = static_cast<float*>(args.lse);
-  const auto sink_stride = [&](int from_last) {
-    const int dim = problem.batch_rank - 1 - from_last;
-    return dim >= 0 ? args.sinks.batch_stride[dim] : 0;
+  const auto of_heads = [&](const TensorView& view) -> SinkView {
+    const auto stride = [&](int from_last) {
+      const int dim = problem.batch_rank - 1 - from_last;
+      return dim >= 0 ? view.batch_stride[dim] : 0;
+    };
+    return {static_cast<const float*>(view.data), stride(0), stride(1), view.head_stride, view.row_stride};
   };
-  params.sinks = {static_cast<const float*>(args.sinks.data), sink_stride(0), sink_stride(1), args.sinks.head_stride,
-                  args.sinks.row_stride};
+  params.sinks = of_heads(args.sinks);
+  void* const values = static_cast<char*>(workspace) + kCounterBytes;
+  if constexpr (Traits::kFp8) {
+    params.q_descale = of_heads(args.q_descale);
+    params.k_descale = of_heads(args.k_descale);
+    params.v_descale = of_heads(args.v_descale);
+    cuda::transpose_values(args, values);
+  }
   if constexpr (Traits::kScored) {
     params.schedule.batch_inner = !Traits::kPacked && batch_shares_scores(problem, args);
     constexpr ForwardSmem kSmem = Traits::kSmem;
@@ -121,9 +151,15 @@ void launch_forward(const ForwardArgs& args, const ForwardLaunch& how, void* wor
            args.stream, params);
   };
   for (int64_t first = 0; first < problem.head_dim_v; first += Traits::kValueDim) {
-    const TensorView v = from_column(args.v, first), out = from_column(args.out, first);
+    [[maybe_unused]] const TensorView v = from_column(args.v, first);
+    const TensorView out = from_column(args.out, first);
     const int64_t cols = problem.head_dim_v - first;
-    params.v = map(v, problem.heads_v, rows_k, cols, Traits::kBlockN, 1);
+    if constexpr (Traits::kFp8) {
+      params.v = map(transposed_view(problem, values), problem.heads_v, cols, cuda::transposed_keys(problem) / 2,
+                     Traits::kValueBoxRows, 1);
+    } else {
+      params.v = map(v, problem.heads_v, rows_k, cols, Traits::kBlockN, 1);
+    }
     params.out = map(out, problem.heads_q, rows_q, cols, 16, 1);
     params.out_view = make_out_view(problem, out, cols);
     if constexpr (Traits::kPacked) {
@@ -139,6 +175,13 @@ void launch_forward(const ForwardArgs& args, const ForwardLaunch& how, void* wor
     }
     params.lse = nullptr;  // it is there
   }
+}
+
+// Of inputs of e4m3, kDType is out's.
+template <DType kDType, int kHeadDim>
+void run_forward_fp8(const ForwardArgs& args, const ForwardLaunch& how, void* workspace) {
+  using T = std::conditional_t<kDType == DType::kFloat16, __half, __nv_bfloat16>;
+  launch_forward<Fp8Traits<T, kHeadDim, forward_shape(kHeadDim, Tiles::kFp8)>>(args, how, workspace);
 }
 
 // A kernel for each value_dim() columns of V.

@@ -248,6 +248,14 @@ void load_shared(Words& words, uint32_t address) {
   std::memcpy(&words, emulated::aligned(address, 16), sizeof(Words));
 }
 
+struct E4m3 {};
+inline void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, E4m3) {
+  const uint32_t b[2] = {b0, b1};
+  __nv_fp8_e4m3 x[16], y[8];
+  std::memcpy(static_cast<void*>(x), a, sizeof(x));
+  std::memcpy(static_cast<void*>(y), b, sizeof(y));
+  emulated::multiply_fp8_fragments(c, x, y);
+}
 template <class T>
 void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, T) {
   const uint32_t b[2] = {b0, b1};
@@ -262,6 +270,14 @@ uint32_t pack(float x, float y, T) {
   const T pair[2] = {T(x), T(y)};
   uint32_t result;
   std::memcpy(&result, pair, 4);
+  return result;
+}
+inline uint32_t pack_e4m3(float x0, float x1, float x2, float x3) {
+  const float x[] = {x0, x1, x2, x3};
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i) {
+    result |= static_cast<uint32_t>(__nv_cvt_float_to_fp8(x[i], __NV_SATFINITE, __NV_E4M3)) << 8 * i;
+  }
   return result;
 }
 template <class T>

@@ -56,4 +56,34 @@ struct Wgmma {
   }
 };
 
+template <int kN>
+struct Wgmma<E4m3, kN> {
+  using Tile = emulated::DescribedTile;
+
+  static void ss(float (&c)[kN / 2], uint64_t a, uint64_t b, int accumulate) {
+    emulated::later([c = &c[0], a, b, accumulate] {
+      const Tile left(a, false, false);
+      const int row = static_cast<int>(threadIdx.x) / 32 % 4 * 16 + emulated::lane() / 4;
+      Tile(b, false, false).multiply(c, kN, std::array{left.fp8_row(row), left.fp8_row(row + 8)}, accumulate != 0);
+    });
+  }
+  template <int kMnB = 0>
+  static void rs(float (&c)[kN / 2], const uint32_t* a, uint64_t b, int accumulate) {
+    static_assert(kMnB == 0);
+    struct Operand {
+      __nv_fp8_e4m3 x[16];
+    } mine;
+    std::memcpy(static_cast<void*>(mine.x), a, sizeof(mine));
+    const auto lanes = emulated::exchange("wgmma", mine);
+    std::array<emulated::Fp8Row, 2> rows;
+    for (int half = 0; half < 2; ++half) {
+      for (int k = 0; k < 32; ++k) {
+        const Operand from = lanes[emulated::lane() / 4 * 4 + k % 16 / 4];
+        rows[half][k] = static_cast<float>(from.x[(k / 16 * 2 + half) * 4 + k % 4]);
+      }
+    }
+    emulated::later([c = &c[0], rows, b, accumulate] { Tile(b, false, false).multiply(c, kN, rows, accumulate != 0); });
+  }
+};
+
 }  // namespace flash_ext

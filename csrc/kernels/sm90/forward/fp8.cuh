@@ -1,0 +1,205 @@
+// Q, K and V of e4m3 in the forward kernel: the same kernel with products of e4m3, and a Work that has the descales of
+// its head.
+//
+//   S = Q K^T     P = e^(f S - m) in e4m3     O += P V     l' = rowsum(P)     out = v O / l'
+//
+// with f = scale * q_descale * k_descale and v = v_descale, of a head; lse has the sum of P before it is rounded, l'
+// that of what V is multiplied by. Two numbers of e4m3 are one of 16 bits to TMA and to the tiles (descriptor.h): a
+// step of wgmma is 32 bytes of a row either way. Both operands of such a product are K-major, so V comes transposed,
+// from scratch (kernels/stages/transpose_values.h), and with its keys in the order in which a thread holds them: the
+// accumulators of S are then, packed, the operand P of the next product. Called by kernel.cuh (device) and run.cuh
+// (host). Invariant: a value behind the last key is 0 in scratch.
+#pragma once
+
+#include <limits>
+
+#include "core/online_softmax.h"
+#include "kernels/sm90/forward/parts.cuh"
+
+namespace flash_ext::sm90 {
+
+struct Fp8Params : ForwardParams {
+  SinkView q_descale, k_descale, v_descale;  // without data they are 1
+};
+
+struct alignas(16) Fp8Work : Work {
+  float to_log2;  // of q k^T
+  float value;    // of out
+  int unused_[2];
+
+  template <class Traits>
+  static __device__ __forceinline__ Fp8Work at(const Fp8Params& params, Found linear) {
+    Fp8Work work;
+    static_cast<Work&>(work) = Work::at<Traits>(params, linear);
+    const auto descale = [&](const SinkView& view, int head) {
+      return view.data == nullptr ? 1.f : view.data[work.b0 * view.b0 + work.b1 * view.b1 + head * view.head];
+    };
+    const int head_k = work.head / params.group_k;
+    work.to_log2 = params.to_log2 * descale(params.q_descale, work.head) * descale(params.k_descale, head_k);
+    work.value = descale(params.v_descale, work.head / params.group_v);
+    return work;
+  }
+
+  // Of values transposed: columns are keys.
+  template <int kBlockN>
+  __device__ __forceinline__ Box v_box(const Fp8Params& params, int row) const {
+    Box result = box(params.v, head / params.group_v, 0);
+    result.at.col = row / 2;
+    return result;
+  }
+};
+
+static_assert(sizeof(Fp8Work) == kFp8WorkBytes);
+
+__device__ __forceinline__ bool is_nan(float x) { return x != x; }
+
+// As SpeculativeSoftmax, with P of a maximum 2^kUp and below e4m3's 448: each of a thread's two rows may sum up to that
+// in a tile, so that a row whose scores are all alike never does. minus: kUp less the maximum, in log2; NaN: no key
+// yet. Products of e4m3 have so few digits that a maximum far from 0 needs no care. NOTE: fewer registers than that one
+// has, which spilled; two sums of each row, because one after the other they waited for each other (3 % of a call).
+template <int kBlockN>
+struct Fp8Softmax {
+  static constexpr float kMost = 448.f, kLost = 0x1p120f;
+  static constexpr int kUp = [] {
+    int up = 0;
+    while (kBlockN / 4 << (up + 1) <= 448) ++up;
+    return up;
+  }();
+  float to_log2;
+  float minus[2], row_sum[2], sum[2];
+
+  __device__ __forceinline__ explicit Fp8Softmax(float) {}
+
+  __device__ __forceinline__ void reset() {
+    minus[0] = minus[1] = std::numeric_limits<float>::quiet_NaN();
+    row_sum[0] = row_sum[1] = 0.f;
+  }
+  __device__ __forceinline__ bool wants_maxima() const { return __any_sync(~0u, is_nan(minus[0]) || is_nan(minus[1])); }
+  __device__ __forceinline__ bool exceeds(float most) const {
+    return __any_sync(~0u, !(sum[0] <= most && sum[1] <= most));
+  }
+
+  __device__ __forceinline__ void exponentiate(float (&s)[kBlockN / 2], const float (&above)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float sums[2] = {};
+#pragma unroll
+      for (int i = 2 * half; i < kBlockN / 2; i += i % 2 == 0 ? 1 : 3) {
+        s[i] = exp2_fast(fmaf(s[i], to_log2, above[half]));
+        sums[i % 2] += s[i];
+      }
+      sum[half] = sums[0] + sums[1];
+    }
+  }
+  __device__ __forceinline__ void exponentiate(float (&s)[kBlockN / 2]) { exponentiate(s, minus); }
+
+  __device__ __forceinline__ void raise(float (&factor)[2], float (&s)[kBlockN / 2]) {
+    float own[2], above[2];
+    own_max<0, kBlockN>(own, s);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float before = minus[half], max = fmaxf(kUp - before, whole_row_max(own[half]) * to_log2);  // not NaN
+      above[half] = max == kMinusInf ? 0.f : kUp - max;
+      factor[half] = is_nan(before) ? 0.f : exp2_fast(above[half] - before);
+      row_sum[half] *= factor[half];
+      minus[half] = max == kMinusInf ? std::numeric_limits<float>::quiet_NaN() : above[half];
+    }
+    exponentiate(s, above);
+  }
+  __device__ __forceinline__ void lower(float (&factor)[2], float (&p)[kBlockN / 2]) {
+    float own[2];
+    own_max<0, kBlockN>(own, p);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float most = whole_row_max(own[half]), before = minus[half];
+      if (most > 1 << kUp) minus[half] -= log2f(most) - kUp;
+      factor[half] = exp2_fast(minus[half] - before);
+      row_sum[half] *= factor[half];
+      sum[half] *= factor[half];
+    }
+#pragma unroll
+    for (int i = 0; i < kBlockN / 2; ++i) p[i] *= factor[i / 2 % 2];
+  }
+  __device__ __forceinline__ void add() {
+    row_sum[0] += sum[0];
+    row_sum[1] += sum[1];
+  }
+
+  // In units of 1.
+  __device__ __forceinline__ float total(int half) const { return sum_of_quad(row_sum[half]) / (1 << kUp); }
+  __device__ __forceinline__ float natural_max(int half, float) const { return (kUp - minus[half]) * kLn2Float; }
+};
+
+// O beyond the last tiles of keys. wgmma adds products of e4m3 up with 13 bits behind the point, so each kTiles of them
+// what it has is added here, in float: shared memory that a thread has for itself. tiles: of keys, that O has met.
+template <int kHeadDim>
+struct SumOfO {
+  static constexpr int kTiles = 8, kRegisters = (value_dim(kHeadDim) + kOnesRows) / 2;
+  uint32_t words;  // of this thread: 16 bytes of each lane, one group of four numbers after the other
+
+  __device__ __forceinline__ explicit SumOfO(uint32_t sums) : words(of_warp(sums) + threadIdx.x % 32 * 16) {}
+
+  // Of this warp; its out goes through it, too.
+  static __device__ __forceinline__ uint32_t of_warp(uint32_t sums) {
+    return sums + (threadIdx.x / 32 - 4) * sum_bytes(kHeadDim);
+  }
+
+  // After each tile but the last; O may begin again.
+  __device__ __forceinline__ void take(float (&o_acc)[kRegisters], int tiles) const {
+    if (tiles % kTiles != 0) return;
+    join(o_acc, tiles - kTiles);
+#pragma unroll
+    for (int i = 0; i < kRegisters; i += 4) {
+      store_shared4(words + i * 128, o_acc[i], o_acc[i + 1], o_acc[i + 2], o_acc[i + 3]);
+      o_acc[i] = o_acc[i + 1] = o_acc[i + 2] = o_acc[i + 3] = 0.f;
+    }
+  }
+  // O of all tiles.
+  __device__ __forceinline__ void join(float (&o_acc)[kRegisters], int tiles) const {
+    if (tiles < kTiles) return;
+#pragma unroll
+    for (int i = 0; i < kRegisters; i += 4) {
+      float4 sum;
+      load_shared(sum, words + i * 128);
+      o_acc[i] += sum.x;
+      o_acc[i + 1] += sum.y;
+      o_acc[i + 2] += sum.z;
+      o_acc[i + 3] += sum.w;
+    }
+  }
+  __device__ __forceinline__ void scale(const float (&factor)[2], int tiles) const {
+    if (tiles < kTiles) return;
+#pragma unroll 1
+    for (int i = 0; i < kRegisters; i += 4) {
+      float4 sum;
+      load_shared(sum, words + i * 128);
+      store_shared4(words + i * 128, sum.x * factor[0], sum.y * factor[0], sum.z * factor[1], sum.w * factor[1]);
+    }
+  }
+};
+
+// Rows behind those of V in each stage: ones, and zeros up to what wgmma takes. Out is divided by the sum of P as it
+// was rounded, so that a key with nearly all of a row's weight gives its value without that rounding; lse has the other
+// sum.
+template <class Traits>
+__device__ __forceinline__ void write_ones(const typename Traits::Rings& rings) {
+  constexpr int kWords = kOnesRows * kPanelBytes / 4, kEach = kPanelBytes / 4;
+  constexpr int kPlaces = Traits::kShape.stages * Traits::kValuePanels;
+  for (int i = threadIdx.x; i < kPlaces * kWords; i += Traits::kShape.threads()) {
+    const int place = i / kWords, word = i % kWords;
+    const uint32_t panel =
+        rings.v.tile(place / Traits::kValuePanels) + place % Traits::kValuePanels * panel_size(Traits::kValueRows);
+    store_shared(panel + panel_size(Traits::kValueDim) + word * 4, word < kEach ? 0x38383838u : 0u);
+  }
+  fence_async_proxy();
+}
+
+template <class T, int kHeadDim, ForwardShape kShape>
+struct Fp8Traits : TraitsOfWork<T, kHeadDim, kShape, Fp8Work, Fp8Params> {
+  using Sum = SumOfO<kHeadDim>;
+  using Softmax = Fp8Softmax<kShape.block_n>;
+  static constexpr bool kPacked = false;
+  static_assert(kShape.fp8 && !kShape.shares_keys && !kShape.scored && kShape.split == kSpeculates);
+};
+
+}  // namespace flash_ext::sm90
