@@ -19,12 +19,13 @@ def _rotated(x: Tensor) -> Tensor:
     size = x.shape[-1]
     if size < 1 or size & (size - 1) != 0:
         raise AttentionError(f"hadamard is True, but x has a head dimension of {size}; it must be a power of 2")
-    index = torch.arange(size, device=x.device)
-    common = index[:, None] & index  # element (i, j) is -1 where i and j have an odd number of bits in common
-    for shift in (32, 16, 8, 4, 2, 1):
-        common = common ^ (common >> shift)
-    wide = x if x.dtype == torch.float64 else x.float()
-    return wide @ (1 - 2 * (common & 1)).to(wide.dtype) * size**-0.5
+    x = x if x.dtype == torch.float64 else x.float()
+    half = 1
+    while half < size:  # no matrix product, which autocast and TF32 would round
+        first, second = x.unflatten(-1, (size // (2 * half), 2, half)).unbind(-2)
+        x = torch.stack((first + second, first - second), -2).flatten(-3)
+        half *= 2
+    return x * size**-0.5
 
 
 def _is_empty(x: Tensor) -> bool:

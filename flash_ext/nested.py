@@ -98,7 +98,14 @@ def attention(
 
     Masks and biases broadcast to (B, Hq, longest query, longest key).
     """
-    q, k, v = (_rows(t, name) for t, name in ((query, "query"), (key, "key"), (value, "value")))
+    named = ((query, "query"), (key, "key"), (value, "value"))
+    for tensor, name in named:
+        if tensor.dtype == torch.float8_e4m3fn and tensor.requires_grad:
+            raise AttentionError(
+                f"{name} is a nested tensor of {tensor.dtype} that wants a gradient, which would be rounded to it; "
+                "pass what quantize_fp8(..., packed=True) returns to attention_varlen"
+            )
+    q, k, v = (_rows(t, name) for t, name in named)
     scores = mask if mask is not None else bias
     sequences, (offsets_k, used_k, *_) = _sequences(query), _sequences(key)
     offsets_q, used_q, *_ = sequences

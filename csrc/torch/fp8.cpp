@@ -100,6 +100,14 @@ void check_no_gradient(const Inputs& in) {
   }
 }
 
+void check_not_recorded(const Inputs& in, const char* beside) {
+  for (const Part& part : kParts) {
+    if (!torch::autograd::compute_requires_grad(in.*part.tensor)) continue;
+    fail(part.name, "is of torch.float8_e4m3fn and wants a gradient beside ", beside,
+         ", where it would be rounded to e4m3; such derivatives are taken of 16-bit inputs");
+  }
+}
+
 Tensor factor(const Inputs& in, const Part& part) {
   const Tensor& descale = in.*part.descale;
   if (!descale.defined()) return {};

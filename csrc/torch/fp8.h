@@ -41,6 +41,8 @@ template <class Int>
 void check_descales(const Inputs& in, const Shape<Int>& shape);
 // A descale is a constant of the call.
 void check_no_gradient(const Inputs& in);
+// Where dequantised inputs are recorded, a gradient of e4m3 would be rounded to it. beside: what it is that records.
+void check_not_recorded(const Inputs& in, const char* beside);
 
 // The descale as it broadcasts to its tensor; undefined: 1.
 Tensor factor(const Inputs& in, const Part& part);

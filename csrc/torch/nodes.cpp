@@ -60,6 +60,7 @@ variable_list attention_double_backward(const variable_list& cotangents, const v
   }
   const Inputs given = inputs_of(saved);
   const nvtx::Range range(nvtx::Op::kAttentionDoubleBackward, given, options);
+  if (fp8::has(given)) fp8::check_not_recorded(given, "a third derivative");
   const Inputs in = fp8::has(given) ? fp8::dequantised(given, options) : given;
   const Tensor &g = saved[kInputCount], &g_lse = saved[kInputCount + 1];
   Gradients of_gradients;

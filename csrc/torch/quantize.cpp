@@ -63,7 +63,7 @@ fp8::Leaves fp8::go_past_quantize(torch::autograd::edge_list& edges, size_t firs
   Leaves leaves{};
   for (size_t i = 0; i < std::size(kParts); ++i) {
     const Tensor& tensor = in.*kParts[i].tensor;
-    if (!tensor.requires_grad()) continue;
+    if (!tensor.requires_grad() || tensor.scalar_type() != at::kFloat8_e4m3fn) continue;
     const auto& made_by = tensor.grad_fn();
     if (!made_by) {
       leaves[i] = (in.*kParts[i].descale).defined();

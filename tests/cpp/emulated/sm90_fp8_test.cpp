@@ -9,7 +9,7 @@ namespace flash_ext {
 namespace {
 
 struct Fp8Case : Case {
-  double descale = 1;  // of query's heads, of every other one half of it; 0: nobody gives one
+  double descale = 1;  // of query's heads, of both signs; 0: nobody gives one
 };
 
 template <DType kOut, int kHeadDim>
@@ -91,7 +91,7 @@ void check_fp8(const Fp8Case& c) {
   TensorView* const views[] = {&args.q_descale, &args.k_descale, &args.v_descale};
   for (int t = 0; t < 3; ++t) {
     for (int i = 0; i < c.batch * heads[t]; ++i) {
-      const double factor = t == 0 ? c.descale * (i % 2 == 0 ? 1 : 0.5) : 1.0 + 0.25 * (i % 3);
+      const double factor = t == 0 ? c.descale * (i % 2 == 0 ? 1 : -0.5) : 1.0 + 0.25 * (i % 3);
       descales[t].push_back(c.descale == 0 ? 1.f : static_cast<float>(factor));
     }
     if (c.descale != 0) *views[t] = of_heads(descales[t], heads[t]);
@@ -171,6 +171,9 @@ const Fp8Case kCases[] = {
       .bottom_right = true,
       .multiprocessors = 2},
      1},
+    {{.name = "very_far", .head_dim = 128, .len_q = 140, .len_k = 700, .causal = true, .rise = 40}, 0x1p26},
+    {{.name = "very_far_64", .head_dim = 64, .len_q = 140, .len_k = 700, .rise = 400}, 0x1p26},
+    {{.name = "no_score", .head_dim = 128, .len_q = 140, .len_k = 300, .causal = true}, 0x1p-149},
     {{.name = "columns", .head_dim = 128, .len_q = 70, .len_k = 131, .d = 80, .d_v = 112}, 1},
     {{.name = "columns_64", .head_dim = 64, .len_q = 70, .len_k = 200, .d = 16, .d_v = 48}, 1},
 };

@@ -1,6 +1,8 @@
 // Stands in for the generated list of the kernels that a build has.
 #pragma once
 
+#include <initializer_list>
+
 #include "kernels/sm90/kernels.h"
 
 namespace flash_ext::sm90 {
@@ -14,5 +16,7 @@ constexpr Instance kInstances[] = {
     kInstance<DType::kFloat16, 512>,  kInstance<DType::kBFloat16, 64>,  kInstance<DType::kBFloat16, 128>,
     kInstance<DType::kBFloat16, 192>, kInstance<DType::kBFloat16, 384>, kInstance<DType::kBFloat16, 512>,
 };
+// sm90_fp8_test.cpp calls them itself.
+constexpr std::initializer_list<Instance> kFp8Instances = {};
 
 }  // namespace flash_ext::sm90

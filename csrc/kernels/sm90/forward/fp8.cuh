@@ -23,7 +23,7 @@ struct Fp8Params : ForwardParams {
 };
 
 struct alignas(16) Fp8Work : Work {
-  float to_log2;  // of q k^T
+  float to_log2;  // of q k^T, never 0, because -inf times it is what a hidden score is; may be negative
   float value;    // of out
   int unused_[2];
 
@@ -36,9 +36,13 @@ struct alignas(16) Fp8Work : Work {
     };
     const int head_k = work.head / params.group_k;
     work.to_log2 = params.to_log2 * descale(params.q_descale, work.head) * descale(params.k_descale, head_k);
+    constexpr float kLeast = 0x1p-126f;
+    if (fabsf(work.to_log2) < kLeast) work.to_log2 = kLeast;  // NaN stays
     work.value = descale(params.v_descale, work.head / params.group_v);
     return work;
   }
+
+  __device__ __forceinline__ float scale_of(const Fp8Params&) const { return fabsf(to_log2) * kLn2Float; }
 
   // Of values transposed: columns are keys.
   template <int kBlockN>
@@ -53,26 +57,37 @@ static_assert(sizeof(Fp8Work) == kFp8WorkBytes);
 
 __device__ __forceinline__ bool is_nan(float x) { return x != x; }
 
+// Where a score's factor is negative: the maximum is taken before it is multiplied.
+template <int kCount>
+__device__ __forceinline__ void negate_scores(float (&s)[kCount], float factor) {
+  if (!(factor < 0.f)) return;
+#pragma unroll
+  for (float& x : s) x = -x;
+}
+
 // As SpeculativeSoftmax, with P of a maximum 2^kUp and below e4m3's 448: each of a thread's two rows may sum up to that
-// in a tile, so that a row whose scores are all alike never does. minus: kUp less the maximum, in log2; NaN: no key
-// yet. Products of e4m3 have so few digits that a maximum far from 0 needs no care. NOTE: fewer registers than that one
-// has, which spilled; two sums of each row, because one after the other they waited for each other (3 % of a call).
+// in a tile, so that a row whose scores are all alike never does. minus: kUp less the maximum, in log2; NaN where each
+// tile raises it, because there is no key yet, or because the maximum in log2 is so large that its rounding would
+// count. NOTE: registers of RowStats spilled: maxima lie in shared memory, where only who raises them looks. Two sums
+// of each row, because one after the other they waited for each other (3 % of a call).
 template <int kBlockN>
 struct Fp8Softmax {
-  static constexpr float kMost = 448.f, kLost = 0x1p120f;
+  static constexpr float kMost = 448.f, kLost = 0x1p120f, kFar = 0x1p16f;
   static constexpr int kUp = [] {
     int up = 0;
     while (kBlockN / 4 << (up + 1) <= 448) ++up;
     return up;
   }();
-  float to_log2;
+  uint32_t maxima;  // of this thread, 8 bytes
+  float to_log2;    // at least 0
   float minus[2], row_sum[2], sum[2];
 
-  __device__ __forceinline__ explicit Fp8Softmax(float) {}
+  __device__ __forceinline__ explicit Fp8Softmax(uint32_t maxima_) : maxima(maxima_) {}
 
   __device__ __forceinline__ void reset() {
     minus[0] = minus[1] = std::numeric_limits<float>::quiet_NaN();
     row_sum[0] = row_sum[1] = 0.f;
+    store_shared(maxima, kMinusInf, kMinusInf);
   }
   __device__ __forceinline__ bool wants_maxima() const { return __any_sync(~0u, is_nan(minus[0]) || is_nan(minus[1])); }
   __device__ __forceinline__ bool exceeds(float most) const {
@@ -94,15 +109,25 @@ struct Fp8Softmax {
   __device__ __forceinline__ void exponentiate(float (&s)[kBlockN / 2]) { exponentiate(s, minus); }
 
   __device__ __forceinline__ void raise(float (&factor)[2], float (&s)[kBlockN / 2]) {
-    float own[2], above[2];
+    float own[2], above[2], far[2];
     own_max<0, kBlockN>(own, s);
+    const float2 saved = load_shared2(maxima);
+    const float before[2] = {saved.x, saved.y};
+    float max[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float before = minus[half], max = fmaxf(kUp - before, whole_row_max(own[half]) * to_log2);  // not NaN
-      above[half] = max == kMinusInf ? 0.f : kUp - max;
-      factor[half] = is_nan(before) ? 0.f : exp2_fast(above[half] - before);
+      max[half] = fmaxf(before[half], whole_row_max(own[half]));
+      factor[half] = before[half] == kMinusInf ? 0.f : exp2_fast((before[half] - max[half]) * to_log2);
       row_sum[half] *= factor[half];
-      minus[half] = max == kMinusInf ? std::numeric_limits<float>::quiet_NaN() : above[half];
+      const bool has_keys = max[half] != kMinusInf, is_far = has_keys && fabsf(max[half] * to_log2) > kFar;
+      far[half] = is_far ? max[half] : 0.f;
+      above[half] = has_keys && !is_far ? kUp - max[half] * to_log2 : kUp;
+      minus[half] = has_keys && !is_far ? above[half] : std::numeric_limits<float>::quiet_NaN();
+    }
+    store_shared(maxima, max[0], max[1]);
+    if (__any_sync(~0u, far[0] != 0.f || far[1] != 0.f)) {
+#pragma unroll
+      for (int i = 0; i < kBlockN / 2; ++i) s[i] -= far[i / 2 % 2];
     }
     exponentiate(s, above);
   }
@@ -117,6 +142,7 @@ struct Fp8Softmax {
       row_sum[half] *= factor[half];
       sum[half] *= factor[half];
     }
+    store_shared(maxima, (kUp - minus[0]) / to_log2, (kUp - minus[1]) / to_log2);
 #pragma unroll
     for (int i = 0; i < kBlockN / 2; ++i) p[i] *= factor[i / 2 % 2];
   }
@@ -127,7 +153,11 @@ struct Fp8Softmax {
 
   // In units of 1.
   __device__ __forceinline__ float total(int half) const { return sum_of_quad(row_sum[half]) / (1 << kUp); }
-  __device__ __forceinline__ float natural_max(int half, float) const { return (kUp - minus[half]) * kLn2Float; }
+  // factor: of a score, as it was for this row.
+  __device__ __forceinline__ float natural_max(int half, float factor) const {
+    const float2 max = load_shared2(maxima);
+    return (half == 0 ? max.x : max.y) * factor;
+  }
 };
 
 // O beyond the last tiles of keys. wgmma adds products of e4m3 up with 13 bits behind the point, so each kTiles of them
@@ -139,6 +169,11 @@ struct SumOfO {
 
   __device__ __forceinline__ explicit SumOfO(uint32_t sums) : words(of_warp(sums) + threadIdx.x % 32 * 16) {}
 
+  // Of a thread, behind its words: maxima of Fp8Softmax.
+  static __device__ __forceinline__ uint32_t behind(uint32_t sums) {
+    return of_warp(sums) + kRegisters * 128 + threadIdx.x % 32 * 8;
+  }
+  static_assert(kRegisters * 128 + 32 * 8 <= sum_bytes(kHeadDim));
   // Of this warp; its out goes through it, too.
   static __device__ __forceinline__ uint32_t of_warp(uint32_t sums) {
     return sums + (threadIdx.x / 32 - 4) * sum_bytes(kHeadDim);

@@ -130,7 +130,7 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
   float o_acc[Traits::kORegisters], s_acc[kBlockN / 2];
   uint32_t p_frag[Traits::kPRegisters];
   [[maybe_unused]] typename Traits::Sum sum(rings.sums);
-  typename Traits::Softmax softmax(params.to_log2);
+  typename Traits::Softmax softmax = make_softmax<Traits>(params, rings);
   Work work;
   [[maybe_unused]] float slope = 0.f;   // of the work's head
   int top_n = 0;                        // this warpgroup sees no key of tiles from here on
@@ -155,7 +155,7 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
     barrier_wait(rings.works.full(w.stage), w.phase);
     load_shared(work, rings.works.tile(w.stage));
     w.advance();
-    if constexpr (Traits::kFp8) softmax.to_log2 = work.to_log2;
+    if constexpr (Traits::kFp8) softmax.to_log2 = fabsf(work.to_log2);
     if constexpr (Traits::kScored) {
       if (work.any()) slope = params.scores.alibi.of(work.head, work.b0, work.b1);
     }
@@ -177,10 +177,12 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
   };
   const auto multiply_s_again = [&](int n) {
     multiply_again<Traits>(s_acc, rings.q.tile(q_index()), rings.k.tile(k.stage), warp_row);
+    if constexpr (Traits::kFp8) negate_scores(s_acc, work.to_log2);
     mask(n);
   };
   // S of the tile n is there.
   const auto after_s = [&](int n) {
+    if constexpr (Traits::kFp8) negate_scores(s_acc, work.to_log2);
     if constexpr (Traits::kScored) {
       const int row = consumer * 64 + warp_row, first = work.first_query + row + lane / 4 - lane % 4 * 2;
       take_scores<T, kBlockN, (kHeadDim <= 128), typename Traits::Function>(

@@ -93,6 +93,7 @@ struct alignas(16) PackedWork {
 
   __device__ __forceinline__ const TileBand& band_of(const ForwardParams&) const { return band; }
   __device__ __forceinline__ int diagonal_of(const ForwardParams&) const { return diagonal; }
+  __device__ __forceinline__ float scale_of(const ForwardParams& params) const { return params.scale; }
   __device__ __forceinline__ int batch(const ForwardParams&) const { return b0; }
   __device__ __forceinline__ int flat_head(const ForwardParams& params) const { return b0 * params.heads_q + head; }
 

@@ -144,6 +144,16 @@ __device__ __forceinline__ void multiply_again(float (&s_acc)[Traits::kBlockN / 
   }
 }
 
+template <class Traits>
+__device__ __forceinline__ typename Traits::Softmax make_softmax(const typename Traits::Params& params,
+                                                                 const typename Traits::Rings& rings) {
+  if constexpr (Traits::kFp8) {
+    return typename Traits::Softmax(Traits::Sum::behind(rings.sums));
+  } else {
+    return typename Traits::Softmax(params.to_log2);
+  }
+}
+
 // P, packed, in columns [kFirst, kLast).
 template <class Traits, int kFirst, int kLast>
 __device__ __forceinline__ void pack_p(uint32_t (&p_frag)[Traits::kPRegisters],
@@ -272,7 +282,7 @@ __device__ __forceinline__ void store_rows(float (&o_sums)[Traits::kORegisters],
     const float of_keys = softmax.total(half);
     float sum = of_keys, keys = dropout_of(params).scale;
     const auto at = place(half);
-    float max = sum == 0.f ? kMinusInf : softmax.natural_max(half, params.scale);
+    float max = sum == 0.f ? kMinusInf : softmax.natural_max(half, done.scale_of(params));
     if (params.sinks.data != nullptr && !is_part && at.exists) {
       const SinkView& sinks = params.sinks;
       const int64_t of_batch = done.b0 * sinks.b0 + done.b1 * sinks.b1;

@@ -150,6 +150,7 @@ struct alignas(16) Work {
   __device__ __forceinline__ int diagonal_of(const Params& params) const {
     return params.scores.alibi.offset;
   }
+  __device__ __forceinline__ float scale_of(const ForwardParams& params) const { return params.scale; }
   __device__ __forceinline__ int batch(const ForwardParams& params) const { return b1 * params.inner_batch + b0; }
   // Of all batch elements' heads, which the bits of dropout are of.
   __device__ __forceinline__ int flat_head(const ForwardParams& params) const {
