@@ -240,7 +240,6 @@ constexpr bool fits(int head_dim) {
   }
   return smem.works - smem.scores >= largest;
 }
-constexpr int kFp8HeadDim = 128;  // NOTE: beyond it two sums of P V have no registers beside S
 static_assert(forward_smem(forward_shape(64, Tiles::kFp8), 64, kFp8WorkBytes).total <= kSharedMemoryLimit);
 static_assert(forward_smem(forward_shape(128, Tiles::kFp8), 128, kFp8WorkBytes).total <= kSharedMemoryLimit);
 static_assert(fits(64) && fits(96) && fits(128) && fits(192) && fits(256) && fits(384) && fits(512));

@@ -8,6 +8,7 @@
 // of instances comes from cmake/cuda_units.cmake.
 #include <algorithm>
 #include <span>
+#include <tuple>
 #include <utility>
 
 #include "core/kernel.h"
@@ -96,15 +97,17 @@ std::string refuses_views(const ForwardArgs& args, const BackwardArgs* backward)
 // TMA sees two numbers as one of 16 bits.
 std::string refuses_fp8_views(const ForwardArgs& args, const BackwardArgs*) {
   const Problem& problem = args.problem;
-  const auto is_odd = [&](const TensorView& view) {
-    int64_t all = view.head_stride | view.row_stride;
+  const auto is_odd = [&](const TensorView& view, int64_t heads, int64_t rows) {
+    int64_t all = (heads > 1 ? view.head_stride : 0) | (rows > 1 ? view.row_stride : 0);
     for (int i = 0; i < problem.batch_rank; ++i) all |= view.batch_stride[i];
     return all % 2 != 0;
   };
   ForwardArgs pairs = args;
-  for (const auto& [name, view] :
-       {std::pair{"query", &pairs.q}, std::pair{"key", &pairs.k}, std::pair{"value", &pairs.v}}) {
-    if (is_odd(*view)) return std::string(name) + " has a stride that is not a multiple of 16 bytes";
+  using Part = std::tuple<const char*, TensorView*, int64_t, int64_t>;
+  for (const auto& [name, view, heads, rows] :
+       {Part{"query", &pairs.q, problem.heads_q, problem.len_q}, Part{"key", &pairs.k, problem.heads_k, problem.len_k},
+        Part{"value", &pairs.v, problem.heads_v, problem.len_k}}) {
+    if (is_odd(*view, heads, rows)) return std::string(name) + " has a stride that is not a multiple of 16 bytes";
     *view = cuda::pairs_of(*view);
   }
   return refuses_views(pairs, nullptr);

@@ -19,7 +19,7 @@
 namespace flash_ext::sm90 {
 
 struct Fp8Params : ForwardParams {
-  SinkView q_descale, k_descale, v_descale;  // without data they are 1
+  HeadNumbers q_descale, k_descale, v_descale;  // without data they are 1
 };
 
 struct alignas(16) Fp8Work : Work {
@@ -31,7 +31,7 @@ struct alignas(16) Fp8Work : Work {
   static __device__ __forceinline__ Fp8Work at(const Fp8Params& params, Found linear) {
     Fp8Work work;
     static_cast<Work&>(work) = Work::at<Traits>(params, linear);
-    const auto descale = [&](const SinkView& view, int head) {
+    const auto descale = [&](const HeadNumbers& view, int head) {
       return view.data == nullptr ? 1.f : view.data[work.b0 * view.b0 + work.b1 * view.b1 + head * view.head];
     };
     const int head_k = work.head / params.group_k;

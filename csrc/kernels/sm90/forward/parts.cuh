@@ -284,7 +284,7 @@ __device__ __forceinline__ void store_rows(float (&o_sums)[Traits::kORegisters],
     const auto at = place(half);
     float max = sum == 0.f ? kMinusInf : softmax.natural_max(half, done.scale_of(params));
     if (params.sinks.data != nullptr && !is_part && at.exists) {
-      const SinkView& sinks = params.sinks;
+      const HeadNumbers& sinks = params.sinks;
       const int64_t of_batch = done.b0 * sinks.b0 + done.b1 * sinks.b1;
       const auto joined = with_sink(max, sum, sinks.data[of_batch + at.head * sinks.head + at.query * sinks.row]);
       max = joined.max;

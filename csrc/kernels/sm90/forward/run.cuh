@@ -102,7 +102,7 @@ void launch_forward(const ForwardArgs& args, const ForwardLaunch& how, void* wor
   params.scale = static_cast<float>(problem.scale);
   params.to_log2 = static_cast<float>(problem.scale * kLog2e);
   params.lse = static_cast<float*>(args.lse);
-  const auto of_heads = [&](const TensorView& view) -> SinkView {
+  const auto of_heads = [&](const TensorView& view) -> HeadNumbers {
     const auto stride = [&](int from_last) {
       const int dim = problem.batch_rank - 1 - from_last;
       return dim >= 0 ? view.batch_stride[dim] : 0;

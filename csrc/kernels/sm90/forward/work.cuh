@@ -31,8 +31,8 @@ struct SharedTiles {
   int queries;     // of a warpgroup
 };
 
-// Sinks of heads; without data there are none.
-struct SinkView {
+// A number of each head, a sink or a descale; without data there are none.
+struct HeadNumbers {
   const float* data;
   int64_t b0, b1, head, row;
 };
@@ -50,7 +50,7 @@ struct ForwardParams {
   int inner_batch;  // size of the last batch dimension
   float scale, to_log2;
   float* lse;         // null: not wanted
-  SinkView sinks;     // not of parts, which combine joins
+  HeadNumbers sinks;  // not of parts, which combine joins
   uint32_t* counter;  // of the tiles handed out beyond the first of each block; null: every grid-th is a block's
   Parts parts;        // of a shape that shares keys
 };
