@@ -90,24 +90,37 @@ def of_e4m3(descales: list[Tensor]) -> Callable[..., Any]:
     return call
 
 
-class RoughOut(torch.autograd.Function):
-    """(out, lse, rough) -> rough, whose backward sums up grad_out o rough where that of out sums up P o dP."""
+class Rough(torch.autograd.Function):
+    """(out, lse, out_rough, lse_rough) -> the rough ones, with gradients of a backward that reads those: P is
+    e^(s - lse_rough), and grad_out o out_rough is summed up where that of softmax sums up P o dP."""
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, lse: Tensor, rough: Tensor) -> Tensor:
-        ctx.save_for_backward(out, lse, rough)
-        return rough.clone()
+    def forward(ctx: Any, out: Tensor, lse: Tensor, out_rough: Tensor, lse_rough: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(out, lse, out_rough, lse_rough)
+        return out_rough.clone(), lse_rough.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        out, lse, rough = ctx.saved_tensors
-        more = (grad.double() * (rough.double() - out.double())).sum(-1)
-        return grad, -more.to(lse.dtype), None
+    def backward(ctx: Any, grad: Tensor, grad_lse: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        out, lse, out_rough, lse_rough = ctx.saved_tensors
+        factor = (lse - lse_rough).exp().nan_to_num(1.0).double()  # of P; rows without keys have none
+        more = (grad.double() * (out_rough.double() - out.double())).sum(-1)
+        return (grad * factor[..., None]).to(out.dtype), ((grad_lse - more) * factor).to(lse.dtype), None, None
 
 
-def eager(*, value: Tensor, rounded: bool = True, by_out: bool = False, **others: Any) -> Any:
+def product_in_13_bits(query: Tensor, key: Tensor) -> Tensor:
+    """query key^T as wgmma adds products of e4m3 up: 32 at a time, with what is there, cut off 13 bits behind the
+    point of the largest."""
+    total = torch.zeros(*query.shape[:-1], key.shape[-2], device=query.device)
+    for q, k in zip(query.float().split(32, -1), key.float().split(32, -1), strict=True):
+        terms = torch.cat([q[..., :, None, :] * k[..., None, :, :], total[..., None]], -1)
+        place = torch.exp2(terms.abs().amax(-1, keepdim=True).clamp_min(1e-30).log2().floor() - 13)
+        total = ((terms / place).trunc() * place).sum(-1)
+    return total
+
+
+def eager(*, value: Tensor, rounded: bool = True, by_forward: bool = False, **others: Any) -> Any:
     """Out with probabilities, before they are normalised, in e4m3; gradients as 16-bit eager attention has them, or as
-    a backward that reads such an out."""
+    a backward that reads such an out and the lse of such scores."""
     wants_lse = others.pop("return_lse", False)
     out, lse = reference.attention(value=value, rounded=rounded, return_lse=True, **others)
     with torch.no_grad():
@@ -120,7 +133,15 @@ def eager(*, value: Tensor, rounded: bool = True, by_out: bool = False, **others
         largest = p.amax(-1, keepdim=True).clamp_min(1e-30)
         wide = value.float().repeat_interleave(heads // value.shape[-3], -3)
         rough = ((p / largest).to(E4M3).float() @ wide * largest).to(value.dtype)
-    out = RoughOut.apply(out, lse, rough) if by_out else out + (rough - out).detach()
+        if by_forward:
+            query, key = others["query"], others["key"].repeat_interleave(heads // others["key"].shape[-3], -3)
+            score = product_in_13_bits(query, key) * others.get("scale", query.shape[-1] ** -0.5)
+            others |= {"query": torch.zeros_like(query), "bias": score}
+            lse_rough = reference.attention(value=every, return_lse=True, **others)[1].to(lse.dtype)
+    if by_forward:
+        out, lse = Rough.apply(out, lse, rough, lse_rough)
+    else:
+        out = out + (rough - out).detach()
     return (out, lse) if wants_lse else out
 
 
@@ -133,17 +154,17 @@ def rule(inputs: Inputs, descales: list[Tensor], options: dict[str, Any], **othe
 @pytest.mark.parametrize("dtype", HALF, ids=name_of)
 def test_rule(dtype: torch.dtype, case: str, device: str, backend: str) -> None:
     lengths, heads, options = CASES[case]
-    by_out = backend == "sm90"  # which has a kernel for e4m3
-    rule(*problem(lengths, heads, dtype, device), options, eager=functools.partial(eager, by_out=by_out))
+    by_forward = backend == "sm90" and "softcap" not in options  # where a kernel multiplies e4m3
+    rule(*problem(lengths, heads, dtype, device), options, eager=functools.partial(eager, by_forward=by_forward))
 
 
-@pytest.mark.parametrize("head_dims", [(128, 128), (16, 64), (80, 112), (96, 32), (12, 20), (192, 128)])
+@pytest.mark.parametrize("head_dims", [(128, 128), (256, 256), (16, 64), (80, 112), (96, 32), (12, 20), (192, 128)])
 def test_head_dims(head_dims: tuple[int, int], device: str, backend: str) -> None:
     problem_of = functools.partial(problem, (130, 400), (4, 2, 1), torch.bfloat16, device, head_dims=head_dims)
     rule(*problem_of(), {"causal": True, "align": "bottom_right"}, backward=False)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_many_keys(head_dim: int, device: str, backend: str) -> None:
     """So many tiles of keys that sums of e4m3 leave the tensor core's accumulators more than once."""
     parts = problem((70, 4100), (2, 1, 1), torch.bfloat16, device, head_dims=(head_dim, head_dim))

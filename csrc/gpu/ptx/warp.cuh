@@ -46,6 +46,13 @@ __device__ __forceinline__ T no_hoist(T x) {
   return x;
 }
 
+// threadIdx.x, read once more: no register keeps it until then.
+__device__ __forceinline__ uint32_t thread_index_again() {
+  uint32_t result;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(result));
+  return result;
+}
+
 // x in a lane that is alone, from here on. NOTE: ptxas keeps such a lane's numbers in uniform registers, and moves the
 // answer of an atomic there right behind the request, which waits for it; what goes through a shuffle it leaves where
 // it came until then.

@@ -82,7 +82,8 @@ enum class Tiles : uint8_t {
 constexpr ForwardShape forward_shape(int head_dim, Tiles tiles) {
   if (tiles == Tiles::kFp8) {
     if (head_dim <= 64) return {3, 128, 3, 2, Schedule::kOverlap, kSpeculates, false, false, true};
-    return {2, 192, 2, 1, Schedule::kPingPong, kSpeculates, false, false, true};
+    if (head_dim <= 128) return {2, 192, 2, 1, Schedule::kPingPong, kSpeculates, false, false, true};
+    return {2, 128, 2, 1, Schedule::kPingPong, kSpeculates, false, false, true};
   }
   if (head_dim > 384) {  // NOTE: a second stage of 64 keys does not fit beside 128 queries
     return tiles == Tiles::kScored ? ForwardShape{2, 32, 1, 1, Schedule::kOverlap, 32, false, true}
@@ -197,12 +198,24 @@ inline ForwardOrder forward_order(const Problem& problem, int block_m, int multi
 }
 
 struct ForwardSmem {
-  int q = 0, k = 0, v = 0, scores = 0, sums = 0, works = 0, barriers = 0;  // offsets
-  int total = 0;                                                           // and what it takes to align the first tile
+  int q = 0, k = 0, v = 0, scores = 0, sums = 0, rows = 0, works = 0, barriers = 0;  // offsets
+  int total = 0;  // and what it takes to align the first tile
 };
 
-// O in float, of a warp and of e4m3: a multiple of 1024 bytes, because out goes through it, too.
-constexpr int sum_bytes(int head_dim) { return ((value_dim(head_dim) + kOnesRows) * 16 * 4 + 1023) / 1024 * 1024; }
+// Of e4m3, where O of the tiles before these is (forward/fp8.cuh): in shared memory, of which a warp has a multiple of
+// 1024 bytes, because out goes through it, too; above head dim 128 in scratch, of each block.
+constexpr bool sum_is_shared(int head_dim) { return head_dim <= 128; }
+constexpr int tiles_of_sum(int head_dim) { return sum_is_shared(head_dim) ? 8 : 16; }
+constexpr int sum_registers(int head_dim) { return (value_dim(head_dim) + kOnesRows) / 2; }
+constexpr int sum_bytes(int head_dim) {  // of a warp
+  return sum_is_shared(head_dim) ? (sum_registers(head_dim) * 32 * 4 + 1023) / 1024 * 1024 : 0;
+}
+// What a thread has in shared memory for each of its two rows (forward/fp8.cuh's RowNumbers).
+constexpr int row_numbers(int head_dim) { return sum_is_shared(head_dim) ? 2 : 3; }
+inline int64_t sum_scratch_bytes(const Problem& problem, ForwardShape shape, int head_dim, int64_t grid) {
+  const bool is_needed = !sum_is_shared(head_dim) && problem.len_k > tiles_of_sum(head_dim) * shape.block_n;
+  return is_needed ? grid * shape.block_m() * 2 * sum_registers(head_dim) * 4 : 0;
+}
 
 constexpr int kSharedMemoryLimit = 227 * 1024;  // of one block on 9.0
 constexpr int kWorks = 2;                       // of the tiles that the producer has published
@@ -220,7 +233,8 @@ constexpr ForwardSmem forward_smem(ForwardShape shape, int head_dim, int work_by
   smem.scores = smem.v + shape.stages * tile_bytes(shape.value_rows(head_dim), shape.value_columns(head_dim));
   const int left = kSharedMemoryLimit - kTileAlign - smem.scores - small;
   smem.sums = smem.scores + (shape.scored ? left / 16 * 16 : 0);
-  smem.works = smem.sums + (shape.fp8 ? shape.consumers * 4 * sum_bytes(head_dim) : 0);
+  smem.rows = smem.sums + (shape.fp8 ? shape.consumers * 4 * sum_bytes(head_dim) : 0);
+  smem.works = smem.rows + (shape.fp8 ? shape.block_m() * 2 * row_numbers(head_dim) * 8 : 0);
   smem.barriers = smem.works + kWorks * work_bytes;
   smem.total = smem.works + small + kTileAlign;
   return smem;
@@ -242,6 +256,7 @@ constexpr bool fits(int head_dim) {
 }
 static_assert(forward_smem(forward_shape(64, Tiles::kFp8), 64, kFp8WorkBytes).total <= kSharedMemoryLimit);
 static_assert(forward_smem(forward_shape(128, Tiles::kFp8), 128, kFp8WorkBytes).total <= kSharedMemoryLimit);
+static_assert(forward_smem(forward_shape(256, Tiles::kFp8), 256, kFp8WorkBytes).total <= kSharedMemoryLimit);
 static_assert(fits(64) && fits(96) && fits(128) && fits(192) && fits(256) && fits(384) && fits(512));
 
 }  // namespace flash_ext::sm90

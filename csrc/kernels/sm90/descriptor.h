@@ -49,6 +49,8 @@ FLASH_DEVICE constexpr uint64_t mn_major(uint32_t address, int rows) {
 FLASH_DEVICE constexpr uint64_t k_major_step(int rows, int k) {
   return static_cast<uint64_t>((k * 16 / kPanelCols * panel_size(rows) + k * 16 % kPanelCols * 2) >> 4);
 }
+// And for rows, a multiple of 8, of a K-major tile of at least as many.
+FLASH_DEVICE constexpr uint64_t k_major_rows(int rows) { return static_cast<uint64_t>(rows * kPanelBytes >> 4); }
 FLASH_DEVICE constexpr uint64_t mn_major_step(int k) { return static_cast<uint64_t>(k * 16 * kPanelBytes >> 4); }
 
 }  // namespace flash_ext::sm90

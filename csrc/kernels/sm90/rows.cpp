@@ -179,7 +179,10 @@ Plan plan_forward(const Problem& problem, const DeviceInfo& device) {
   plan.use("out of all tiles", smem.works - smem.sums);
   plan.use("barriers and alignment", smem.total - smem.works);
   plan.scratch_bytes = order.counted ? kCounterBytes : split_scratch_bytes(problem, splits);
-  if (problem.fp8) plan.scratch_bytes = kCounterBytes + cuda::transposed_bytes(problem);
+  if (problem.fp8) {
+    plan.scratch_bytes =
+        kCounterBytes + cuda::transposed_bytes(problem) + sum_scratch_bytes(problem, shape, head_dim, order.grid);
+  }
   if (problem.packed) {
     plan.scratch_bytes = kCounterBytes + cuda::packed_tiles_bytes(problem, cuda::TilesOf::kQueries, shape.block_m());
   }

@@ -102,20 +102,21 @@ struct RowStats {
     return raised;
   }
 
-  // S becomes P in columns [kFirst, kLast).
-  template <int kFirst, int kLast, int kCount>
+  // S becomes P in columns [kFirst, kLast). kSums: that are added up side by side.
+  template <int kFirst, int kLast, int kSums = 1, int kCount>
   __device__ __forceinline__ float exponentiate(float (&s)[kCount], int half, float minus) const {
-    float sum = 0.f;
+    float sums[kSums] = {};
 #pragma unroll
     for (int n = kFirst / 8; n < kLast / 8; ++n) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         float& x = s[4 * n + 2 * half + i];
         x = exp2_fast(fmaf(x, to_log2, minus));
-        sum += x;
+        sums[i % kSums] += x;
       }
     }
-    return sum;
+    if constexpr (kSums == 2) sums[0] += sums[1];
+    return sums[0];
   }
 
   // Of a row, in natural units of the score.
@@ -196,7 +197,9 @@ struct RowSoftmax : RowStats {
 // kMost: what a thread's sum may reach. T holds it (fp16 65,504), and O does for V up to 2^80. NOTE: the larger, the
 // seldomer it is met; but where one key has nearly all of a row's weight, its P is 1, and out that key's value without
 // a rounding, only if the maximum is that key's.
-template <class T>
+//
+// kSums: of each row, side by side. NOTE: one after the other they wait for each other, 2 to 4 % at head dim 96.
+template <class T, int kSums>
 struct SpeculativeSoftmax : RowStats {
   static constexpr float kMost = std::is_same_v<T, __half> ? 0x1p15f : 0x1p32f, kLost = 0x1p120f;
   float minus[2] = {};
@@ -210,7 +213,7 @@ struct SpeculativeSoftmax : RowStats {
   template <int kCount>
   __device__ __forceinline__ void exponentiate(float (&s)[kCount]) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) sum[half] = RowStats::exponentiate<0, 2 * kCount>(s, half, minus[half]);
+    for (int half = 0; half < 2; ++half) sum[half] = RowStats::exponentiate<0, 2 * kCount, kSums>(s, half, minus[half]);
   }
 
   // The same with maxima.

@@ -18,9 +18,11 @@ Results run_fp8(const Case& c, ForwardArgs args, std::vector<float>& workspace) 
   using sm90::Tiles;
   Problem& problem = args.problem;
   problem.dtype = kOut;
-  const sm90::ForwardOrder order =
-      sm90::forward_order(problem, sm90::forward_shape(kHeadDim, Tiles::kFp8).block_m(), c.multiprocessors);
-  workspace.assign((sm90::kCounterBytes + cuda::transposed_bytes(problem)) / 4 + 64, std::nanf(""));
+  constexpr sm90::ForwardShape kShape = sm90::forward_shape(kHeadDim, Tiles::kFp8);
+  const sm90::ForwardOrder order = sm90::forward_order(problem, kShape.block_m(), c.multiprocessors);
+  const int64_t bytes = sm90::kCounterBytes + cuda::transposed_bytes(problem) +
+                        sm90::sum_scratch_bytes(problem, kShape, kHeadDim, order.grid);
+  workspace.assign(bytes / 4 + 64, std::nanf(""));
   void* const scratch = reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(workspace.data()) + 127) / 128 * 128);
   Matrices<T> out(c.batch * c.heads_q, c.len_q, problem.head_dim_v, c.layout);
   Matrices<float> lse(c.batch * c.heads_q, c.len_q, 1, Layout::kHeadsFirst);
@@ -115,6 +117,8 @@ void check_fp8(const Fp8Case& c) {
   };
   if (c.head_dim == 64) {
     compare(run_fp8<DType::kBFloat16, 64>(c, args, workspace));
+  } else if (c.head_dim == 256) {
+    compare(run_fp8<DType::kBFloat16, 256>(c, args, workspace));
   } else {
     compare(run_fp8<DType::kFloat16, 128>(c, args, workspace));
   }
@@ -123,6 +127,7 @@ void check_fp8(const Fp8Case& c) {
 const Fp8Case kCases[] = {
     {{.name = "plain_64", .head_dim = 64, .len_q = 150, .len_k = 400}, 0},
     {{.name = "plain_128", .head_dim = 128, .len_q = 150, .len_k = 400}, 0},
+    {{.name = "plain_256", .head_dim = 256, .len_q = 150, .len_k = 400}, 0},
     {{.name = "causal_and_grouped",
       .head_dim = 128,
       .len_q = 300,
@@ -158,11 +163,25 @@ const Fp8Case kCases[] = {
       .sinks = true},
      1},
     {{.name = "rising", .head_dim = 128, .len_q = 140, .len_k = 700, .rise = 100}, 0},
+    {{.name = "rising_256", .head_dim = 256, .len_q = 140, .len_k = 700, .rise = 100}, -1},
     {{.name = "rising_64", .head_dim = 64, .len_q = 140, .len_k = 700, .rise = 100}, 1},
     {{.name = "far", .head_dim = 128, .len_q = 140, .len_k = 300, .rise = 400}, 32},
     // So many tiles that O is added up in shared memory, twice at head dim 128.
     {{.name = "long", .head_dim = 128, .len_q = 70, .len_k = 3500, .rise = 3}, 0.7},
     {{.name = "long_64", .head_dim = 64, .len_q = 100, .len_k = 1300, .rise = 40}, 1},
+    // In scratch, of each block's own.
+    {{.name = "long_256",
+      .head_dim = 256,
+      .len_q = 260,
+      .len_k = 4400,
+      .heads_q = 2,
+      .heads_k = 1,
+      .heads_v = 1,
+      .causal = true,
+      .bottom_right = true,
+      .rise = 30,
+      .multiprocessors = 2},
+     0.7},
     {{.name = "long_and_causal",
       .head_dim = 128,
       .len_q = 130,
@@ -175,6 +194,16 @@ const Fp8Case kCases[] = {
     {{.name = "very_far_64", .head_dim = 64, .len_q = 140, .len_k = 700, .rise = 400}, 0x1p26},
     {{.name = "no_score", .head_dim = 128, .len_q = 140, .len_k = 300, .causal = true}, 0x1p-149},
     {{.name = "columns", .head_dim = 128, .len_q = 70, .len_k = 131, .d = 80, .d_v = 112}, 1},
+    {{.name = "columns_256",
+      .head_dim = 256,
+      .len_q = 140,
+      .len_k = 200,
+      .d = 144,
+      .d_v = 240,
+      .causal = true,
+      .sinks = true,
+      .layout = Layout::kRowsFirst},
+     1},
     {{.name = "columns_64", .head_dim = 64, .len_q = 70, .len_k = 200, .d = 16, .d_v = 48}, 1},
 };
 

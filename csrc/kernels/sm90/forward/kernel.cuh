@@ -129,7 +129,7 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
   [[maybe_unused]] ScoreState c(params);
   float o_acc[Traits::kORegisters], s_acc[kBlockN / 2];
   uint32_t p_frag[Traits::kPRegisters];
-  [[maybe_unused]] typename Traits::Sum sum(rings.sums);
+  [[maybe_unused]] const typename Traits::Sum sum = make_sum<Traits>(params, rings);
   typename Traits::Softmax softmax = make_softmax<Traits>(params, rings);
   Work work;
   [[maybe_unused]] float slope = 0.f;   // of the work's head
@@ -219,7 +219,7 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
       bulk_wait_read();
       barrier_arrive(rings.q.empty(index));
     }
-    if constexpr (Traits::kFp8) {
+    if constexpr (Traits::kStagedInSum) {
       if (lane == 0) bulk_wait_read();
       __syncwarp();
     }
@@ -335,11 +335,11 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
         scale_rows<2 * Traits::kORegisters>(o_acc, factor);
         if constexpr (Traits::kFp8) sum.scale(factor, top_n - 2 - n);
       }
-      if constexpr (Traits::kFp8) sum.take(o_acc, top_n - 1 - n);
       if (Traits::kSpeculative) hand_back_k(n);
       fence_registers(p_frag);
       release(rings.v, v);
       end_p<Traits>(softmax, s_acc, p_frag);
+      if constexpr (Traits::kFp8) sum.take(o_acc, top_n - 1 - n);
       drop_p(n);
     }
     // The last O of this tile and the first S of the next; out leaves under that S.

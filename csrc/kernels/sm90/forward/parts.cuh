@@ -13,9 +13,7 @@
 namespace flash_ext::sm90 {
 
 // In the place of fp8.cuh's SumOfO.
-struct NoSum {
-  __device__ __forceinline__ explicit NoSum(uint32_t) {}
-};
+struct NoSum {};
 
 // Work_: what the producer hands over of each tile.
 template <class T_, int kHeadDim_, ForwardShape kShape_, class Work_, class Params_>
@@ -40,12 +38,16 @@ struct TraitsOfWork {
   static constexpr int kQBytes = tile_bytes(64, kCols), kKBytes = tile_bytes(kBlockN, kCols);
   static constexpr int kVBytes = tile_bytes(kValueRows, kValueCols);
   static constexpr int kQTiles = kShape.q_stages * kConsumers;
-  static constexpr bool kStaged = kShape.q_stages > 1 && !kFp8;  // out goes through Q's stage; of e4m3, SumOfO's place
+  static constexpr bool kStaged = kShape.q_stages > 1 && !kFp8;          // out goes through Q's stage
+  static constexpr bool kStagedInSum = kFp8 && sum_is_shared(kHeadDim);  // or SumOfO's place
   static constexpr bool kScored = kShape.scored;
   static constexpr bool kHasLimit = !kScored || kHeadDim <= 128;  // NOTE: else 4 to 8 bytes were spilled
   static constexpr bool kSpeculative = kShape.split == kSpeculates;
-  using Softmax = std::conditional_t<kSpeculative, SpeculativeSoftmax<T>, RowSoftmax<kHasLimit>>;
-  using Function = void;  // in the place of the softcap, see cap_or_call
+  // NOTE: at head dim 64 two were 0.5 % slower.
+  static constexpr int kSumsOfRow = kHeadDim > 64 ? 2 : 1;
+  using Softmax = std::conditional_t<kSpeculative, SpeculativeSoftmax<T, kSumsOfRow>, RowSoftmax<kHasLimit>>;
+  static constexpr bool kAddsEarly = false;  // a tile's sums are a row's before O is there
+  using Function = void;                     // in the place of the softcap, see cap_or_call
   using Sum = NoSum;
   using QState = RingState<kShape.q_stages>;
   using KvState = RingState<kShape.stages>;
@@ -59,6 +61,7 @@ struct TraitsOfWork {
     Ring<sizeof(Work)> works;
     Ring<0> scores;  // its stages' size is a parameter
     uint32_t sums;   // of SumOfO
+    uint32_t rows;   // of fp8.cuh's RowNumbers
   };
   static __device__ __forceinline__ Rings rings(uint32_t base) {
     const uint32_t q = base + kSmem.barriers, k = q + kQTiles * 16, v = k + kShape.stages * 16;
@@ -68,7 +71,8 @@ struct TraitsOfWork {
             {base + kSmem.v, v},
             {base + kSmem.works, works},
             {base + kSmem.scores, works + kWorks * 16},
-            base + kSmem.sums};
+            base + kSmem.sums,
+            base + kSmem.rows};
   }
 };
 
@@ -107,9 +111,16 @@ __device__ __forceinline__ void issue_o(float (&o_acc)[Traits::kORegisters],
                                         const uint32_t (&p_frag)[Traits::kPRegisters], uint32_t v_tile) {
   if constexpr (Traits::kFp8) {
     const uint64_t v_desc = k_major(v_tile);
+    constexpr int kRows = Traits::kValueRows;
+    constexpr int kFirst = kRows > 256 ? 128 : 0, kLast = kRows - kFirst;  // a product has 256 columns at most
+    auto& last = reinterpret_cast<float(&)[kLast / 2]>(o_acc[kFirst / 2]);
 #pragma unroll
     for (int k = 0; k < Traits::kBlockN / 32; ++k) {
-      Wgmma<E4m3, Traits::kValueRows>::rs(o_acc, p_frag + 4 * k, v_desc + k_major_step(Traits::kValueRows, k), 1);
+      const uint64_t at = v_desc + k_major_step(kRows, k);
+      if constexpr (kFirst > 0) {
+        Wgmma<E4m3, kFirst>::rs(reinterpret_cast<float(&)[kFirst / 2]>(o_acc), p_frag + 4 * k, at, 1);
+      }
+      Wgmma<E4m3, kLast>::rs(last, p_frag + 4 * k, at + k_major_rows(kFirst), 1);
     }
   } else {
     const uint64_t v_desc = mn_major(v_tile, Traits::kBlockN);
@@ -148,9 +159,19 @@ template <class Traits>
 __device__ __forceinline__ typename Traits::Softmax make_softmax(const typename Traits::Params& params,
                                                                  const typename Traits::Rings& rings) {
   if constexpr (Traits::kFp8) {
-    return typename Traits::Softmax(Traits::Sum::behind(rings.sums));
+    return typename Traits::Softmax(rings.rows);
   } else {
     return typename Traits::Softmax(params.to_log2);
+  }
+}
+
+template <class Traits>
+__device__ __forceinline__ typename Traits::Sum make_sum(const typename Traits::Params& params,
+                                                         const typename Traits::Rings& rings) {
+  if constexpr (Traits::kFp8) {
+    return {rings.sums, params.sums, {rings.rows}};
+  } else {
+    return {};
   }
 }
 
@@ -201,7 +222,9 @@ __device__ __forceinline__ bool begin_p(typename Traits::Softmax& softmax, float
   if constexpr (Traits::kSpeculative) {
     if (softmax.wants_maxima()) return true;
     softmax.exponentiate(s_acc);
-    return softmax.exceeds(Traits::Softmax::kMost);
+    if (softmax.exceeds(Traits::Softmax::kMost)) return true;
+    if constexpr (Traits::kAddsEarly) softmax.add();
+    return false;
   } else {
     constexpr int kSplit = Traits::kShape.split, kBlockN = Traits::kBlockN;
     float own[2];
@@ -230,11 +253,14 @@ template <class Traits, class Again>
 __device__ __forceinline__ void mend_p(typename Traits::Softmax& softmax, float (&s_acc)[Traits::kBlockN / 2],
                                        float (&factor)[2], const Again& again) {
   if constexpr (Traits::kSpeculative) {
-    if (!softmax.wants_maxima()) {
-      if (!softmax.exceeds(Traits::Softmax::kLost)) return softmax.lower(factor, s_acc);
-      again();
+    const bool has_p = !softmax.wants_maxima();
+    if (has_p && !softmax.exceeds(Traits::Softmax::kLost)) {
+      softmax.lower(factor, s_acc);
+    } else {
+      if (has_p) again();
+      softmax.raise(factor, s_acc);
     }
-    softmax.raise(factor, s_acc);
+    if constexpr (Traits::kAddsEarly) softmax.add();
   }
 }
 
@@ -243,7 +269,7 @@ template <class Traits>
 __device__ __forceinline__ void end_p(typename Traits::Softmax& softmax, float (&s_acc)[Traits::kBlockN / 2],
                                       uint32_t (&p_frag)[Traits::kPRegisters]) {
   constexpr int kBlockN = Traits::kBlockN, kSplit = Traits::kSpeculative ? kBlockN : Traits::kShape.split;
-  if constexpr (Traits::kSpeculative) softmax.add();
+  if constexpr (Traits::kSpeculative && !Traits::kAddsEarly) softmax.add();
   pack_p<Traits, 0, kSplit>(p_frag, s_acc);
   if constexpr (kSplit < kBlockN) {
     softmax.template exponentiate<kSplit, kBlockN>(s_acc);
@@ -307,7 +333,7 @@ __device__ __forceinline__ void store_rows(float (&o_sums)[Traits::kORegisters],
     named_barrier_sync(own_barrier<Traits> + consumer, 128);
     const auto [map, at] = done.out_box(params, {done.head, row, true});
     stage_out<typename Traits::T, kValueDim>(o_acc, rings.q.tile(stage), warp_row, map.map, at);
-  } else if constexpr (Traits::kFp8) {
+  } else if constexpr (Traits::kStagedInSum) {
     const auto [map, at] = done.out_box(params, {done.head, row, true});
     const uint32_t tile = Traits::Sum::of_warp(rings.sums);
     stage_out<typename Traits::T, kValueDim, 16>(o_acc, tile, 0, map.map, at);

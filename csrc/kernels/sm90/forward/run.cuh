@@ -58,7 +58,7 @@ inline TensorView transposed_view(const Problem& problem, void* data) {
 }
 
 // workspace: the counter where the order is counted, the parts where keys are split; behind a counter's place the list
-// of packed sequences, or the values of e4m3, transposed.
+// of packed sequences, or the values of e4m3, transposed, and SumOfO's numbers.
 template <class Traits>
 void launch_forward(const ForwardArgs& args, const ForwardLaunch& how, void* workspace) {
   const Problem& problem = args.problem;
@@ -115,6 +115,7 @@ void launch_forward(const ForwardArgs& args, const ForwardLaunch& how, void* wor
     params.q_descale = of_heads(args.q_descale);
     params.k_descale = of_heads(args.k_descale);
     params.v_descale = of_heads(args.v_descale);
+    params.sums = reinterpret_cast<float*>(static_cast<char*>(values) + cuda::transposed_bytes(problem));
     cuda::transpose_values(args, values);
   }
   if constexpr (Traits::kScored) {

@@ -148,6 +148,7 @@ void to_shared(uint32_t address, const T& value) {
   std::memcpy(emulated::aligned(address, std::min<int>(sizeof(T), 16)), &value, sizeof(T));
 }
 
+inline uint32_t thread_index_again() { return threadIdx.x; }
 inline bool elect_one() { return emulated::lane() == 0; }
 inline uint32_t from_here(uint32_t x) { return x; }
 inline int uniform(int x) {
