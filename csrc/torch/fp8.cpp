@@ -125,8 +125,10 @@ Tensor factor(const Inputs& in, const Part& part) {
 Inputs dequantised(const Inputs& in, const Options& options) {
   Inputs result = in;
   for (const Part& part : kParts) {
-    const Tensor wide = (in.*part.tensor).to(at::kFloat), descale = factor(in, part);
-    result.*part.tensor = (descale.defined() ? wide * descale : wide).to(result_type(in, options));
+    Tensor& tensor = result.*part.tensor;
+    tensor = tensor.to(result_type(in, options));  // exact
+    // NOTE: in float and rounded once, in place: 7 bytes a number instead of 19 in a tensor of float.
+    if (const Tensor descale = factor(in, part); descale.defined()) tensor.mul_(descale);
     result.*part.descale = Tensor();
   }
   return result;
