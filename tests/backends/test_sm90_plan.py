@@ -225,6 +225,17 @@ def test_few_keys_have_smaller_tiles() -> None:
     assert tile(1024, 256) == tile(16384, 256)
 
 
+def test_narrow_values_have_tiles_of_more_keys() -> None:
+    def tile(head_dim: int, head_dim_v: int, **options: Any) -> tuple[int, int]:
+        q, v = half(2, 16, 4096, head_dim), half(2, 16, 4096, head_dim_v)
+        forward = explain(q, q, value=v, **options).forward
+        assert forward.kernel == "sm90.forward" and forward.on_chip_bytes <= forward.on_chip_limit
+        return forward.block_m, forward.block_n
+
+    assert tile(192, 128) == tile(136, 8) == tile(192, 128, batch_invariant=True) == (128, 128)
+    assert tile(192, 136) == tile(128, 192) == (128, 96)
+
+
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_keys_are_split_where_tiles_are_few(head_dim: int) -> None:
     def plan(batch: int, heads: int, queries: int, keys: int, **options: Any) -> tuple[int, int]:

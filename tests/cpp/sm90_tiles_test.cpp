@@ -106,7 +106,8 @@ TEST(Descriptor, StepsStayInTheAddressField) {
 
 TEST(Shapes, FitTheMultiprocessor) {
   for (const int head_dim : kHeadDims) {
-    for (const Tiles tiles : {Tiles::kLarge, Tiles::kSmall, Tiles::kSplit, Tiles::kScored}) {
+    for (const Tiles tiles : {Tiles::kLarge, Tiles::kSmall, Tiles::kSplit, Tiles::kScored, Tiles::kNarrow}) {
+      if (tiles == Tiles::kNarrow && head_dim != 192) continue;
       const ForwardShape shape = forward_shape(head_dim, tiles);
       const ForwardSmem smem = forward_smem(shape, head_dim);
       EXPECT_EQ(shape.block_n % 16, 0);

@@ -42,13 +42,15 @@ struct ForwardShape {
   bool shares_keys = false;  // the keys of a tile of queries may be several blocks', see forward/splits.h
   bool scored = false;       // with a bias or mask, which the producer's other three warps bring, slopes or dropout
   bool fp8 = false;          // Q, K and V of e4m3, see forward/fp8.cuh
+  int narrow = 0;            // columns of V, where they are fewer than those of Q and K; 0: as many
 
   constexpr int block_m() const { return consumers * 64; }
   // Of a row of Q and K, in numbers of 16 bits: two of e4m3 are one.
   constexpr int columns(int head_dim) const { return fp8 ? head_dim / 2 : head_dim; }
+  constexpr int values(int head_dim) const { return narrow > 0 ? narrow : value_dim(head_dim); }
   // The tile of V, of e4m3 transposed.
-  constexpr int value_rows(int head_dim) const { return fp8 ? value_dim(head_dim) + kOnesRows : block_n; }
-  constexpr int value_columns(int head_dim) const { return fp8 ? block_n / 2 : value_dim(head_dim); }
+  constexpr int value_rows(int head_dim) const { return fp8 ? values(head_dim) + kOnesRows : block_n; }
+  constexpr int value_columns(int head_dim) const { return fp8 ? block_n / 2 : values(head_dim); }
   // Registers of P packed, of a thread.
   constexpr int p_registers() const { return block_n / (fp8 ? 8 : 4); }
   constexpr int threads() const { return (consumers + 1) * 128; }
@@ -75,6 +77,7 @@ enum class Tiles : uint8_t {
   kSplit,   // few queries: small tiles and deep rings, because loads of K and V take the time, and one more axis: keys
   kScored,  // with a bias, mask, slopes or dropout (scores.cuh): what hides the longer softmax best is a third
             // consumer, where registers allow it
+  kNarrow,  // values of at most 128 columns beside keys of 129 to 192, as kLarge otherwise
   kFp8,
 };
 
@@ -85,6 +88,7 @@ constexpr ForwardShape forward_shape(int head_dim, Tiles tiles) {
     if (head_dim <= 128) return {2, 192, 2, 1, Schedule::kPingPong, kSpeculates, false, false, true};
     return {2, 128, 2, 1, Schedule::kPingPong, kSpeculates, false, false, true};
   }
+  if (tiles == Tiles::kNarrow) return {2, 128, 2, 1, Schedule::kPingPong, kSpeculates, false, false, false, 128};
   if (head_dim > 384) {  // NOTE: a second stage of 64 keys does not fit beside 128 queries
     return tiles == Tiles::kScored ? ForwardShape{2, 32, 1, 1, Schedule::kOverlap, 32, false, true}
                                    : ForwardShape{2, 32, 2, 1, Schedule::kOverlap, 32};
@@ -113,6 +117,10 @@ constexpr ForwardShape forward_shape(int head_dim, Tiles tiles) {
   if (head_dim <= 128) return {3, 80, 2, 2, Schedule::kOverlap, 80};
   if (head_dim <= 192) return {2, 96, 2, 1, Schedule::kPingPong, 48};
   return {2, 64, 2, 1, Schedule::kPingPong, 32};
+}
+
+inline bool has_narrow_values(const Problem& problem, int head_dim) {
+  return head_dim == 192 && problem.head_dim_v <= 128;
 }
 
 inline bool is_scored(const Problem& problem) {
@@ -257,6 +265,7 @@ constexpr bool fits(int head_dim) {
 static_assert(forward_smem(forward_shape(64, Tiles::kFp8), 64, kFp8WorkBytes).total <= kSharedMemoryLimit);
 static_assert(forward_smem(forward_shape(128, Tiles::kFp8), 128, kFp8WorkBytes).total <= kSharedMemoryLimit);
 static_assert(forward_smem(forward_shape(256, Tiles::kFp8), 256, kFp8WorkBytes).total <= kSharedMemoryLimit);
+static_assert(forward_smem(forward_shape(192, Tiles::kNarrow), 192, kPackedWorkBytes).total <= kSharedMemoryLimit);
 static_assert(fits(64) && fits(96) && fits(128) && fits(192) && fits(256) && fits(384) && fits(512));
 
 }  // namespace flash_ext::sm90

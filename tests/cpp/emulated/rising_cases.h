@@ -31,6 +31,13 @@ const Case kRisingCases[] = {
      .window = 150,
      .forward_alone = true,
      .rise = 900},
+    {.name = "narrow_values_by_600",
+     .head_dim = 192,
+     .len_q = 160,
+     .len_k = 330,
+     .d_v = 128,
+     .forward_alone = true,
+     .rise = 600},
     {.name = "head_dim_128_by_600", .head_dim = 128, .len_q = 160, .len_k = 330, .forward_alone = true, .rise = 600},
 };
 

@@ -11,6 +11,7 @@
 #include "sink_cases.h"
 #include "sm90_functions.h"
 #include "sm90_large_head_dim_cases.h"
+#include "sm90_narrow_cases.h"
 #include "sm90_packed.h"
 #include "sm90_two_pass_cases.h"
 
@@ -263,6 +264,9 @@ INSTANTIATE_TEST_SUITE_P(Rising, Sm90Kernels, testing::ValuesIn(kRisingCases),
                          [](const auto& info) { return info.param.name; });
 
 INSTANTIATE_TEST_SUITE_P(LargeHeadDims, Sm90Kernels, testing::ValuesIn(kLargeHeadDims),
+                         [](const auto& info) { return info.param.name; });
+
+INSTANTIATE_TEST_SUITE_P(NarrowValues, Sm90Kernels, testing::ValuesIn(kNarrowValues),
                          [](const auto& info) { return info.param.name; });
 
 INSTANTIATE_TEST_SUITE_P(TwoPass, Sm90Kernels, testing::ValuesIn(kTwoPassCases),

@@ -86,6 +86,7 @@ const PackedCase kPackedForward[] = {
      kLong},
     {{.name = "window", .causal = true, .bottom_right = true, .window = 40, .multiprocessors = 2}, kLong},
     {{.name = "window_192", .head_dim = 192, .causal = true, .window = 60}, kLong},
+    {{.name = "narrow_values", .head_dim = 192, .d_v = 128, .causal = true, .multiprocessors = 2}, kLong},
     {{.name = "d_512", .head_dim = 512, .heads_q = 2, .causal = true, .multiprocessors = 2},
      {{70, 200, 4, 3}, {0, 20}}},
     {{.name = "scores",

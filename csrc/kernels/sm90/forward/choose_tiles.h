@@ -63,8 +63,8 @@ inline Problem mean_of_packed(const Problem& problem) {
   return mean;
 }
 
-// multiprocessors: 0 where unknown.
-inline TileChoice choose_tiles(const Problem& problem, int head_dim, int multiprocessors) {
+// As if V had as many columns as K.
+inline TileChoice choose_wide_tiles(const Problem& problem, int head_dim, int multiprocessors) {
   if (problem.fp8) return {Tiles::kFp8, {}};
   if (is_scored(problem)) return {Tiles::kScored, {}};
   if (problem.batch_invariant || head_dim > 256) return {Tiles::kLarge, {}};
@@ -176,6 +176,14 @@ inline TileChoice choose_tiles(const Problem& problem, int head_dim, int multipr
     consider(with_shared_tiles(problem, head_rows), {size, size}, tiles_of(range), head_rows, limit);
   }
   return best;
+}
+
+// multiprocessors: 0 where unknown.
+inline TileChoice choose_tiles(const Problem& problem, int head_dim, int multiprocessors) {
+  TileChoice choice = choose_wide_tiles(problem, head_dim, multiprocessors);
+  const bool is_dense = choice.tiles == Tiles::kLarge || choice.tiles == Tiles::kSmall;
+  if (is_dense && has_narrow_values(problem, head_dim)) choice.tiles = Tiles::kNarrow;
+  return choice;
 }
 
 }  // namespace flash_ext::sm90

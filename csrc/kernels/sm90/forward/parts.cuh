@@ -23,7 +23,7 @@ struct TraitsOfWork {
   using Params = Params_;
   static constexpr ForwardShape kShape = kShape_;
   static constexpr int kHeadDim = kHeadDim_, kBlockM = kShape.block_m(), kBlockN = kShape.block_n;
-  static constexpr int kValueDim = value_dim(kHeadDim), kConsumers = kShape.consumers;
+  static constexpr int kValueDim = kShape.values(kHeadDim), kConsumers = kShape.consumers;
   static constexpr bool kFp8 = kShape.fp8;
   using In = std::conditional_t<kFp8, E4m3, T>;  // of Q, K, P and V
   // Of the tiles: columns of Q and K, rows and columns of V.

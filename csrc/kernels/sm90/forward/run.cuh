@@ -189,6 +189,13 @@ void run_forward_fp8(const ForwardArgs& args, const ForwardLaunch& how, void* wo
 template <DType kDType, int kHeadDim>
 void run_forward(const ForwardArgs& args, const ForwardLaunch& how, void* workspace) {
   using T = std::conditional_t<kDType == DType::kFloat16, __half, __nv_bfloat16>;
+  if constexpr (kHeadDim == 192) {
+    if (how.tiles == Tiles::kNarrow) {
+      constexpr ForwardShape kNarrow = forward_shape(kHeadDim, Tiles::kNarrow);
+      if (args.problem.packed) return launch_forward<PackedTraits<T, kHeadDim, kNarrow>>(args, how, workspace);
+      return launch_forward<ForwardTraits<T, kHeadDim, kNarrow>>(args, how, workspace);
+    }
+  }
   constexpr ForwardShape kSmall = forward_shape(kHeadDim, Tiles::kSmall),
                          kLarge = forward_shape(kHeadDim, Tiles::kLarge),
                          kSplit = forward_shape(kHeadDim, Tiles::kSplit);
