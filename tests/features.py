@@ -257,7 +257,7 @@ TOGETHER: tuple[tuple[str, ...], ...] = (
     ("grouped keys", "mask", "bias gradient", "slopes gradient", "softcap", "dropout", "deterministic", "lse"),
 )
 
-WIDTHS = ("64", "33", "40", "96", "128", "192", "256")  # each has kernels of its own on some backend
+WIDTHS = ("64", "33", "40", "96", "128", "192", "192 and 128", "256")  # each has kernels of its own on some backend
 
 
 @cache
