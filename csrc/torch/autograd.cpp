@@ -36,6 +36,7 @@ Options resolve(Options options) {
 
 ForwardResult differentiable(const Inputs& in, const Tensor& rng_state, const Options& options) {
   if (fp8::has(in)) {
+    check_call<c10::SymInt>(in, options);
     fp8::check_no_gradient(in);
     fp8::check_not_recorded(in, "a tangent (forward-mode AD)");
     return differentiable(fp8::dequantised(in, options), rng_state, options);
@@ -104,7 +105,10 @@ Gradients attention_backward_autograd(c10::DispatchKeySet keys, const Tensor& gr
   using torch::autograd::isFwGradDefined;
   if (isFwGradDefined(grad_out) || isFwGradDefined(grad_lse) || has_tangent(in)) {
     const nvtx::Range range(nvtx::Op::kAttentionBackward, in, options);
-    if (fp8::has(in)) fp8::check_not_recorded(in, "a tangent (forward-mode AD)");
+    if (fp8::has(in)) {
+      check_call<c10::SymInt>(in, options);
+      fp8::check_not_recorded(in, "a tangent (forward-mode AD)");
+    }
     const Inputs read = fp8::has(in) ? fp8::dequantised(in, options) : in;
     Gradients grads = chunked::backward(grad_out, grad_lse, read, saved, options, grad_mask);
     for (size_t i = 0; i < grads.size(); ++i) {

@@ -46,7 +46,8 @@ void check_not_recorded(const Inputs& in, const char* beside);
 
 // The descale as it broadcasts to its tensor; undefined: 1.
 Tensor factor(const Inputs& in, const Part& part);
-// The call's 16-bit inputs. Made of differentiable operations.
-Inputs dequantised(const Inputs& in, const Options& options);
+// The 16-bit inputs of a call that has been checked. Made of differentiable operations; in_place: where nothing is
+// recorded or mapped.
+Inputs dequantised(const Inputs& in, const Options& options, bool in_place = false);
 
 }  // namespace flash_ext::fp8

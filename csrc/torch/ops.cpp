@@ -84,7 +84,7 @@ void compute(const Inputs& in, const Tensor& rng_state, const Options& options, 
     return kernel->forward(args, plan, workspace.defined() ? workspace.mutable_data_ptr() : nullptr);
   }
   if (fp8::has(in)) {
-    return compute(fp8::dequantised(in, options), rng_state, options, shape, out, lse, first_batch);
+    return compute(fp8::dequantised(in, options, true), rng_state, options, shape, out, lse, first_batch);
   }
   warn_without_kernels(in.query);
   if (options.batch_invariant && in.packed()) throw AttentionError("batch_invariant", packed::kNoInvariantComposite);
@@ -104,7 +104,7 @@ bool runs_one_by_one(const Inputs& in, const Options& options) {
 
 void compute_one_by_one(const Inputs& in, const Tensor& rng_state, const Options& given, const Shape<int64_t>& shape,
                         const Tensor& out, const Tensor& lse) {
-  if (fp8::has(in)) return compute_one_by_one(fp8::dequantised(in, given), rng_state, given, shape, out, lse);
+  if (fp8::has(in)) return compute_one_by_one(fp8::dequantised(in, given, true), rng_state, given, shape, out, lse);
   const Options options = packed::dense_options(given);
   const std::vector<Sequence> sequences = packed::sequences_of(in, shape);
   for (size_t b = 0; b < sequences.size(); ++b) {
@@ -322,7 +322,8 @@ Gradients backward(c10::DispatchKeySet, const Tensor& grad_out, const Tensor& gr
   if (options.constant_lse && (asked[kDbias] || asked[kDslopes])) {
     throw AttentionError("constant_lse", "is True beside the gradient of a bias or of alibi_slopes; it takes neither");
   }
-  const std::optional<Inputs> read = fp8::has(given) ? std::optional(fp8::dequantised(given, options)) : std::nullopt;
+  const std::optional<Inputs> read =
+      fp8::has(given) ? std::optional(fp8::dequantised(given, options, true)) : std::nullopt;
   const Inputs& in = read.has_value() ? *read : given;
   if (runs_one_by_one(in, options)) {
     return gradients_one_by_one(grad_out, grad_lse, in, saved, options, shape, asked);

@@ -79,7 +79,8 @@ def test_e4m3(device: str) -> None:
     cu_q, cu_k = (torch.arange(B + 1, dtype=torch.int32, device=device) * n for n in (5, 11))
     rows = [t.flatten(0, 1) for t in tensors]
     packed = flash_attn_3.flash_attn_varlen_func(*rows, cu_q, cu_k, 5, 11, causal=True, **names)
-    torch.testing.assert_close(packed.unflatten(0, (B, 5)), true, **close)
+    largest = float(wide[2].abs().max())  # packed calls are dequantised
+    torch.testing.assert_close(packed.unflatten(0, (B, 5)), true, rtol=2**-6, atol=2**-8 * largest)
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -362,12 +362,6 @@ def test_vmap(device: str) -> None:
             assert torch.equal(grad[i], expected)
 
 
-def test_vmap_over_descales() -> None:
-    descales = torch.tensor([[1.0, 2.0], [0.5, 4.0]])
-    out = torch.func.vmap(lambda d: attention(Q, K, K, v_descale=d))(descales)
-    assert all(torch.equal(out[i], attention(Q, K, K, v_descale=descales[i])) for i in range(2))
-
-
 def test_autocast(device: str) -> None:
     """e4m3 stays as it is; out is of autocast's dtype, if nobody says another one."""
     q, k, v = (t.to(E4M3) for t in problem(device))

@@ -42,6 +42,17 @@ def test_other_dtypes_beside_e4m3() -> None:
         attention(small, wide, wide)
 
 
+def test_other_dtypes_beside_e4m3_and_a_tangent() -> None:
+    """An error, and nothing is written to what the caller has."""
+    small, wide, bias = Q.to(torch.float8_e4m3fn), Q.to(torch.bfloat16), rand(Q.shape[-2], Q.shape[-2])
+    before = wide.clone()
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(bias, torch.ones_like(bias))
+        with pytest.raises(AttentionError, match=r"are of torch\.float8_e4m3fn, torch\.bfloat16"):
+            attention(small, wide, wide, bias=dual, k_descale=torch.tensor(2.0))
+    assert torch.equal(wide, before)
+
+
 def test_nested_tensors_that_want_a_gradient() -> None:
     rows = rand(8, 2, 16).to(torch.float8_e4m3fn)
     nested = torch.nested.nested_tensor_from_jagged(rows, torch.tensor([0, 3, 8])).transpose(1, 2).requires_grad_()

@@ -37,9 +37,7 @@ class Case:
     options: tuple[tuple[str, Any], ...] = ()
 
 
-def case(
-    *added: str, heads: tuple[int, int, int] = (4, 4, 4), dims: tuple[int, int] = (64, 64), **options: Any
-) -> Case:
+def case(*added: str, heads: tuple[int, ...] = (4, 4, 4), dims: tuple[int, int] = (64, 64), **options: Any) -> Case:
     return Case(heads, dims, added, tuple(options.items()))
 
 
@@ -54,6 +52,7 @@ CASES = {
     "softcap": case(softcap=5.0, dims=(128, 128), heads=(2, 2, 2)),
     "slopes": case("slopes", heads=(4, 1, 1), align="bottom_right"),
     "wide": case(dims=(160, 160), heads=(2, 1, 1), causal=True),
+    "narrow values": case(dims=(192, 128), heads=(2, 1, 1), causal=True),
 }
 # What sm90's backward refuses is left out there: fewer than 16 keys, and with a mask or the like fewer than 65 tokens.
 LENGTHS = ((1, 1), (1, 200), (5, 3), (33, 40), (70, 200), (130, 130), (300, 64), (257, 300))

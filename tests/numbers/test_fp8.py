@@ -1,6 +1,6 @@
 """Promise: of e4m3 inputs what is attended to is each tensor times its descale, with every option; out has at most
 twice the error of eager attention that rounds e^(s - its row's largest) to e4m3, and gradients that of 16 bits or,
-where a kernel multiplies e4m3, of a backward that reads such an out.
+where a kernel multiplies e4m3, of a backward that reads such an out and such an lse.
 
 Descales of the error rule are powers of 2, so that what e4m3 inputs stand for is exact in 16 bits.
 """
@@ -103,6 +103,8 @@ class Rough(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, grad_lse: Tensor) -> tuple[Tensor, Tensor, None, None]:
         out, lse, out_rough, lse_rough = ctx.saved_tensors
         factor = (lse - lse_rough).exp().nan_to_num(1.0).double()  # of P; rows without keys have none
+        if out.dtype == torch.bfloat16:  # whose rounding of grad times it is as large
+            factor = torch.ones_like(factor)
         more = (grad.double() * (out_rough.double() - out.double())).sum(-1)
         return (grad * factor[..., None]).to(out.dtype), ((grad_lse - more) * factor).to(lse.dtype), None, None
 

@@ -176,7 +176,8 @@ Plan plan_forward(const Problem& problem, const DeviceInfo& device) {
   plan.use("k", smem.v - smem.k);
   plan.use("v", smem.scores - smem.v);
   plan.use("bias and mask", smem.sums - smem.scores);
-  plan.use("out of all tiles", smem.works - smem.sums);
+  plan.use("out of all tiles", smem.rows - smem.sums);
+  plan.use("sums of rows", smem.works - smem.rows);
   plan.use("barriers and alignment", smem.total - smem.works);
   plan.scratch_bytes = order.counted ? kCounterBytes : split_scratch_bytes(problem, splits);
   if (problem.fp8) {

@@ -31,7 +31,9 @@ class SameTiles {
     Plan plan = sm90::plan_forward(problem, device);
     if (!problem.packed) plan.scratch_bytes = sm90::kCounterBytes;
     const int grid = problem.packed ? plan.chosen<sm90::ForwardLaunch>().grid : device.multiprocessors;
-    plan.choose(sm90::ForwardLaunch{sm90::is_scored(problem) ? sm90::Tiles::kScored : tiles_, {}, grid});
+    const int head_dim = sm90::instance_of(problem, Pass::kForward).head_dim;
+    const sm90::Tiles dense = sm90::has_narrow_values(problem, head_dim) ? sm90::Tiles::kNarrow : tiles_;
+    plan.choose(sm90::ForwardLaunch{sm90::is_scored(problem) ? sm90::Tiles::kScored : dense, {}, grid});
     return plan;
   }
 
