@@ -25,9 +25,8 @@ Tensor quantized(const Tensor& x, const Tensor& descale) {
   if (descale.scalar_type() != at::kFloat) {
     fail("descale", "is of ", dtype_text(descale.scalar_type()), "; it must be of torch.float32");
   }
-  // In float, or double for double. NOTE: a descale with dimensions promotes 16 bits by itself, which saves a copy.
-  const Tensor promotes = descale.dim() > 0 ? x : x.to(dtype == at::kDouble ? at::kDouble : at::kFloat);
-  return (promotes / descale).clamp_(-kLargest, kLargest).to(at::kFloat8_e4m3fn);
+  const Tensor wide = x.to(dtype == at::kDouble ? at::kDouble : at::kFloat);
+  return (wide / descale).clamp(-kLargest, kLargest).to(at::kFloat8_e4m3fn);
 }
 
 const auto& handle() {

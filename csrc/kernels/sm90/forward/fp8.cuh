@@ -109,7 +109,7 @@ struct Fp8Softmax {
   __device__ __forceinline__ void reset() {
     minus[0] = minus[1] = std::numeric_limits<float>::quiet_NaN();
     rows.store(Numbers::kMaxima, kMinusInf, kMinusInf);
-    row_sum[0] = row_sum[1] = 0.f;
+    row_sum[0] = row_sum[1] = 0.f;  // where they are not shared
     if constexpr (kSharesSums) rows.store(Numbers::kSums, 0.f, 0.f);
   }
   __device__ __forceinline__ bool wants_maxima() const { return __any_sync(~0u, is_nan(minus[0]) || is_nan(minus[1])); }
@@ -179,9 +179,12 @@ struct Fp8Softmax {
     }
   }
   __device__ __forceinline__ void scale_sums(const float (&factor)[2]) {
-    row_sum[0] *= factor[0];
-    row_sum[1] *= factor[1];
-    if constexpr (kSharesSums) rows.multiply(Numbers::kSums, factor);
+    if constexpr (kSharesSums) {
+      rows.multiply(Numbers::kSums, factor);
+    } else {
+      row_sum[0] *= factor[0];
+      row_sum[1] *= factor[1];
+    }
   }
 
   // In units of 1.
@@ -284,7 +287,7 @@ __device__ __forceinline__ void write_ones(const typename Traits::Rings& rings) 
 template <class T, int kHeadDim, ForwardShape kShape>
 struct Fp8Traits : TraitsOfWork<T, kHeadDim, kShape, Fp8Work, Fp8Params> {
   using Sum = SumOfO<kHeadDim, kShape.consumers * 128>;
-  using Softmax = Fp8Softmax<kShape.block_n, kShape.consumers * 128, row_numbers(kHeadDim) == 3>;
+  using Softmax = Fp8Softmax<kShape.block_n, kShape.consumers * 128, !sum_is_shared(kHeadDim)>;
   static constexpr bool kAddsEarly = !sum_is_shared(kHeadDim);  // NOTE: else 12 bytes were spilled
   static constexpr bool kPacked = false;
   static_assert(kShape.fp8 && !kShape.shares_keys && !kShape.scored && kShape.split == kSpeculates);

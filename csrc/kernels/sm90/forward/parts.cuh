@@ -43,7 +43,7 @@ struct TraitsOfWork {
   static constexpr bool kScored = kShape.scored;
   static constexpr bool kHasLimit = !kScored || kHeadDim <= 128;  // NOTE: else 4 to 8 bytes were spilled
   static constexpr bool kSpeculative = kShape.split == kSpeculates;
-  // NOTE: at head dim 64 two were 0.5 % slower.
+  // NOTE: at head dim 64 two were up to 2 % slower.
   static constexpr int kSumsOfRow = kHeadDim > 64 ? 2 : 1;
   using Softmax = std::conditional_t<kSpeculative, SpeculativeSoftmax<T, kSumsOfRow>, RowSoftmax<kHasLimit>>;
   static constexpr bool kAddsEarly = false;  // a tile's sums are a row's before O is there
