@@ -29,6 +29,8 @@ constexpr int kSpeculates = 0;  // P first, then a look at its sum; see Speculat
 // is a launch for each half, and each makes all of S and P.
 constexpr int value_dim(int head_dim) { return head_dim <= 256 ? head_dim : head_dim / 2; }
 
+constexpr int kNarrowValues = 128;  // columns of V that have kernels of their own beside more of K
+
 constexpr int kOnesRows = 8;  // of a tile of V of e4m3, the first of them ones, see forward/fp8.cuh
 
 struct ForwardShape {
@@ -88,7 +90,8 @@ constexpr ForwardShape forward_shape(int head_dim, Tiles tiles) {
     if (head_dim <= 128) return {2, 192, 2, 1, Schedule::kPingPong, kSpeculates, false, false, true};
     return {2, 128, 2, 1, Schedule::kPingPong, kSpeculates, false, false, true};
   }
-  if (tiles == Tiles::kNarrow) return {2, 128, 2, 1, Schedule::kPingPong, kSpeculates, false, false, false, 128};
+  if (tiles == Tiles::kNarrow)
+    return {2, 128, 2, 1, Schedule::kPingPong, kSpeculates, false, false, false, kNarrowValues};
   if (head_dim > 384) {  // NOTE: a second stage of 64 keys does not fit beside 128 queries
     return tiles == Tiles::kScored ? ForwardShape{2, 32, 1, 1, Schedule::kOverlap, 32, false, true}
                                    : ForwardShape{2, 32, 2, 1, Schedule::kOverlap, 32};
@@ -120,7 +123,7 @@ constexpr ForwardShape forward_shape(int head_dim, Tiles tiles) {
 }
 
 inline bool has_narrow_values(const Problem& problem, int head_dim) {
-  return head_dim == 192 && problem.head_dim_v <= 128;
+  return head_dim == 192 && problem.head_dim_v <= kNarrowValues;
 }
 
 inline bool is_scored(const Problem& problem) {

@@ -196,13 +196,14 @@ Plan plan_forward(const Problem& problem, const DeviceInfo& device) {
 Plan plan_two_pass(const Problem& problem, const DeviceInfo& device) {
   const Instance& instance = instance_of(problem, Pass::kBackward);
   const ScoreKind kind = two_pass_score_kind(problem, instance.head_dim);
-  const TwoPassShape shape = two_pass_shape(instance.head_dim, kind);
+  const bool narrow = is_two_pass_narrow(problem, instance.head_dim);
+  const TwoPassShape shape = two_pass_shape(instance.head_dim, kind, narrow);
   const char* const kernel = instance.head_dim <= kSmallHeadDim ? "sm90.backward.two_pass.small_head_dim"
                              : kind == ScoreKind::kScores       ? "sm90.backward.two_pass.scored"
                              : kind == ScoreKind::kSoftcap      ? "sm90.backward.two_pass.softcap"
                                                                 : "sm90.backward.two_pass";
   Plan plan = plan_of(kernel, TwoPassShape::threads, shape.consumer_registers(), shape.producer_registers(), device);
-  plan.stages = TwoPassShape::stages;
+  plan.stages = shape.stages;
   plan.scratch_bytes = instance.backward_scratch_bytes(problem, true);
   if (!problem.wants_dk && !problem.wants_dv) {
     const QueriesSmem smem = queries_smem(shape, instance.head_dim);

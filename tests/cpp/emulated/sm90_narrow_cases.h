@@ -21,6 +21,8 @@ const Case kNarrowValues[] = {
      .causal = true,
      .bottom_right = true,
      .multiprocessors = 2},
+    {.name = "more_queries_than_stages", .head_dim = 192, .len_q = 470, .len_k = 130, .d_v = 104},
+    {.name = "fewer_keys", .head_dim = 192, .len_q = 200, .len_k = 150, .d_v = 128, .causal = true, .d_lse = true},
 };
 
 }  // namespace

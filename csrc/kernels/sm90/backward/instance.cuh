@@ -33,6 +33,11 @@ template <DType kDType, int kHeadDim>
 void run_two_pass(const BackwardArgs& args, const BackwardLaunch& how, void* workspace) {
   using T = BackwardElement<kDType>;
   const ScoreKind kind = two_pass_score_kind(args.fwd.problem, kHeadDim);
+  if constexpr (kHeadDim == 192) {
+    if (is_two_pass_narrow(args.fwd.problem, kHeadDim)) {
+      return launch_two_pass<TwoPassTraits<T, kHeadDim, ScoreKind::kNone, true>>(args, how.sms, workspace);
+    }
+  }
   if (kind == ScoreKind::kNone) {
     return launch_two_pass<TwoPassTraits<T, kHeadDim, ScoreKind::kNone>>(args, how.sms, workspace);
   }

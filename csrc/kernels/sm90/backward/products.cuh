@@ -28,12 +28,12 @@ __device__ __forceinline__ void load_fragments(uint32_t* fragments, uint32_t til
 }
 
 // issue_scores() of B in a ring, when it is there.
-template <class T, int kRowsA, int kRowsB, int kHeadDim, class Ring, class Place>
+template <class T, int kRowsA, int kRowsB, int kHeadDim, int kSteps = 0, class Ring, class Place>
 __device__ __forceinline__ void issue_next_scores(float (&c)[kRowsB / 2], uint64_t a, const Ring& ring,
-                                                  const Place& place) {
+                                                  const Place& place, const uint32_t* fragments = nullptr) {
   barrier_wait(ring.full(place.stage), place.phase);
   wgmma_fence();
-  issue_scores<T, kRowsA, kRowsB, kHeadDim>(c, a, ring.tile(place.stage));
+  issue_scores<T, kRowsA, kRowsB, kHeadDim, kSteps>(c, a, ring.tile(place.stage), fragments);
 }
 
 // c += A B, A from registers, B kCols columns of a stage of kRows rows from `first_panel` on: dV += P^T dO, dK += dS^T
@@ -69,8 +69,8 @@ struct QueryPlace {
 };
 
 // A warp hands a stage of Q and one of dO back. Its products have been waited for.
-template <class Ring, class Place>
-__device__ __forceinline__ void release_queries(const Ring& q, const Ring& d_out, const Place& place) {
+template <class Ring, class OutRing, class Place>
+__device__ __forceinline__ void release_queries(const Ring& q, const OutRing& d_out, const Place& place) {
   __syncwarp();  // all lanes have read their lse and delta
   if (threadIdx.x % 32 == 0) {
     barrier_arrive(q.empty(place.stage));

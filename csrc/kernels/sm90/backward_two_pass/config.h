@@ -3,6 +3,8 @@
 // Called by rows.cpp, parts.cuh and run.cuh. Invariant: as of kernels/sm90/config.h.
 #pragma once
 
+#include <numeric>
+
 #include "kernels/sm90/backward/config.h"
 
 namespace flash_ext::sm90 {
@@ -26,16 +28,23 @@ constexpr int kMostScores = 192;
 
 // Products of 64 keys and 64 queries, or fewer above head dim 256.
 struct TwoPassShape {
-  int keys;                 // of a tile of the keys' kernel
-  bool scored;              // with ScoreKind::kScores, which the producer's other three warps bring
-  bool late_dp;             // dP of a tile is computed when P is packed, because registers are scarce
+  int keys = 64;            // of a tile of the keys' kernel
+  bool scored = false;      // with ScoreKind::kScores, which the producer's other three warps bring
+  bool late_dp = false;     // dP of a tile is computed when P is packed, because registers are scarce
   int queries = block;      // of a tile that the keys' kernel walks over
   int walked_keys = block;  // of one that the queries' kernel walks over
   // Above head dim 256 registers hold half of a gradient's columns. Of dK and dV a block sums up half, of dQ each
   // warpgroup of a tile of 64 queries; S and dP are made for each half.
   bool halves = false;
+  int narrow = 0;  // columns of V and dO, where they are fewer than those of Q and K; 0: as many
+  int stages = 2;  // of Q, dO and P, and of K in the queries' kernel
+  int v_stages = 1;
+  // Steps of 16 columns that products take from registers, because they saturate shared memory: of K in S^T and of V in
+  // dP^T (splits_gradients()), of dO in dP.
+  int k_steps = 0, v_steps = 0, out_steps = 0;
+  bool turns = false;  // whether the warpgroups of the queries' kernel take turns, see begin_issue
 
-  static constexpr int block = 64, stages = 2, threads = 384;
+  static constexpr int block = 64, threads = 384;
   constexpr int producer_registers() const { return scored ? 56 : halves ? 72 : 24; }  // as of BackwardShape
   constexpr int consumer_registers() const { return scored ? 224 : halves ? 216 : 240; }
   // Whether a warpgroup has dV of a tile of keys and the other dK, because both do not fit the registers of one.
@@ -45,16 +54,30 @@ struct TwoPassShape {
     return splits_gradients() ? block * queries * 2 + (scored ? block * queries / 8 : 0) : 0;
   }
   // Of keys that TMA brings at once, so that both kernels' tiles are whole boxes.
-  constexpr int key_box() const { return block % walked_keys == 0 ? walked_keys : 16; }
+  constexpr int key_box() const { return std::gcd(block, walked_keys); }
+  constexpr int values(int head_dim) const { return narrow > 0 ? narrow : head_dim; }
   constexpr int query_rows() const { return halves ? block : 2 * block; }  // of a tile of the queries' kernel
 };
 
-constexpr TwoPassShape two_pass_shape(int head_dim, ScoreKind kind) {
-  // NOTE: as many rows as fit beside K and V of 64 keys, or Q and dO of 64 queries.
-  if (head_dim > 384) return {64, false, false, 16, 32, true};
-  if (head_dim > 256) return {64, false, false, 32, 48, true};
-  const bool scored = kind == ScoreKind::kScores;
-  return {head_dim > kSmallHeadDim ? 64 : 128, scored, scored && head_dim > 64};
+constexpr TwoPassShape two_pass_shape(int head_dim, ScoreKind kind, bool narrow = false) {
+  // NOTE: above 256 as many rows as fit beside K and V of 64 keys, or Q and dO of 64 queries; with turns 5 % slower.
+  if (head_dim > 384) return {.queries = 16, .walked_keys = 32, .halves = true};
+  if (head_dim > 256) return {.queries = 32, .walked_keys = 48, .halves = true};
+  const bool scored = kind == ScoreKind::kScores, small = head_dim <= kSmallHeadDim;
+  TwoPassShape shape{.keys = small ? 128 : 64, .scored = scored, .late_dp = scored && head_dim > 64};
+  shape.turns = small || !scored;  // NOTE: 2 % slower with scores at 192
+  if (narrow) shape.narrow = kNarrowValues;
+  if (!scored && head_dim <= 192) {  // there is room
+    shape.stages = 3;
+    shape.v_stages = 2;
+    if (!small) shape.k_steps = shape.v_steps = 8;
+    shape.out_steps = std::min(shape.values(head_dim) / 16, 8);
+  }
+  return shape;
+}
+
+inline bool is_two_pass_narrow(const Problem& problem, int head_dim) {
+  return has_narrow_values(problem, head_dim) && two_pass_score_kind(problem, head_dim) == ScoreKind::kNone;
 }
 
 // A tile of bias and mask for 64 queries.
@@ -68,16 +91,16 @@ struct KeysSmem {
 };
 
 constexpr KeysSmem keys_smem(TwoPassShape shape, int head_dim) {
-  constexpr int kStages = TwoPassShape::stages;
-  const int tile = tile_bytes(shape.queries, head_dim), keys = tile_bytes(shape.keys, head_dim);
-  const int barriers = 16 * (1 + 3 * kStages + (shape.scored ? kScoreStages : 0));
+  const int stages = shape.stages;
+  const int tile = tile_bytes(shape.queries, head_dim), d_out = tile_bytes(shape.queries, shape.values(head_dim));
+  const int barriers = 16 * (1 + 3 * stages + (shape.scored ? kScoreStages : 0));
   KeysSmem smem;
-  smem.v = smem.k + keys;
-  smem.q = smem.v + keys;
-  smem.d_out = smem.q + kStages * tile;
-  smem.p = smem.d_out + kStages * tile;
-  smem.stats = smem.p + kStages * shape.p_bytes();
-  smem.draw_keys = smem.stats + kQueryStats * kStages * shape.queries * 4;
+  smem.v = smem.k + tile_bytes(shape.keys, head_dim);
+  smem.q = smem.v + tile_bytes(shape.keys, shape.values(head_dim));
+  smem.d_out = smem.q + stages * tile;
+  smem.p = smem.d_out + stages * d_out;
+  smem.stats = smem.p + stages * shape.p_bytes();
+  smem.draw_keys = smem.stats + kQueryStats * stages * shape.queries * 4;
   smem.scores = smem.draw_keys + (shape.scored ? kDrawKeyBytes : 0);
   const int left = kSharedMemoryLimit - kTileAlign - smem.scores - barriers;
   smem.score_bytes = shape.scored ? std::min(left / 16 * 16, kScoreStages * largest_slot(shape.keys)) : 0;
@@ -93,14 +116,13 @@ struct QueriesSmem {
 };
 
 constexpr QueriesSmem queries_smem(TwoPassShape shape, int head_dim) {
-  const int rows = tile_bytes(shape.query_rows(), head_dim), tile = tile_bytes(shape.walked_keys, head_dim);
-  constexpr int kStages = TwoPassShape::stages;  // of K, because a tile's dQ is in flight when the next S starts
-  const int barriers = 16 * (1 + kStages + 1 + (shape.scored ? kScoreStages : 0));
+  const int values = shape.values(head_dim), tile = tile_bytes(shape.walked_keys, head_dim);
+  const int barriers = 16 * (1 + shape.stages + shape.v_stages + (shape.scored ? kScoreStages : 0));
   QueriesSmem smem;
-  smem.d_out = smem.q + rows;
-  smem.k = smem.d_out + rows;
-  smem.v = smem.k + kStages * tile;
-  smem.scores = smem.v + tile;
+  smem.d_out = smem.q + tile_bytes(shape.query_rows(), head_dim);
+  smem.k = smem.d_out + tile_bytes(shape.query_rows(), values);
+  smem.v = smem.k + shape.stages * tile;
+  smem.scores = smem.v + shape.v_stages * tile_bytes(shape.walked_keys, values);
   const int left = kSharedMemoryLimit - kTileAlign - smem.scores - barriers;
   smem.score_bytes = shape.scored ? std::min(left / 16 * 16, kScoreStages * largest_slot(TwoPassShape::block)) : 0;
   smem.barriers = smem.scores + smem.score_bytes;
@@ -114,8 +136,7 @@ inline TileSchedule two_pass_queries(const Problem& problem, TwoPassShape shape,
   return make_tile_schedule(problem, shape.query_rows(), kv_head_bytes, kL2OfKeys, sms);
 }
 
-constexpr bool two_pass_fits(int head_dim, ScoreKind kind) {
-  const TwoPassShape shape = two_pass_shape(head_dim, kind);
+constexpr bool two_pass_fits(TwoPassShape shape, int head_dim) {
   const KeysSmem keys = keys_smem(shape, head_dim);
   const QueriesSmem queries = queries_smem(shape, head_dim);
   return keys.total <= kSharedMemoryLimit && queries.total <= kSharedMemoryLimit &&

@@ -13,16 +13,16 @@ template <class Traits>
 struct KeyRows {
   using T = typename Traits::T;
   static constexpr int kQueries = Traits::kQueries, kKeys = Traits::kKeys;
-  using Scores = float[kQueries / 2];         // S^T, dP^T
-  using Gradient = float[Traits::kCols / 2];  // dK, dV
-  using Packed = uint32_t[kQueries / 4];      // P^T, dS^T
+  using Scores = float[kQueries / 2];     // S^T, dP^T
+  using Packed = uint32_t[kQueries / 4];  // P^T, dS^T
 
   const typename Traits::Params& params;
   const typename Traits::Keys& tiles;
   const int lane, warp, warp_row;  // this warp of the tile, and its first key
   const TwoPassWork work;
   const int row;  // this thread's first key
-  const Ring<Traits::kTileBytes> q_ring, d_out_ring;
+  const Ring<Traits::kQBytes> q_ring;
+  const Ring<Traits::kOutBytes> d_out_ring;
   typename Traits::Place place{};
   QueryPlace at;
   const bool drops;
@@ -55,8 +55,9 @@ struct KeyRows {
 
   // P^T of S^T, and what dS is made of. With scores, hidden pairs are 0 in P and marked in for_ds, `dropped` is what
   // dropout drops, which is 0 in P. may_renorm: false where it is known that no row is.
+  template <int kCount>
   __device__ __forceinline__ void make_p(Packed& p, Packed& for_ds, [[maybe_unused]] uint32_t& dropped, Scores& s,
-                                         [[maybe_unused]] Gradient& dv, [[maybe_unused]] bool may_renorm) {
+                                         [[maybe_unused]] float (&dv)[kCount], [[maybe_unused]] bool may_renorm) {
     if constexpr (Traits::kScored) {
       const ScoreParams& scores = params.keys_scores;
       KeptBits<1> kept = {};

@@ -6,12 +6,12 @@
 namespace flash_ext::sm90 {
 
 // The block's tile of keys.
-template <class Traits>
+template <class Traits, int kHeadDim>
 __device__ __forceinline__ void load_keys(uint32_t tile, uint32_t barrier, const TensorMap& map,
                                           const TwoPassWork& work) {
-  barrier_expect(barrier, Traits::kKeyBytes);
-  load_boxes<Traits::kKeys, Traits::kKeyBox, Traits::kPanels>(tile, barrier, map,
-                                                              work.box(map.steps, work.head, work.first_row));
+  barrier_expect(barrier, tile_bytes(Traits::kKeys, kHeadDim));
+  load_boxes<Traits::kKeys, Traits::kKeyBox, panels(kHeadDim)>(tile, barrier, map,
+                                                               work.box(map.steps, work.head, work.first_row));
 }
 
 template <class Traits>
@@ -19,19 +19,19 @@ __device__ __forceinline__ void produce_for_keys(const TwoPassParams& params, co
   constexpr int kBlock = Traits::kBlock;
   const TwoPassWork work = TwoPassWork::of_keys<Traits>(params);
   typename Traits::Place place;
-  load_keys<Traits>(tiles.k(), tiles.k_full(), params.k, work);
+  load_keys<Traits, Traits::kHeadDim>(tiles.k(), tiles.k_full(), params.k, work);
   bool first = true;
   for (int member = 0; member < params.group_size; ++member) {
     const int head = work.head * params.group_size + member;
     const float* stats = params.stats + (int64_t{work.b} * params.heads_q + head) * params.padded * kQueryStats;
     for (int m = work.first; m < work.last; ++m) {
       const int row = m * Traits::kQueries;
-      const auto load = [&](const Ring<Traits::kTileBytes>& ring, const TensorMap& map, int more) {
+      const auto load = [&]<int kBytes>(const Ring<kBytes>& ring, const TensorMap& map, int more) {
         const uint32_t full = ring.full(place.stage);
         barrier_wait(ring.empty(place.stage), place.phase ^ 1);
-        barrier_expect(full, Traits::kTileBytes + more);
-        load_panels<Traits::kQueries, Traits::kPanels>(ring.tile(place.stage), full, map,
-                                                       work.box(map.steps, head, row));
+        barrier_expect(full, kBytes + more);
+        load_panels<Traits::kQueries, kBytes / panel_size(Traits::kQueries)>(ring.tile(place.stage), full, map,
+                                                                             work.box(map.steps, head, row));
       };
       load(tiles.q(), params.q, Traits::kStatsBytes);
       constexpr int kTiles = kBlock / Traits::kQueries;  // of a tile of the stats
@@ -42,7 +42,7 @@ __device__ __forceinline__ void produce_for_keys(const TwoPassParams& params, co
         bulk_load(tiles.lse(place.stage) + i * kBytes, of_tile + i * kBlock, tiles.q().full(place.stage), kBytes);
       }
       if (first) {
-        load_keys<Traits>(tiles.v(), tiles.v_full(), params.v, work);
+        load_keys<Traits, Traits::kValueDim>(tiles.v(), tiles.v_full(), params.v, work);
         first = false;
       }
       load(tiles.d_out(), params.d_out, 0);
@@ -87,14 +87,15 @@ __device__ __forceinline__ void consume_keys(const typename Traits::Params& para
                                              int consumer) {
   using T = typename Traits::T;
   using Rows = KeyRows<Traits>;
-  constexpr int kQueries = Traits::kQueries, kKeys = Traits::kKeys, kHeadDim = Traits::kHeadDim;
+  constexpr int kQueries = Traits::kQueries, kKeys = Traits::kKeys;
+  constexpr int kHeadDim = Traits::kHeadDim, kValueDim = Traits::kValueDim;
   constexpr bool kLateDp = Traits::kShape.late_dp;
   Rows rows(params, tiles, threadIdx.x / 32 - 4);
   const TwoPassWork& work = rows.work;
   const int first_key = work.first_row + consumer * 64;
   const uint64_t k_desc = k_major(tiles.k() + consumer * 64 * kPanelBytes);
   const uint64_t v_desc = k_major(tiles.v() + consumer * 64 * kPanelBytes);
-  typename Rows::Gradient dk = {}, dv = {};
+  float dk[kHeadDim / 2] = {}, dv[kValueDim / 2] = {};
   typename Rows::Scores s;
   [[maybe_unused]] typename Rows::Scores own_dp;
   auto& dp = chosen<kLateDp>(s, own_dp);
@@ -105,7 +106,7 @@ __device__ __forceinline__ void consume_keys(const typename Traits::Params& para
     issue_next_scores<T, kKeys, kQueries, kHeadDim>(s, k_desc, rows.q_ring, at);
   };
   const auto issue_dp = [&] {
-    issue_next_scores<T, kKeys, kQueries, kHeadDim>(dp, v_desc, rows.d_out_ring, rows.place);
+    issue_next_scores<T, kKeys, kQueries, kValueDim>(dp, v_desc, rows.d_out_ring, rows.place);
   };
   const auto wait_s = [&] {
     wgmma_wait<0>();
@@ -123,7 +124,7 @@ __device__ __forceinline__ void consume_keys(const typename Traits::Params& para
       fence_registers(s);
       issue_dp();
     }
-    issue_gradient<T, kQueries, kHeadDim>(dv, p, rows.d_out_ring, rows.place.stage);
+    issue_gradient<T, kQueries, kValueDim>(dv, p, rows.d_out_ring, rows.place.stage);
     wgmma_wait<1>();
     fence_registers(dp);
     make_ds<Traits>(ds, dp, tiles.delta(rows.place.stage), dropped, ds_scale);

@@ -53,7 +53,7 @@ __device__ __forceinline__ uint32_t receive(const Ring<Traits::kPBytes>& ring, c
 //   wait                 the next S^T                              the next dP^T
 //
 // Shared memory: K, V, Q and dO and P of each stage, lse, renormalised shift and delta with Q, slots of bias and mask
-// (keys_smem).
+// (keys_smem); dV and dK leave through V and K.
 template <class Traits, bool kValues>
 __device__ __forceinline__ void consume_one_gradient(const typename Traits::Params& params,
                                                      const typename Traits::Keys& tiles) {
@@ -61,15 +61,18 @@ __device__ __forceinline__ void consume_one_gradient(const typename Traits::Para
   using Rows = KeyRows<Traits>;
   constexpr int kBlock = Traits::kBlock, kQueries = Traits::kQueries;
   static_assert(Traits::kKeys == kBlock);
-  const int first_panel = static_cast<int>(blockIdx.x % Traits::kKeysBlocks) * Traits::kColPanels;
+  constexpr int kCols = kValues ? Traits::kValueCols : Traits::kCols;
+  const int first_panel = static_cast<int>(blockIdx.x % Traits::kKeysBlocks) * panels(kCols);
   Rows rows(params, tiles, threadIdx.x / 32 % 4);
   const TwoPassWork& work = rows.work;
   const Ring<Traits::kPBytes> p_ring = tiles.p();
-  const auto score_ring = kValues ? rows.q_ring : rows.d_out_ring;  // B of S^T or dP^T
-  const auto sum_ring = kValues ? rows.d_out_ring : rows.q_ring;    // B of dV or dK
+  const auto& score_ring = chosen<kValues>(rows.q_ring, rows.d_out_ring);  // B of S^T or dP^T
+  const auto& sum_ring = chosen<kValues>(rows.d_out_ring, rows.q_ring);    // B of dV or dK
   const uint64_t a_desc = k_major(kValues ? tiles.k() : tiles.v());
-  typename Rows::Gradient sum = {};  // dV or dK
-  typename Rows::Scores s;           // S^T or dP^T
+  float sum[kCols / 2] = {};  // dV or dK
+  typename Rows::Scores s;    // S^T or dP^T
+  constexpr int kSteps = kValues ? Traits::kShape.k_steps : Traits::kShape.v_steps;
+  [[maybe_unused]] uint32_t fragments[std::max(4 * kSteps, 1)];  // of K or V
   if (Traits::kScored && kValues && rows.drops) rows.draws.store_keys(tiles.draw_keys(rows.warp));
   const float ds_scale = kValues ? 1.f : rows.ds_scale();
   [[maybe_unused]] bool renorm = false;  // of a tile of queries
@@ -81,7 +84,8 @@ __device__ __forceinline__ void consume_one_gradient(const typename Traits::Para
   }
 
   const auto issue_s = [&](const typename Traits::Place& at) {
-    issue_next_scores<T, kBlock, kQueries, Traits::kHeadDim>(s, a_desc, score_ring, at);
+    constexpr int kHeadDim = kValues ? Traits::kHeadDim : Traits::kValueDim;
+    issue_next_scores<T, kBlock, kQueries, kHeadDim, kSteps>(s, a_desc, score_ring, at, fragments);
   };
   const auto wait_s = [&] {
     wgmma_wait<0>();
@@ -109,7 +113,7 @@ __device__ __forceinline__ void consume_one_gradient(const typename Traits::Para
       __syncwarp();
       warp_arrive(p_ring.empty(rows.place.stage));
     }
-    issue_gradient<T, kQueries, Traits::kCols>(sum, frag, sum_ring, rows.place.stage, first_panel);
+    issue_gradient<T, kQueries, kCols>(sum, frag, sum_ring, rows.place.stage, first_panel);
     typename Traits::Place next = rows.place;
     next.advance();
     if (!kLast) issue_s(next);
@@ -123,16 +127,19 @@ __device__ __forceinline__ void consume_one_gradient(const typename Traits::Para
   barrier_wait(tiles.k_full(), 0);
   if (total > 0) {
     if (!kValues) barrier_wait(tiles.v_full(), 0);
+    if constexpr (kSteps > 0) {
+      load_fragments<kBlock, kSteps>(fragments, kValues ? tiles.k() : tiles.v(), rows.warp_row);
+      fence_registers(fragments);
+    }
     issue_s(rows.place);
     wait_s();
     for_tiles(total, step);
   }
-  // K is read by the first warpgroup alone, V by the second: each tile becomes its owner's staging.
-  named_barrier_sync(kOwnBarrier + (kValues ? 0 : 1), 128);
+  named_barrier_sync(kOwnBarrier, 256);  // both warpgroups have finished with K and V, through which gradients leave
   const TensorMap& map = kValues ? params.dv : params.dk;
   const float factor = kValues ? value_scale<Traits>(params) : params.scale / ds_scale;
   if (!(kValues ? params.wants_dv : params.wants_dk)) return;
-  store_rows<Traits, kBlock>(sum, factor, kValues ? tiles.k() : tiles.v(), rows.warp_row, map,
+  store_rows<Traits, kBlock>(sum, factor, kValues ? tiles.v() : tiles.k(), rows.warp_row, map,
                              work.box(map.steps, work.head, work.first_row + rows.warp_row), first_panel);
 }
 

@@ -7,6 +7,8 @@
 //   queries  a tile of 128 queries a block, 64 a warpgroup: S, dP, dS and dQ += dS K, over tiles of 64 keys. Above
 //            256 64 queries, of whose dQ each warpgroup has half of the columns
 //
+// V, dO and dV may have fewer columns than the others (kValueDim).
+//
 // It serves head dims above 128, whose dK and dV together do not fit the registers of a warpgroup; scores of all kinds
 // together and in one order; and calls that want some of the gradients, of which it leaves a kernel out.
 // Called by run.cuh. Invariant: a ring's barriers as in pipeline.cuh; sums have an order of their shapes alone.
@@ -18,7 +20,18 @@
 namespace flash_ext::sm90 {
 
 // Named barriers: this and those behind it are the consumer warpgroups' own.
-constexpr int kOwnBarrier = 1;
+constexpr int kOwnBarrier = 1, kIssueBarrier = 3;
+
+// The two consumer warpgroups issue their products in turns, so that those of one run under what the other computes.
+// NOTE: without, both came to compute at the same time, and a quarter of the queries' kernel had no product in flight.
+template <class Traits>
+__device__ __forceinline__ void begin_issue(int consumer) {
+  if constexpr (Traits::kShape.turns) named_barrier_sync(kIssueBarrier + consumer, 256);
+}
+template <class Traits>
+__device__ __forceinline__ void end_issue(int consumer) {
+  if constexpr (Traits::kShape.turns) named_barrier_arrive(kIssueBarrier + 1 - consumer, 256);
+}
 
 struct TwoPassParams {
   TensorMap q, k, v, d_out, dk, dv, dq;
@@ -62,37 +75,41 @@ __device__ __forceinline__ const DropoutParams& dropout_of(const ScoredTwoPassPa
 }
 __device__ __forceinline__ DropoutParams dropout_of(const TwoPassParams&) { return {nullptr, 0, 1.f, {}}; }
 
-template <class T_, int kHeadDim_, ScoreKind kScoreKind>
+template <class T_, int kHeadDim_, ScoreKind kScoreKind, bool kNarrow = false>
 struct TwoPassTraits {
   using T = T_;
-  static constexpr TwoPassShape kShape = two_pass_shape(kHeadDim_, kScoreKind);
+  static constexpr TwoPassShape kShape = two_pass_shape(kHeadDim_, kScoreKind, kNarrow);
   static constexpr bool kSoftcap = kScoreKind == ScoreKind::kSoftcap;  // a softcap alone
   static constexpr bool kScored = kShape.scored;
   // P says what is hidden. Else the band alone hides, which both warpgroups know.
   static constexpr bool kMarks = kScored || !kShape.splits_gradients();
   using Params = std::conditional_t<kScored, ScoredTwoPassParams, TwoPassParams>;
   using Function = void;  // in the place of the softcap, see cap_or_call
-  static constexpr int kHeadDim = kHeadDim_, kPanels = panels(kHeadDim);
-  // Of a gradient, columns that a warpgroup sums up.
-  static constexpr int kCols = value_dim(kHeadDim), kColPanels = panels(kCols);
+  static constexpr int kHeadDim = kHeadDim_, kPanels = panels(kHeadDim);                       // of Q and K
+  static constexpr int kValueDim = kShape.values(kHeadDim), kValuePanels = panels(kValueDim);  // of V and dO
+  // Of dQ and dK and of dV, columns that a warpgroup sums up.
+  static constexpr int kCols = value_dim(kHeadDim), kValueCols = value_dim(kValueDim);
   static constexpr bool kHalves = kShape.halves;
   static_assert(kHalves == (kCols < kHeadDim));
-  static constexpr int kBlock = TwoPassShape::block, kStages = TwoPassShape::stages, kThreads = TwoPassShape::threads;
+  static constexpr int kBlock = TwoPassShape::block, kStages = kShape.stages, kThreads = TwoPassShape::threads;
   // Of the keys' kernel: its tile, how many blocks sum up its columns, and the tile of queries which it walks over.
-  static constexpr int kKeys = kShape.keys, kKeyBytes = tile_bytes(kKeys, kHeadDim);
+  static constexpr int kKeys = kShape.keys;
   static constexpr uint32_t kKeysBlocks = kHalves ? 2 : 1;
-  static constexpr int kQueries = kShape.queries, kTileBytes = tile_bytes(kQueries, kHeadDim);
+  static constexpr int kQueries = kShape.queries;
+  static constexpr int kQBytes = tile_bytes(kQueries, kHeadDim), kOutBytes = tile_bytes(kQueries, kValueDim);
   static constexpr int kPBytes = kShape.p_bytes(), kStatsBytes = kQueryStats * kQueries * 4;
   // Of the queries' kernel: its tile, a warpgroup's part of it, and that of keys which it walks over.
-  static constexpr int kQueryRows = kShape.query_rows(), kRowsBytes = tile_bytes(kBlock, kHeadDim);
-  static constexpr int kWalkedKeys = kShape.walked_keys, kWalkedBytes = tile_bytes(kWalkedKeys, kHeadDim);
+  static constexpr int kQueryRows = kShape.query_rows(), kWalkedKeys = kShape.walked_keys;
+  static constexpr int kQRowsBytes = tile_bytes(kBlock, kHeadDim), kOutRowsBytes = tile_bytes(kBlock, kValueDim);
+  static constexpr int kKBytes = tile_bytes(kWalkedKeys, kHeadDim), kVBytes = tile_bytes(kWalkedKeys, kValueDim);
   // Rows that TMA brings at once.
   static constexpr int kQueryBox = kQueries, kKeyBox = kShape.key_box();
   static constexpr bool kScaled = std::is_same_v<T, __half>;  // as of BackwardTraits
   static constexpr KeysSmem kKeysSmem = keys_smem(kShape, kHeadDim);
   static constexpr QueriesSmem kQueriesSmem = queries_smem(kShape, kHeadDim);
-  static_assert(two_pass_fits(kHeadDim, kScoreKind));
+  static_assert(two_pass_fits(kShape, kHeadDim));
   using Place = RingState<kStages>;
+  using VPlace = RingState<kShape.v_stages>;  // of the queries' kernel
 
   // Shared memory of the keys' kernel. Barriers: K and V, then those of the rings.
   struct Keys {
@@ -101,10 +118,8 @@ struct TwoPassTraits {
     __device__ __forceinline__ uint32_t v() const { return base + kKeysSmem.v; }
     __device__ __forceinline__ uint32_t k_full() const { return base + kKeysSmem.barriers; }
     __device__ __forceinline__ uint32_t v_full() const { return base + kKeysSmem.barriers + 8; }
-    __device__ __forceinline__ Ring<kTileBytes> q() const {
-      return {base + kKeysSmem.q, base + kKeysSmem.barriers + 16};
-    }
-    __device__ __forceinline__ Ring<kTileBytes> d_out() const {
+    __device__ __forceinline__ Ring<kQBytes> q() const { return {base + kKeysSmem.q, base + kKeysSmem.barriers + 16}; }
+    __device__ __forceinline__ Ring<kOutBytes> d_out() const {
       return {base + kKeysSmem.d_out, base + kKeysSmem.barriers + 16 + 16 * kStages};
     }
     __device__ __forceinline__ Ring<kPBytes> p() const {
@@ -126,20 +141,20 @@ struct TwoPassTraits {
   // Of the queries' kernel.
   struct Queries {
     uint32_t base;
-    __device__ __forceinline__ uint32_t q(int consumer) const { return base + kQueriesSmem.q + consumer * kRowsBytes; }
+    __device__ __forceinline__ uint32_t q(int consumer) const { return base + kQueriesSmem.q + consumer * kQRowsBytes; }
     __device__ __forceinline__ uint32_t d_out(int consumer) const {
-      return base + kQueriesSmem.d_out + consumer * kRowsBytes;
+      return base + kQueriesSmem.d_out + consumer * kOutRowsBytes;
     }
     __device__ __forceinline__ uint32_t q_full() const { return base + kQueriesSmem.barriers; }
     __device__ __forceinline__ uint32_t d_out_full() const { return base + kQueriesSmem.barriers + 8; }
-    __device__ __forceinline__ Ring<kWalkedBytes> k() const {
+    __device__ __forceinline__ Ring<kKBytes> k() const {
       return {base + kQueriesSmem.k, base + kQueriesSmem.barriers + 16};
     }
-    __device__ __forceinline__ Ring<kWalkedBytes> v() const {
+    __device__ __forceinline__ Ring<kVBytes> v() const {
       return {base + kQueriesSmem.v, base + kQueriesSmem.barriers + 16 + 16 * kStages};
     }
     __device__ __forceinline__ Ring<0> scores() const {
-      return {base + kQueriesSmem.scores, base + kQueriesSmem.barriers + 32 + 16 * kStages};
+      return {base + kQueriesSmem.scores, base + kQueriesSmem.barriers + 16 * (1 + kStages + kShape.v_stages)};
     }
   };
 };
@@ -221,16 +236,16 @@ __device__ __forceinline__ void load_boxes(uint32_t tile, uint32_t barrier, cons
   }
 }
 
-// 16 rows of a warp, kCols columns from `first_panel` on, through those of a tile of kRows rows, of which it owns them,
-// then by TMA.
-template <class Traits, int kRows>
-__device__ __forceinline__ void store_rows(const float (&c)[Traits::kCols / 2], float factor, uint32_t tile,
-                                           int warp_row, const TensorMap& map, BoxStart at, int first_panel = 0) {
+// 16 rows of a warp, 2 kCount columns from `first_panel` on, through those of a tile of kRows rows, of which it owns
+// them, then by TMA.
+template <class Traits, int kRows, int kCount>
+__device__ __forceinline__ void store_rows(const float (&c)[kCount], float factor, uint32_t tile, int warp_row,
+                                           const TensorMap& map, BoxStart at, int first_panel = 0) {
   const int lane = threadIdx.x % 32;
   tile += first_panel * panel_size(kRows);
   at.col += first_panel * kPanelCols;
 #pragma unroll
-  for (int k = 0; k < Traits::kCols / 16; ++k) {
+  for (int k = 0; k < kCount / 8; ++k) {
     uint32_t r[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -242,7 +257,7 @@ __device__ __forceinline__ void store_rows(const float (&c)[Traits::kCols / 2], 
   __syncwarp();
   if (elect_one()) {
 #pragma unroll
-    for (int panel = 0; panel < Traits::kColPanels; ++panel) {
+    for (int panel = 0; panel < panels(2 * kCount); ++panel) {
       tma_store(&map.map, tile + panel * panel_size(kRows) + warp_row * kPanelBytes, at);
       at.col += kPanelCols;
     }

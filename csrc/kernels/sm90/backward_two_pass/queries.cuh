@@ -12,25 +12,27 @@ __device__ __forceinline__ void produce_for_queries(const TwoPassParams& params,
   const TwoPassWork work = TwoPassWork::of_queries<Traits>(params);
   const int head_k = work.head / params.group_size;
   typename Traits::Place k;
-  RingState<1> v;
-  const auto load_rows = [&](uint32_t first, uint32_t barrier, const TensorMap& map) {
-    constexpr int kParts = Traits::kQueryRows / kBlock;
-    barrier_expect(barrier, kParts * Traits::kRowsBytes);
+  typename Traits::VPlace v;
+  const auto load_rows = [&]<int kPanels>(std::integral_constant<int, kPanels>, uint32_t first, uint32_t barrier,
+                                          const TensorMap& map) {
+    constexpr int kParts = Traits::kQueryRows / kBlock, kBytes = kPanels * panel_size(kBlock);
+    barrier_expect(barrier, kParts * kBytes);
     for (int i = 0; i < kParts; ++i) {
-      load_boxes<kBlock, Traits::kQueryBox, Traits::kPanels>(
-          first + i * Traits::kRowsBytes, barrier, map, work.box(map.steps, work.head, work.first_row + i * kBlock));
+      load_boxes<kBlock, Traits::kQueryBox, kPanels>(first + i * kBytes, barrier, map,
+                                                     work.box(map.steps, work.head, work.first_row + i * kBlock));
     }
   };
-  const auto load = [&](const Ring<Traits::kWalkedBytes>& ring, auto& place, const TensorMap& map, int n) {
+  const auto load = [&]<int kBytes>(const Ring<kBytes>& ring, auto& place, const TensorMap& map, int n) {
+    constexpr int kPanels = kBytes / panel_size(Traits::kWalkedKeys);
     barrier_wait(ring.empty(place.stage), place.phase ^ 1);
-    barrier_expect(ring.full(place.stage), Traits::kWalkedBytes);
-    load_boxes<Traits::kWalkedKeys, Traits::kKeyBox, Traits::kPanels>(
-        ring.tile(place.stage), ring.full(place.stage), map, work.box(map.steps, head_k, n * Traits::kWalkedKeys));
+    barrier_expect(ring.full(place.stage), kBytes);
+    load_boxes<Traits::kWalkedKeys, Traits::kKeyBox, kPanels>(ring.tile(place.stage), ring.full(place.stage), map,
+                                                              work.box(map.steps, head_k, n * Traits::kWalkedKeys));
     place.advance();
   };
-  load_rows(tiles.q(0), tiles.q_full(), params.q);
+  load_rows(std::integral_constant<int, Traits::kPanels>(), tiles.q(0), tiles.q_full(), params.q);
   if (work.last > work.first) load(tiles.k(), k, params.k, work.first);
-  load_rows(tiles.d_out(0), tiles.d_out_full(), params.d_out);
+  load_rows(std::integral_constant<int, Traits::kValuePanels>(), tiles.d_out(0), tiles.d_out_full(), params.d_out);
   for (int n = work.first; n < work.last; ++n) {
     load(tiles.v(), v, params.v, n);
     if (n + 1 < work.last) load(tiles.k(), k, params.k, n + 1);
@@ -181,37 +183,43 @@ struct QueryRows {
 //                                P = e^(S - lse), with scores from their slot, which each warp hands back
 //   kLateDp: wait for V, issue   dP = dO V^T, in the registers of S; wait; each warp arrives at V's empty barrier
 //                                dS = P o (dP - delta)
+//   (turns) wait                 for this warpgroup's turn
 //   issue                        dQ += dS K
-//   wait for the next K, issue   its S and, when its V is there, dP (not kLateDp)
+//   wait for the next K, issue   its S and, when its V is there, dP (not kLateDp); the other's turn
 //   wait dQ                      each warp arrives at K's empty barrier
 //   wait S and dP                each warp arrives at V's empty barrier (not kLateDp)
 //
-// Shared memory: Q and dO of both warpgroups, K of each stage, V, slots of bias and mask (queries_smem); dQ leaves
+// Shared memory: Q and dO of both warpgroups, K and V of each stage, slots of bias and mask (queries_smem); dQ leaves
 // through Q.
 template <class Traits>
 __device__ __forceinline__ void consume_queries(const typename Traits::Params& params,
                                                 const typename Traits::Queries& tiles, int consumer) {
   using T = typename Traits::T;
   using Rows = QueryRows<Traits>;
-  constexpr int kBlock = Traits::kBlock, kKeys = Traits::kWalkedKeys, kHeadDim = Traits::kHeadDim;
+  constexpr int kBlock = Traits::kBlock, kKeys = Traits::kWalkedKeys;
   constexpr bool kLateDp = Traits::kShape.late_dp;
   Rows rows(params, tiles, consumer);
   const TwoPassWork& work = rows.work;
-  const Ring<Traits::kWalkedBytes> k_ring = tiles.k(), v_ring = tiles.v();
+  const auto k_ring = tiles.k();
+  const auto v_ring = tiles.v();
   const int part = Traits::kHalves ? 0 : consumer;  // of the tile of queries
-  const int first_panel = Traits::kHalves ? consumer * Traits::kColPanels : 0;
+  const int first_panel = Traits::kHalves ? consumer * panels(Traits::kCols) : 0;
   const uint64_t q_desc = k_major(tiles.q(part)), d_out_desc = k_major(tiles.d_out(part));
   float dq[Traits::kCols / 2] = {};
+  constexpr int kOutSteps = Traits::kShape.out_steps;
+  uint32_t d_out[std::max(4 * kOutSteps, 1)];
   typename Rows::Scores s;
   [[maybe_unused]] typename Rows::Scores own_dp;
   auto& dp = chosen<kLateDp>(s, own_dp);
   typename Traits::Place k;
-  RingState<1> v;
+  typename Traits::VPlace v;
   int n = work.first;
 
-  const auto issue_dp = [&] { issue_next_scores<T, kBlock, kKeys, kHeadDim>(dp, d_out_desc, v_ring, v); };
+  const auto issue_dp = [&] {
+    issue_next_scores<T, kBlock, kKeys, Traits::kValueDim, kOutSteps>(dp, d_out_desc, v_ring, v, d_out);
+  };
   const auto issue = [&](const typename Traits::Place& at) {
-    issue_next_scores<T, kBlock, kKeys, kHeadDim>(s, q_desc, k_ring, at);
+    issue_next_scores<T, kBlock, kKeys, Traits::kHeadDim>(s, q_desc, k_ring, at);
     if (!kLateDp) issue_dp();
   };
   const auto release_v = [&] {
@@ -244,10 +252,12 @@ __device__ __forceinline__ void consume_queries(const typename Traits::Params& p
     if (params.band.is_boundary(rows.first_query, kBlock, n * kKeys, kKeys)) {
       clear_hidden(ds, KeptColumns::of_queries(params.band, rows.row, n * kKeys));
     }
+    begin_issue<Traits>(consumer);
     issue_gradient<T, kKeys, Traits::kCols>(dq, ds, k_ring, k.stage, first_panel);
     typename Traits::Place next = k;
     next.advance();
     if (!kLast) issue(next);
+    if (!kLast || consumer == 0) end_issue<Traits>(consumer);
     wgmma_wait<kLast ? 0 : kLateDp ? 1 : 2>();
     fence_registers(dq, ds);
     warp_arrive(k_ring.empty(k.stage));
@@ -258,6 +268,11 @@ __device__ __forceinline__ void consume_queries(const typename Traits::Params& p
   barrier_wait(tiles.q_full(), 0);
   barrier_wait(tiles.d_out_full(), 0);
   if (work.last > work.first) {
+    if constexpr (kOutSteps > 0) {
+      load_fragments<kBlock, kOutSteps>(d_out, tiles.d_out(part), rows.warp_row);
+      fence_registers(d_out);
+    }
+    if (consumer == 1) end_issue<Traits>(consumer);
     issue(k);
     wait_scores();
     for_tiles(work.last - work.first, step);
@@ -276,7 +291,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     barrier_init(tiles.q_full(), 1);
     barrier_init(tiles.d_out_full(), 1);
     init_ring(tiles.k(), Traits::kStages, 8);
-    init_ring(tiles.v(), 1, 8);
+    init_ring(tiles.v(), kShape.v_stages, 8);
     if constexpr (Traits::kScored) init_ring(tiles.scores(), kScoreStages, 8, 2 * kScoreLoaders);
     fence_barrier_init();
   }
