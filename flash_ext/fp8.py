@@ -9,8 +9,7 @@ from flash_ext.arguments import flag
 from flash_ext.errors import AttentionError
 
 _quantize = torch.ops.flash_ext.quantize_fp8.default
-_LARGEST = torch.finfo(torch.float8_e4m3fn).max
-_SCALES = torch.finfo(torch.float32)
+_descale = torch.ops.flash_ext.descale_fp8.default
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -72,17 +71,13 @@ def quantize_fp8(
         raise AttentionError(f"x of shape {tuple(x.shape)} has {x.dim()} dimensions; quantize_fp8 takes {wanted}")
     if flag(hadamard, "hadamard"):
         x = _rotated(x)
-    of_rows = 0 if packed else -2
+    of_rows = -3 if packed else -2
     dims = (-1,) if per == "token" else (of_rows, -1)
-    with torch.no_grad():
-        if _is_empty(x):
-            sizes = [1 if dim - x.dim() in dims or dim in dims else size for dim, size in enumerate(x.shape)]
-            descale = x.new_ones(sizes, dtype=torch.float32)
-        else:
-            largest = x.detach().abs().nan_to_num(nan=0.0, posinf=0.0).amax(dims, keepdim=True)
-            wide = largest if largest.dtype == torch.float64 else largest.float()
-            descale = (wide / _LARGEST).clamp(_SCALES.tiny, _SCALES.max).float()
-            descale = torch.where(largest == 0, 1.0, descale)
+    if _is_empty(x):
+        sizes = [1 if dim - x.dim() in dims else size for dim, size in enumerate(x.shape)]
+        descale = x.new_ones(sizes, dtype=torch.float32)
+    else:
+        descale = _descale(x.detach(), dims)
     x8 = _quantize(x, descale)
     if not packed:
         return x8, descale.squeeze(-1) if per == "token" else descale.flatten(-3)

@@ -153,6 +153,10 @@ def _quantize_fp8(info: Any, in_dims: _Dims, x: Tensor, descale: Tensor) -> tupl
     return _ops.quantize_fp8(*fronted), 0
 
 
+def _descale_fp8(info: Any, in_dims: _Dims, x: Tensor, dim: list[int]) -> tuple[Tensor, int]:
+    return _ops.descale_fp8(x.movedim(in_dims[0], 0), dim), 0  # they are counted from the end
+
+
 def _draw_rng_state(info: Any, in_dims: _Dims, *args: Any) -> tuple[Tensor, int | None]:
     """One state for each sample, or one for all; the tensors only say for which device, and that samples there are."""
     args, dims = _pad(args, 6), _pad(in_dims, 6)
@@ -192,3 +196,4 @@ def register(library: torch.library.Library) -> None:
     torch.library.register_vmap("flash_ext::sinks_gradient", _sinks_gradient, lib=library)
     torch.library.register_vmap("flash_ext::dropout_mask", _dropout_mask, lib=library)
     torch.library.register_vmap("flash_ext::quantize_fp8", _quantize_fp8, lib=library)
+    torch.library.register_vmap("flash_ext::descale_fp8", _descale_fp8, lib=library)

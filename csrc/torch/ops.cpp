@@ -418,6 +418,7 @@ TORCH_LIBRARY(flash_ext, m) {
   m.def(torch::schema(schemas::kGatherPages.c_str()), {at::Tag::pt2_compliant_tag});
   m.def(torch::schema(schemas::kExplain.c_str()));
   m.def(torch::schema(schemas::kQuantizeFp8.c_str()), {at::Tag::pt2_compliant_tag});
+  m.def(torch::schema(schemas::kDescaleFp8.c_str()), {at::Tag::pt2_compliant_tag});
   m.def(schemas::kBuildInfo.c_str(), build_info);
 }
 

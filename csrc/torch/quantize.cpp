@@ -1,20 +1,126 @@
-// See quantize.h. Everything below autograd is made of torch operations, on any device.
+// See quantize.h. Below autograd, 16-bit numbers on a GPU have two kernels (core/quantize.h); all others, and what a
+// compiler traces, torch operations.
 #include "torch/quantize.h"
 
 #include <ATen/ATen.h>
+#include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/functions/basic_ops.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/library.h>
 
+#include <algorithm>
+#include <limits>
+
+#include "core/quantize.h"
 #include "torch/check_parts.h"
+#include "torch/cuda_runtime.h"
+#include "torch/dispatch.h"
 #include "torch/nodes.h"
+#include "torch/problem.h"
 
 namespace flash_ext {
 namespace {
 
 constexpr double kLargest = 448.0;  // of e4m3, which has no infinity
+
+// ---- by kernels -----------------------------------------------------------------------------------------------------
+
+// Sizes and strides of up to four dimensions, the first of them 1 where there are fewer.
+struct Rows {
+  int64_t size[4] = {1, 1, 1, 1}, stride[4] = {0, 0, 0, 1};
+
+  explicit Rows(const Tensor& x) {
+    for (int64_t i = 0, at = 4 - x.dim(); i < x.dim(); ++i, ++at) {
+      size[at] = x.size(i);
+      stride[at] = size[at] == 1 ? 0 : x.stride(i);
+    }
+    if (size[3] == 1) stride[3] = 1;
+  }
+  // Whether threads may take so many numbers of a row at once.
+  bool has_chunks(const void* data, int64_t numbers, int64_t bytes) const {
+    return stride[3] == 1 && size[3] % numbers == 0 && reinterpret_cast<uintptr_t>(data) % bytes == 0 &&
+           std::all_of(stride, stride + 3, [&](int64_t x) { return x % numbers == 0; });
+  }
+};
+
+bool has_kernel(const Tensor& x) {
+  const auto dtype = x.scalar_type();
+  if (!kWithCuda || !x.is_cuda() || (dtype != at::kHalf && dtype != at::kBFloat16) || x.dim() > 4) return false;
+  if (x.numel() == 0 || x.numel() > QuantizeArgs::kMostNumbers || x.is_conj() || x.is_neg()) return false;
+  return Rows(x).has_chunks(x.const_data_ptr(), 8, 16) && cuda_device_info(x.device()).compute_capability >= 80;
+}
+
+// For kernels on x's device, the current one. descale: of as many dimensions.
+QuantizeArgs args_of(const Tensor& x, const Tensor& descale) {
+  QuantizeArgs args;
+  args.dtype = dtype_of(x.scalar_type());
+  args.x = x.const_data_ptr();
+  args.descale = const_cast<float*>(descale.const_data_ptr<float>());
+  const Rows rows(x), factors(descale);
+  std::copy_n(rows.size, 4, args.size);
+  std::copy_n(rows.stride, 3, args.x_stride);
+  std::copy_n(factors.stride, 3, args.descale_stride);
+  args.stream = current_cuda_stream(x.device());
+  return args;
+}
+
+Tensor quantized_by_kernel(const Tensor& x, const Tensor& descale) {
+  const c10::DeviceGuard guard(x.device());
+  Tensor x8 = at::empty_like(x, x.options().dtype(at::kFloat8_e4m3fn));
+  const Rows rows(x8);
+  if (!rows.has_chunks(x8.const_data_ptr(), 8, 8)) return {};
+  QuantizeArgs args = args_of(x, descale);
+  args.x8 = static_cast<uint8_t*>(x8.mutable_data_ptr());
+  std::copy_n(rows.stride, 3, args.x8_stride);
+  if constexpr (kWithCuda) run_quantize(args);
+  return x8;
+}
+
+// rows: the dimension that has one number together with the last one; -1: none, a number for each row.
+Tensor descale_by_kernel(const Tensor& x, int64_t rows) {
+  const c10::DeviceGuard guard(x.device());
+  const bool per_row = rows < 0;
+  std::vector<int64_t> sizes = x.sizes().vec();
+  sizes.back() = 1;
+  if (!per_row) sizes[rows] = 1;
+  const auto options = x.options().dtype(at::kFloat);
+  const Tensor descale = per_row ? at::empty(sizes, options) : at::zeros(sizes, options);
+  QuantizeArgs args = args_of(x, descale);
+  // Blocks walk the last but one: the rows, or the longer one.
+  const int64_t at = !per_row ? 4 - x.dim() + rows : args.size[1] > args.size[2] ? 1 : 2;
+  std::swap(args.size[at], args.size[2]);
+  std::swap(args.x_stride[at], args.x_stride[2]);
+  std::swap(args.descale_stride[at], args.descale_stride[2]);
+  if constexpr (kWithCuda) run_descale(args, per_row);
+  return descale;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+
+bool has_one_of_each_row(const Tensor& x, const Tensor& descale) {
+  if (descale.dim() != x.dim() || descale.size(-1) != 1 || descale.device() != x.device()) return false;
+  for (int64_t i = 0; i + 1 < x.dim(); ++i) {
+    if (descale.size(i) != x.size(i) && descale.size(i) != 1) return false;
+  }
+  return true;
+}
+
+// Composite: a compiler sees the operations, which it fuses.
+Tensor descale_of(const Tensor& x, at::IntArrayRef dim) {
+  const at::NoGradGuard no_grad;
+  const bool per_row = dim.size() == 1;
+  const int64_t rows = dim.size() == 2 ? dim[0] + (dim[0] < 0 ? x.dim() : 0) : -1;
+  if ((per_row || (rows >= 0 && rows < x.dim() - 1)) && dim.back() == -1 && !at::isTensorSubclassLike(x) &&
+      has_kernel(x)) {
+    return descale_by_kernel(x.detach(), rows);
+  }
+  const Tensor largest = x.detach().abs().nan_to_num(0.0, 0.0).amax(dim, true);
+  const Tensor wide = largest.scalar_type() == at::kDouble ? largest : largest.to(at::kFloat);
+  constexpr double kLeast = std::numeric_limits<float>::min(), kMost = std::numeric_limits<float>::max();
+  return at::where(largest == 0, at::Scalar(1.0), (wide / kLargest).clamp(kLeast, kMost).to(at::kFloat));
+}
 
 Tensor quantized(const Tensor& x, const Tensor& descale) {
   const auto dtype = x.scalar_type();
@@ -24,6 +130,9 @@ Tensor quantized(const Tensor& x, const Tensor& descale) {
   }
   if (descale.scalar_type() != at::kFloat) {
     fail("descale", "is of ", dtype_text(descale.scalar_type()), "; it must be of torch.float32");
+  }
+  if (!at::isTensorSubclassLike(x) && has_kernel(x) && has_one_of_each_row(x, descale)) {
+    if (Tensor x8 = quantized_by_kernel(x, descale); x8.defined()) return x8;
   }
   const Tensor wide = x.to(dtype == at::kDouble ? at::kDouble : at::kFloat);
   return (wide / descale).clamp(-kLargest, kLargest).to(at::kFloat8_e4m3fn);
@@ -85,5 +194,6 @@ fp8::Leaves fp8::go_past_quantize(torch::autograd::edge_list& edges, size_t firs
 
 TORCH_LIBRARY_IMPL(flash_ext, CompositeExplicitAutograd, m) { m.impl("quantize_fp8", TORCH_FN(quantized)); }
 TORCH_LIBRARY_IMPL(flash_ext, Autograd, m) { m.impl("quantize_fp8", TORCH_FN(recorded)); }
+TORCH_LIBRARY_IMPL(flash_ext, CompositeImplicitAutograd, m) { m.impl("descale_fp8", TORCH_FN(descale_of)); }
 
 }  // namespace flash_ext

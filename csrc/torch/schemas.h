@@ -88,6 +88,10 @@ inline const std::string kGatherPages =
 // x / descale in e4m3, at most 448 either way; descale is float32 and broadcasts to x. See quantize.h.
 inline const std::string kQuantizeFp8 = "quantize_fp8(Tensor x, Tensor descale) -> Tensor";
 
+// The largest finite magnitudes of x over these dimensions, which stay with size 1, over 448: float32, without a
+// gradient; 1 where all is 0.
+inline const std::string kDescaleFp8 = "descale_fp8(Tensor x, int[] dim) -> Tensor";
+
 // JSON: what would run and why; launches nothing. `device` plans for a card that is not there ("" = the tensors').
 inline const std::string kExplain =
     "explain(" + ExplainSignature::schema("", "", "str device=\"\", " + kGradMask) + ") -> str";

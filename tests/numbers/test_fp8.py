@@ -308,3 +308,34 @@ def test_quantised_is_the_nearest(per: str, dtype: torch.dtype, device: str) -> 
     assert x8.float().abs().amax() == 448
     allowed = torch.maximum(x.abs() / 16, factor * 2.0**-10) * (1 + 1e-5)
     assert ((x8.double() * factor - x).abs() <= allowed).all()
+
+
+# name: (x, options of quantize_fp8)
+LAYOUTS: dict[str, tuple[Callable[[], Tensor], dict[str, Any]]] = {
+    "dense": (lambda: rand(2, 3, 300, 64), {}),
+    "heads behind rows": (lambda: rand(2, 70, 3, 128).transpose(1, 2), {}),
+    "rows apart": (lambda: rand(2, 3, 70, 192)[..., 64:128], {}),
+    "every other column": (lambda: rand(2, 3, 70, 64)[..., ::2], {}),
+    "odd columns": (lambda: rand(2, 3, 70, 20), {}),
+    "expanded": (lambda: rand(1, 3, 1, 64).expand(2, 3, 40, 64), {}),
+    "one head": (lambda: rand(3, 5, 8), {}),
+    "many dimensions": (lambda: rand(2, 2, 2, 30, 64), {}),
+    "packed": (lambda: rand(333, 3, 64), {"packed": True}),
+    "wide": (lambda: rand(1, 2, 30, 512), {}),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("per", ["head", "token"])
+@pytest.mark.parametrize("dtype", HALF, ids=name_of)
+def test_quantised_has_the_same_bits_everywhere(dtype: torch.dtype, per: str, layout: str, device: str) -> None:
+    make, options = LAYOUTS[layout]
+    x = make().to(dtype)
+    if layout == "dense":
+        x[0, 1] = 0
+        x[1, 2, :4, 0] = torch.tensor([torch.inf, -torch.inf, torch.nan, 1e-30], dtype=dtype)
+    on_device = x.to(device) if layout != "expanded" else x[:, :, :1].to(device).expand(x.shape)
+    of_operations = flash_ext.quantize_fp8(x, per=per, **options)
+    got = flash_ext.quantize_fp8(on_device, per=per, **options)
+    assert torch.equal(got[1].cpu(), of_operations[1]) and got[0].stride() == of_operations[0].stride()
+    assert torch.equal(got[0].cpu().float().nan_to_num(1e9), of_operations[0].float().nan_to_num(1e9))
