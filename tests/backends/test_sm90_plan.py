@@ -87,11 +87,23 @@ def test_two_pass_backward_plan(length: int, head_dim: int, dtype: torch.dtype) 
     q, k = half(2, 16, length, head_dim, dtype=dtype), half(2, 4, length, head_dim, dtype=dtype)
     backward = explain(q, k, deterministic=True).backward
     assert (backward.backend, backward.kernel) == ("sm90", "sm90.backward.two_pass")
-    assert (backward.block_m, backward.block_n, backward.stages) == (64, 64, 2)
+    assert (backward.block_m, backward.block_n, backward.stages) == (64, 64, 3 if head_dim <= 192 else 2)
     assert dict(backward.on_chip).keys() == {"k", "v", "q", "d_out", "p", "lse and delta", "barriers and alignment"}
     assert backward.on_chip_bytes <= backward.on_chip_limit == 227 * 1024
     assert backward.grid == 2 * 4 * -(-length // 64)
     assert backward.scratch_bytes <= 2 * 16 * 3 * (length + 127) * 4 + 4096
+
+
+def test_two_pass_backward_of_fewer_columns_of_values() -> None:
+    """Tiles of V and dO have 128 columns beside 192 of K and Q, but where scores are added to."""
+    q, v = half(2, 16, 500, 192), half(2, 16, 500, 128)
+    for options, columns in (({}, 128), ({"deterministic": True}, 128), ({"softcap": 5.0}, 192)):
+        backward = explain(q, q, v, **options).backward
+        on_chip = dict(backward.on_chip)
+        assert backward.backend == "sm90" and on_chip["k"] == 64 * 192 * 2 and on_chip["v"] == 64 * columns * 2
+        assert on_chip["d_out"] * 192 == on_chip["q"] * columns
+    q, v = half(2, 16, 500, 192), half(2, 16, 500, 136)
+    assert dict(explain(q, q, v).backward.on_chip)["v"] == 64 * 192 * 2
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=name_of)
