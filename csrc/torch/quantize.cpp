@@ -116,10 +116,11 @@ Tensor descale_of(const Tensor& x, at::IntArrayRef dim) {
       has_kernel(x)) {
     return descale_by_kernel(x.detach(), rows);
   }
+  // NOTE: a product, as of the kernel and of compilers, which make one of a division by a constant.
   const Tensor largest = x.detach().abs().nan_to_num(0.0, 0.0).amax(dim, true);
   const Tensor wide = largest.scalar_type() == at::kDouble ? largest : largest.to(at::kFloat);
   constexpr double kLeast = std::numeric_limits<float>::min(), kMost = std::numeric_limits<float>::max();
-  return at::where(largest == 0, at::Scalar(1.0), (wide / kLargest).clamp(kLeast, kMost).to(at::kFloat));
+  return at::where(largest == 0, at::Scalar(1.0), (wide * (1.0 / kLargest)).clamp(kLeast, kMost).to(at::kFloat));
 }
 
 Tensor quantized(const Tensor& x, const Tensor& descale) {

@@ -52,7 +52,7 @@ struct Numbers {
         if (std::isfinite(number)) most = std::max(most, number);
       }
     }
-    return most == 0.f ? 1.f : most / 448.f;
+    return most == 0.f ? 1.f : most * (1.f / 448.f);
   }
 };
 
