@@ -159,7 +159,7 @@ def enable() -> _Enabled:
     ``torch.nn.attention.varlen.varlen_attn`` runs here, too, where torch has it, whenever it is imported.
 
     Left to PyTorch: nested tensors of the strided layout, other devices, unknown tensor subclasses,
-    ``need_weights=True``, ``varlen_attn`` with caches, pages or splits, and calls for which one of PyTorch's own
+    ``need_weights=True``, ``varlen_attn`` with caches, pages, splits or e4m3, and calls for which one of PyTorch's own
     kernels was chosen: inside ``sdpa_kernel(...)``, or where ``torch.backends.cuda.enable_*_sdp`` leave one. The first
     call that is left for such a choice warns, and ``why_not`` counts them.
     """

@@ -35,7 +35,7 @@ def _is_served(operator: Any, given: dict[str, Any]) -> bool:
     options = (a for a in operator._opoverload._schema.arguments if a.has_default_value())
     if any(given[a.name] != a.default_value for a in options if a.name not in _OURS):
         return False
-    if given["cu_seq_k"] is None or given["key"].dim() != 3:
+    if given["cu_seq_k"] is None or given["key"].dim() != 3 or given["query"].dtype.itemsize < 2:
         return False
     return given["query"].shape[-1] == given["value"].shape[-1] or "backend" in given
 

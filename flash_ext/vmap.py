@@ -154,7 +154,11 @@ def _quantize_fp8(info: Any, in_dims: _Dims, x: Tensor, descale: Tensor) -> tupl
 
 
 def _descale_fp8(info: Any, in_dims: _Dims, x: Tensor, dim: list[int]) -> tuple[Tensor, int]:
-    return _ops.descale_fp8(x.movedim(in_dims[0], 0), dim), 0  # they are counted from the end
+    rank = x.dim() - 1
+    for d in dim:
+        if not -rank <= d < rank:
+            raise IndexError(f"dim has {d}; x of {rank} dimensions takes {-rank} to {rank - 1}")
+    return _ops.descale_fp8(x.movedim(in_dims[0], 0), [d if d < 0 else d - rank for d in dim]), 0
 
 
 def _draw_rng_state(info: Any, in_dims: _Dims, *args: Any) -> tuple[Tensor, int | None]:

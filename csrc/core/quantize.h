@@ -4,7 +4,7 @@
 //   x8      = x / descale, at most 448 either way
 //
 // Filled by torch/quantize.cpp, run by kernels/stages/quantize.cu. Invariant: columns are innermost, rows begin at
-// multiples of 8 numbers, of x at one of 16 bytes; there is at least one number, and there are at most kMostNumbers.
+// multiples of 8 numbers, of x at one of 16 bytes; there is at least one number, and there are fewer than kMostNumbers.
 #pragma once
 
 #include <cstdint>

@@ -41,7 +41,8 @@ std::array<Reason, 4> reasons{{
     {"torch.backends.cuda.enable_*_sdp(False) leave one of PyTorch's own kernels, which is a choice of that one", true,
      0},
     {"a tensor is nested, not strided, or not on the CPU or a CUDA device", false, 0},
-    {"varlen_attn has an argument that only PyTorch serves: a cache, pages, splits or a head dim of its own for value",
+    {"varlen_attn has an argument that only PyTorch serves: a cache, pages, splits, numbers of 8 bits or a head dim of "
+     "its own for value",
      false, 0},
 }};
 

@@ -162,13 +162,17 @@ def test_off_after_disable() -> None:
     assert flash_ext.enabled_calls() == before
 
 
-def test_what_only_pytorch_serves_is_counted() -> None:
+@pytest.mark.parametrize("which", ["head dims", "e4m3"])
+def test_what_only_pytorch_serves_is_counted(which: str) -> None:
     q, k, v = (t.detach() for t in qkv())
     where = starts(LENGTHS_Q), starts(LENGTHS_K), max(LENGTHS_Q), max(LENGTHS_K)
     with flash_ext.enable():
         before = flash_ext.enabled_calls()
         with pytest.raises(NotImplementedError, match="_flash_attention_forward"):
-            torch.ops.torch_attn._varlen_attn(q, k.unsqueeze(1), v.unsqueeze(1), *where)
+            if which == "e4m3":  # out is promised in the dtype of query, and there are no descales
+                torch.ops.torch_attn._varlen_attn(*(t.to(torch.float8_e4m3fn) for t in (q, k, v)), *where)
+            else:
+                torch.ops.torch_attn._varlen_attn(q, k.unsqueeze(1), v.unsqueeze(1), *where)
         after = flash_ext.enabled_calls()
     assert after == before and after.left == before.left + 1
     assert any(reason.startswith("varlen_attn has an argument") for reason in flash_ext.why_not())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from helpers import rand
 from torch import Tensor
@@ -26,3 +27,12 @@ def test_vmap_over_descales_of_a_tangent() -> None:
     mapped = torch.func.vmap(tangent)(descales)
     assert mapped.abs().max() > 0
     torch.testing.assert_close(mapped, torch.stack([tangent(d) for d in descales]))
+
+
+def test_vmap_over_what_is_quantised() -> None:
+    x = rand(3, 2, 4, 8)
+    for dims in ([0, -1], [-2, 2], [-1], [0, 1, 2]):
+        mapped = torch.func.vmap(lambda t, dims=dims: torch.ops.flash_ext.descale_fp8(t, dims))(x)
+        assert torch.equal(mapped, torch.stack([torch.ops.flash_ext.descale_fp8(t, dims) for t in x]))
+    with pytest.raises(IndexError, match="dim has 3; x of 3 dimensions takes -3 to 2"):
+        torch.func.vmap(lambda t: torch.ops.flash_ext.descale_fp8(t, [3]))(x)

@@ -310,32 +310,41 @@ def test_quantised_is_the_nearest(per: str, dtype: torch.dtype, device: str) -> 
     assert ((x8.double() * factor - x).abs() <= allowed).all()
 
 
-# name: (x, options of quantize_fp8)
-LAYOUTS: dict[str, tuple[Callable[[], Tensor], dict[str, Any]]] = {
-    "dense": (lambda: rand(2, 3, 300, 64), {}),
-    "heads behind rows": (lambda: rand(2, 70, 3, 128).transpose(1, 2), {}),
-    "rows apart": (lambda: rand(2, 3, 70, 192)[..., 64:128], {}),
-    "every other column": (lambda: rand(2, 3, 70, 64)[..., ::2], {}),
-    "odd columns": (lambda: rand(2, 3, 70, 20), {}),
-    "expanded": (lambda: rand(1, 3, 1, 64).expand(2, 3, 40, 64), {}),
-    "one head": (lambda: rand(3, 5, 8), {}),
-    "many dimensions": (lambda: rand(2, 2, 2, 30, 64), {}),
-    "packed": (lambda: rand(333, 3, 64), {"packed": True}),
-    "wide": (lambda: rand(1, 2, 30, 512), {}),
+# name: (x, options of quantize_fp8, whether kernels serve it)
+LAYOUTS: dict[str, tuple[Callable[[], Tensor], dict[str, Any], bool]] = {
+    "dense": (lambda: rand(2, 3, 300, 64), {}, True),
+    "heads behind rows": (lambda: rand(2, 70, 3, 128).transpose(1, 2), {}, True),
+    "rows apart": (lambda: rand(2, 3, 70, 192)[..., 64:128], {}, True),
+    "every other column": (lambda: rand(2, 3, 70, 64)[..., ::2], {}, False),
+    "odd columns": (lambda: rand(2, 3, 70, 20), {}, False),
+    "expanded": (lambda: rand(1, 3, 1, 64).expand(2, 3, 40, 64), {}, True),
+    "one head": (lambda: rand(3, 5, 8), {}, True),
+    "many dimensions": (lambda: rand(2, 2, 2, 30, 64), {}, False),
+    "packed": (lambda: rand(333, 3, 64), {"packed": True}, True),
+    "wide": (lambda: rand(1, 2, 30, 512), {}, True),
 }
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("per", ["head", "token"])
 @pytest.mark.parametrize("dtype", HALF, ids=name_of)
-def test_quantised_has_the_same_bits_everywhere(dtype: torch.dtype, per: str, layout: str, device: str) -> None:
-    make, options = LAYOUTS[layout]
+def test_quantised_has_the_same_bits_on_a_gpu(dtype: torch.dtype, per: str, layout: str) -> None:
+    """By kernels, and by torch's operations where they do not serve x."""
+    make, options, has_kernels = LAYOUTS[layout]
     x = make().to(dtype)
     if layout == "dense":
         x[0, 1] = 0
         x[1, 2, :4, 0] = torch.tensor([torch.inf, -torch.inf, torch.nan, 1e-30], dtype=dtype)
-    on_device = x.to(device) if layout != "expanded" else x[:, :, :1].to(device).expand(x.shape)
+    if layout == "expanded":
+        on_gpu = x[:1, :, :1].to("cuda").expand(x.shape)
+    else:
+        on_gpu = torch.empty_strided(x.shape, x.stride(), dtype=dtype, device="cuda").copy_(x)
     of_operations = flash_ext.quantize_fp8(x, per=per, **options)
-    got = flash_ext.quantize_fp8(on_device, per=per, **options)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        got = flash_ext.quantize_fp8(on_gpu, per=per, **options)
+        torch.cuda.synchronize()
+    names = " ".join(event.key for event in profiler.key_averages())
+    assert ("largest_kernel" in names, "quantize_kernel" in names) == (has_kernels, has_kernels)
     assert torch.equal(got[1].cpu(), of_operations[1]) and got[0].stride() == of_operations[0].stride()
     assert torch.equal(got[0].cpu().float().nan_to_num(1e9), of_operations[0].float().nan_to_num(1e9))

@@ -82,7 +82,8 @@ __global__ void __launch_bounds__(kThreads)
   const uint32_t i = blockIdx.x * kThreads + threadIdx.x;
   if (i >= count) return;
   const uint32_t size1 = static_cast<uint32_t>(args.size[1]), size2 = static_cast<uint32_t>(args.size[2]);
-  const uint32_t col = i % chunks * kWidth, row = i / chunks, flat = row / size2;
+  const int64_t col = int64_t{i % chunks} * kWidth;
+  const uint32_t row = i / chunks, flat = row / size2;
   const int64_t at[3] = {flat / size1, flat % size1, row % size2};
   const auto place = [&](const int64_t(&stride)[3]) {
     return at[0] * stride[0] + at[1] * stride[1] + at[2] * stride[2];

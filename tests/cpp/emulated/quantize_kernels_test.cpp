@@ -17,9 +17,10 @@ namespace {
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // (outer, rows, heads, cols) in memory, with rows and heads changed places for the kernels.
+template <class T>
 struct Numbers {
   int64_t outer, heads, rows, cols;
-  std::vector<__nv_bfloat16> x;
+  std::vector<T> x;
   std::vector<uint8_t> x8;
   std::vector<float> descale;
 
@@ -27,11 +28,12 @@ struct Numbers {
       : outer(outer_), heads(heads_), rows(rows_), cols(cols_), x(outer * heads * rows * cols), x8(x.size(), 0xAA) {
     std::mt19937 random(7);
     std::normal_distribution<float> normal(0.f, 3.f);
-    for (auto& number : x) number = static_cast<__nv_bfloat16>(normal(random));
+    for (auto& number : x) number = static_cast<T>(normal(random));
   }
   int64_t at(int64_t b, int64_t h, int64_t i, int64_t col) const { return ((b * rows + i) * heads + h) * cols + col; }
   QuantizeArgs args(bool per_row) {
     QuantizeArgs args;
+    args.dtype = std::is_same_v<T, __half> ? DType::kFloat16 : DType::kBFloat16;
     descale.assign(outer * heads * (per_row ? rows : 1), 0.f);
     args.x = x.data();
     args.x8 = x8.data();
@@ -56,40 +58,59 @@ struct Numbers {
   }
 };
 
-void check(Numbers& numbers, bool per_row) {
-  const QuantizeArgs args = numbers.args(per_row);
-  run_descale(args, per_row);
-  run_quantize(args);
+// Of numbers and a factor of each.
+template <class T, class Factor>
+void check_numbers(const Numbers<T>& numbers, const Factor& factor) {
   for (int64_t b = 0; b < numbers.outer; ++b) {
     for (int64_t h = 0; h < numbers.heads; ++h) {
       for (int64_t i = 0; i < numbers.rows; ++i) {
-        const int64_t head = b * numbers.heads + h;
-        const float descale = numbers.descale[per_row ? head * numbers.rows + i : head];
-        ASSERT_EQ(descale, numbers.largest(b, h, per_row ? i : 0, per_row ? 1 : numbers.rows)) << b << " " << h;
         for (int64_t col = 0; col < numbers.cols; ++col) {
-          const float scaled = static_cast<float>(numbers.x[numbers.at(b, h, i, col)]) / descale;
+          const float scaled = static_cast<float>(numbers.x[numbers.at(b, h, i, col)]) / factor(b, h, i);
           const uint8_t wanted = __nv_cvt_float_to_fp8(std::isnan(scaled) ? scaled : std::clamp(scaled, -448.f, 448.f),
                                                        __NV_SATFINITE, __NV_E4M3);
-          ASSERT_EQ(numbers.x8[numbers.at(b, h, i, col)] & 0x7F, wanted & 0x7F) << i << " " << col;
-          if (!std::isnan(scaled)) ASSERT_EQ(numbers.x8[numbers.at(b, h, i, col)], wanted) << i << " " << col;
+          const uint8_t sign_of_nan = std::isnan(scaled) ? 0x80 : 0;
+          ASSERT_EQ(numbers.x8[numbers.at(b, h, i, col)] | sign_of_nan, wanted | sign_of_nan) << i << " " << col;
         }
       }
     }
   }
 }
 
+template <class T>
+void check(Numbers<T>& numbers, bool per_row) {
+  const QuantizeArgs args = numbers.args(per_row);
+  run_descale(args, per_row);
+  run_quantize(args);
+  const auto descale = [&](int64_t b, int64_t h, int64_t i) {
+    const int64_t head = b * numbers.heads + h;
+    return numbers.descale[per_row ? head * numbers.rows + i : head];
+  };
+  for (int64_t b = 0; b < numbers.outer; ++b) {
+    for (int64_t h = 0; h < numbers.heads; ++h) {
+      for (int64_t i = 0; i < numbers.rows; ++i) {
+        ASSERT_EQ(descale(b, h, i), numbers.largest(b, h, per_row ? i : 0, per_row ? 1 : numbers.rows))
+            << b << " " << h;
+      }
+    }
+  }
+  check_numbers(numbers, descale);
+}
+
 TEST(Quantize, NumbersForEachHeadAndRow) {
   for (const int64_t cols : {8, 24, 64, 128, 264}) {
     for (const int64_t rows : {1, 37, 300}) {
-      Numbers numbers(2, 3, rows, cols);
+      Numbers<__nv_bfloat16> numbers(2, 3, rows, cols);
       check(numbers, false);
       check(numbers, true);
     }
   }
+  Numbers<__half> half(2, 3, 37, 64);
+  check(half, false);
+  check(half, true);
 }
 
 TEST(Quantize, WhatIsNotFiniteCountsForNoDescale) {
-  Numbers numbers(1, 2, 40, 64);
+  Numbers<__nv_bfloat16> numbers(1, 2, 40, 64);
   const float special[] = {kInfinity, -kInfinity, std::nanf(""), 1e-40f, -0.f, 1e38f};
   for (int64_t i = 0; i < 6; ++i) numbers.x[numbers.at(0, 0, 5 * i, 7 * i)] = static_cast<__nv_bfloat16>(special[i]);
   for (int64_t i = 0; i < 40; ++i) {
@@ -97,6 +118,18 @@ TEST(Quantize, WhatIsNotFiniteCountsForNoDescale) {
   }
   check(numbers, false);
   check(numbers, true);
+}
+
+TEST(Quantize, ADescaleOfTheCallers) {
+  for (const float factor : {0.f, kInfinity, 1e-3f, -2.f}) {
+    Numbers<__half> numbers(2, 2, 9, 16);
+    numbers.x[0] = static_cast<__half>(0.f);  // over 0: NaN
+    QuantizeArgs args = numbers.args(false);
+    numbers.descale[0] = factor;
+    std::fill_n(args.descale_stride, 3, 0);  // one for all rows
+    run_quantize(args);
+    check_numbers(numbers, [&](int64_t, int64_t, int64_t) { return factor; });
+  }
 }
 
 }  // namespace

@@ -27,7 +27,7 @@ __device__ __forceinline__ void load_fragments(uint32_t* fragments, uint32_t til
   }
 }
 
-// issue_scores() of B in a ring, when it is there.
+// issue_scores() of B in a ring, when it is there; the first kSteps steps of A from `fragments`.
 template <class T, int kRowsA, int kRowsB, int kHeadDim, int kSteps = 0, class Ring, class Place>
 __device__ __forceinline__ void issue_next_scores(float (&c)[kRowsB / 2], uint64_t a, const Ring& ring,
                                                   const Place& place, const uint32_t* fragments = nullptr) {

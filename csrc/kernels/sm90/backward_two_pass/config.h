@@ -60,12 +60,13 @@ struct TwoPassShape {
 };
 
 constexpr TwoPassShape two_pass_shape(int head_dim, ScoreKind kind, bool narrow = false) {
-  // NOTE: above 256 as many rows as fit beside K and V of 64 keys, or Q and dO of 64 queries; with turns 5 % slower.
+  // NOTE: above 256 as many rows as fit beside K and V of 64 keys, or Q and dO of 64 queries; with turns dQ
+  // took 6 to 7 % longer.
   if (head_dim > 384) return {.queries = 16, .walked_keys = 32, .halves = true};
   if (head_dim > 256) return {.queries = 32, .walked_keys = 48, .halves = true};
   const bool scored = kind == ScoreKind::kScores, small = head_dim <= kSmallHeadDim;
   TwoPassShape shape{.keys = small ? 128 : 64, .scored = scored, .late_dp = scored && head_dim > 64};
-  shape.turns = small || !scored;  // NOTE: 2 % slower with scores at 192
+  shape.turns = small || !scored;  // NOTE: with scores at 192 dQ took 3 % longer
   if (narrow) shape.narrow = kNarrowValues;
   if (!scored && head_dim <= 192) {  // there is room
     shape.stages = 3;

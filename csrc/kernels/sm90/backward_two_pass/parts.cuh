@@ -23,6 +23,7 @@ namespace flash_ext::sm90 {
 constexpr int kOwnBarrier = 1, kIssueBarrier = 3;
 
 // The two consumer warpgroups issue their products in turns, so that those of one run under what the other computes.
+// The second lets the first begin, and has nobody to let behind its last tile.
 // NOTE: without, both came to compute at the same time, and a quarter of the queries' kernel had no product in flight.
 template <class Traits>
 __device__ __forceinline__ void begin_issue(int consumer) {
