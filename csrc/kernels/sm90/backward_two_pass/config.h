@@ -3,8 +3,6 @@
 // Called by rows.cpp, parts.cuh and run.cuh. Invariant: as of kernels/sm90/config.h.
 #pragma once
 
-#include <numeric>
-
 #include "kernels/sm90/backward/config.h"
 
 namespace flash_ext::sm90 {
@@ -54,7 +52,7 @@ struct TwoPassShape {
     return splits_gradients() ? block * queries * 2 + (scored ? block * queries / 8 : 0) : 0;
   }
   // Of keys that TMA brings at once, so that both kernels' tiles are whole boxes.
-  constexpr int key_box() const { return std::gcd(block, walked_keys); }
+  constexpr int key_box() const { return block % walked_keys == 0 ? walked_keys : 16; }
   constexpr int values(int head_dim) const { return narrow > 0 ? narrow : head_dim; }
   constexpr int query_rows() const { return halves ? block : 2 * block; }  // of a tile of the queries' kernel
 };
