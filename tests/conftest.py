@@ -43,7 +43,7 @@ REFUSALS = {
     r"|softcap \S+ is more than 4096|no support for float64|the bias of packed sequences is broadcast",
     "sm90": r"compute capability \d+\.\d is (less|more) than 9\.0|no support for (float32|float64)"
     r"|no support for (.* )?packed sequences"
-    r"|head_dim(_v)? \d+ is (more than (128|192|256)|not a multiple of 8)"
+    r"|head_dim(_v)? \d+ is (more than (128|256)|not a multiple of 8)"
     r"|(softcap|dropout_p|scale) \S+ is (less|more) than|len_[qk] \d+ is less than 65"
     r"|bias has rows that do not start at"
     # Of backward.

@@ -166,13 +166,12 @@ UNSERVED: dict[str, list[Rule]] = {
     "sm90": [
         (others("dtype", *HALF_TYPES),),
         (("1", "33"),),
-        (("264",), (*ADDED, "softcap"), others("wanted", "forward alone")),
+        (("264",), GRADIENTS),
         (("grouped keys",), others("wanted", "forward alone")),
         (("slopes gradient",),),
-        (("256",), ADDED, others("wanted", "forward alone")),
         (
             ("whole bias gradient",),
-            ("160", "192", "192 and 128", *MASKS, *SLOPES, "softcap", "dropout", "deterministic"),
+            ("160", "192", "192 and 128", "256", *MASKS, *SLOPES, "softcap", "dropout", "deterministic"),
         ),
         (("whole bias gradient",), others("wanted", "all", "forward alone")),
     ],

@@ -1,11 +1,13 @@
-"""Promise: head dims from 264 to 512 obey the error rule on Hopper in both passes, and with whatever is added to scores
-in forward; the same bits in every run, and from every batch."""
+"""Promise: head dims from 264 to 512 obey the error rule on Hopper in both passes, with whatever is added to scores;
+the same bits in every run, and from every batch. The gradient of a bias is the composite's."""
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
-from helpers import HALF, leaf, make_inputs, name_of, rand
+from helpers import HALF, check, leaf, make_inputs, name_of, rand
 from sm90_calls import added_of, check_passes, gradients
 from sm90_helpers import BANDS, KINDS, assert_same_bits
 
@@ -56,26 +58,46 @@ def test_some_gradients(head_dim: int, some: tuple[str, ...], device: str) -> No
 @pytest.mark.parametrize("kind", ["", "slopes", *KINDS, "both float32 and slopes"])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_added_to_scores(head_dim: int, kind: str, device: str) -> None:
-    """In forward; the gradients are the composite's."""
     for i, band in enumerate(BANDS):
         for softcap, p in ((0.0, 0.0), (5.0, 0.2)):
             shape = (2, 4, 150, 203)
             inputs = make_inputs((2, 4, 150, head_dim), (2, 2, 203, head_dim), dtype=HALF[i % 2], device=device)
             added = added_of(kind, shape, HALF[i % 2], device)
-            check_passes(inputs, added, BANDS[band] | {"softcap": softcap}, p, ("lse", "forward alone"))
+            check_passes(inputs, added, BANDS[band] | {"softcap": softcap}, p)
 
 
-def test_gradients_with_a_mask(device: str) -> None:
+@pytest.mark.parametrize("some", [("query",), ("key",), ("value",)], ids="+".join)
+@pytest.mark.parametrize("head_dim", (256, *HEAD_DIMS))
+def test_some_gradients_of_added_scores(head_dim: int, some: tuple[str, ...], device: str) -> None:
+    for dtype, queries in product(HALF, (3, 150)):
+        inputs = make_inputs((2, 4, queries, head_dim), (2, 2, 203, head_dim), dtype=dtype, device=device)
+        wanted = {name: inputs.pop(name) for name in some}
+        added = inputs | added_of("both float32", (2, 4, queries, 203), dtype, device)
+        check_passes(wanted, added, {"softcap": 5.0}, 0.2, () if some == ("value",) else ("lse",))
+
+
+def test_few_queries_and_keys_with_a_mask(device: str) -> None:
+    """Forward is the composite's, whose lse backward reads."""
+    for head_dim, dtype in product(HEAD_DIMS, HALF):
+        inputs = make_inputs((2, 4, 40, head_dim), (2, 2, 40, head_dim), dtype=dtype, device=device)
+        inputs["mask"] = torch.rand(40, 40, device=device) > 0.3
+        plan = flash_ext.explain(**{name: leaf(tensor) for name, tensor in inputs.items()})
+        assert (plan.forward.backend, plan.backward.backend) == ("chunked", "sm90")
+        check(flash_ext.attention, inputs, {"return_lse": True})
+
+
+def test_gradient_of_a_bias(device: str) -> None:
     """Forward is sm90's, backward reads its lse."""
     shape = (1, 2, 150, 512)
-    inputs = {name: leaf(tensor) for name, tensor in make_inputs(shape, shape, device=device, dtype=HALF[0]).items()}
-    mask = torch.rand(1, 1, 150, 150, device=device) > 0.3
-    plan = flash_ext.explain(**inputs, mask=mask)
+    inputs = make_inputs(shape, shape, device=device, dtype=HALF[0])
+    inputs["bias"] = rand(1, 1, 150, 150, dtype=HALF[0], device=device)
+    inputs = {name: leaf(tensor) for name, tensor in inputs.items()}
+    plan = flash_ext.explain(**inputs)
     assert (plan.forward.backend, plan.backward.backend) == ("sm90", "chunked")
     grad = rand(*shape, dtype=HALF[0], device=device)
-    got = torch.autograd.grad(flash_ext.attention(**inputs, mask=mask), list(inputs.values()), grad)
+    got = torch.autograd.grad(flash_ext.attention(**inputs), list(inputs.values()), grad)
     exact = {name: leaf(tensor.detach().double()) for name, tensor in inputs.items()}
-    scores = (exact["query"] @ exact["key"].mT * 512**-0.5).masked_fill(~mask, -torch.inf)
+    scores = exact["query"] @ exact["key"].mT * 512**-0.5 + exact["bias"]
     expected = torch.autograd.grad(scores.softmax(-1) @ exact["value"], list(exact.values()), grad.double())
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=0, atol=0.02 * float(b.abs().max()))

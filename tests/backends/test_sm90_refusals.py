@@ -112,21 +112,6 @@ BACKWARD: dict[str, tuple[dict[str, Tensor], dict[str, Any], str]] = {
         {"bias": half(2, 4, 256, 256).requires_grad_(), "dropout_p": 0.1},
         f"no support for {MIXED}",
     ),
-    "wide dropout": (
-        wanting(*ALL, shape=(2, 4, 256, 256)),
-        {"dropout_p": 0.1},
-        "head_dim 256 is more than 192",
-    ),
-    "wide bias": (
-        wanting(*ALL, shape=(2, 4, 256, 256)),
-        {"bias": half(256, 256)},
-        "head_dim 256 is more than 192",
-    ),
-    "wide slopes": (
-        wanting(*ALL, shape=(2, 4, 256, 256)),
-        {"alibi_slopes": half(4, dtype=torch.float32)},
-        "head_dim 256 is more than 192",
-    ),
     "slopes gradient": (
         wanting(*ALL),
         {"alibi_slopes": half(4, dtype=torch.float32).requires_grad_()},
@@ -173,7 +158,10 @@ TWO_PASS: dict[str, tuple[dict[str, Tensor], dict[str, Any], str]] = {
     "softcap beside a mask": (wanting(*ALL, shape=(2, 4, 256, 128)), {"softcap": 5.0, "mask": MASK}, ".small_head_dim"),
     "wide mask": (wanting(*ALL, shape=(2, 4, 256, 136)), {"mask": MASK}, ".scored"),
     "wide dropout": (wanting(*ALL, shape=(2, 4, 256, 192)), {"dropout_p": 0.1}, ".scored"),
+    "wide bias": (wanting(*ALL, shape=(2, 4, 256, 256)), {"bias": half(256, 256), "softcap": 5.0}, ".scored"),
     "wide softcap": (wanting(*ALL, shape=(2, 4, 256, 256)), {"softcap": 5.0}, ".softcap"),
+    "large mask": (wanting(*ALL, shape=(2, 4, 256, 384)), {"mask": MASK}, ".scored.large_head_dim"),
+    "large softcap": (wanting(*ALL, shape=(2, 4, 256, 512)), {"softcap": 5.0}, ".scored.large_head_dim"),
     "wide": (wanting(*ALL, shape=(2, 4, 256, 256)), {}, ""),
     "no dq": (wanting("key", "value"), {}, ".small_head_dim"),
     "no dk": (wanting("query", "value"), {}, ".small_head_dim"),

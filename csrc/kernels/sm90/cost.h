@@ -65,7 +65,7 @@ inline double two_pass_cost(const Problem& problem, const DeviceInfo& device) {
   const int products = (problem.wants_dk || problem.wants_dv ? 4 : 0) + (problem.wants_dq ? 3 : 0);
   const double tiles = static_cast<double>(problem.batch * problem.heads_k * block_count(problem.len_k, shape.keys));
   double tflops = head_dim <= 64 ? 420 : 540;
-  if (shape.scored) tflops = head_dim <= 64 ? 260 : head_dim <= 128 ? 400 : 460;
+  if (shape.scored) tflops = head_dim <= 64 ? 260 : head_dim <= 128 ? 400 : head_dim <= 256 ? 460 : 220;
   return time_of(problem, device, products, tiles, {tflops, 6}) +
          (head_dim <= kSmallHeadDim ? memory_cost(dq_bytes(problem)) : 0.0);
 }

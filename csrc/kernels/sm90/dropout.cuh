@@ -99,10 +99,12 @@ struct DropoutDraws {
     __syncwarp();
   }
 
-  // What is dropped of 64 rows and 16 columns from `first` on, to the lanes that hold them in S^T: bit 15 - j of a word
-  // is the first, bit 31 - j the second of the pair j of a fragment's packed numbers.
+  // What is dropped of kRows rows, 64 at most, and 16 columns from `first` on, to the lanes that hold them in S^T: bit
+  // 15 - j of a word is the first, bit 31 - j the second of the pair j of a fragment's packed numbers.
+  template <int kRows = 64>
   __device__ __forceinline__ uint32_t transposed_bits(uint32_t keys, const DropoutBlock& first) const {
-    using Row = WordRow<4>;
+    constexpr int kGroups = kRows / 16;
+    using Row = WordRow<kGroups>;
     const PhiloxWords<Row> counter{
         {Row(first.k16 * 32 + threadIdx.x % 32), Row(first.q16, 1), Row(first.bh), Row(map.offset)}};
     PhiloxWords<Row> words = counter;
@@ -113,7 +115,7 @@ struct DropoutDraws {
     }
     uint32_t bits = 0;
 #pragma unroll
-    for (uint32_t n = 0; n < 4; ++n) {
+    for (uint32_t n = 0; n < kGroups; ++n) {
 #pragma unroll
       for (uint32_t i = 0; i < 4; ++i) {
         const uint32_t j = 4 * n + i % 2 * 2 + i / 2;  // of eight queries, then of eight keys

@@ -1,7 +1,7 @@
 // What the host side of this backend calls, without any CUDA syntax: one function a (pass, dtype, head dimension).
 //
-// Definitions lie in generated units (cmake/cuda_units.cmake writes one per instance from unit.cu.in of forward/ and
-// backward/), so a missing instance is an undefined symbol, which the linker refuses. Called by rows.cpp only.
+// Definitions lie in generated units (cmake/cuda_units.cmake writes them from unit.cu.in of forward/ and backward/), so
+// a missing instance is an undefined symbol, which the linker refuses. Called by rows.cpp only.
 #pragma once
 
 #include "core/args.h"

@@ -199,9 +199,11 @@ Plan plan_two_pass(const Problem& problem, const DeviceInfo& device) {
   const bool narrow = is_two_pass_narrow(problem, instance.head_dim);
   const TwoPassShape shape = two_pass_shape(instance.head_dim, kind, narrow);
   const char* const kernel = instance.head_dim <= kSmallHeadDim ? "sm90.backward.two_pass.small_head_dim"
-                             : kind == ScoreKind::kScores       ? "sm90.backward.two_pass.scored"
-                             : kind == ScoreKind::kSoftcap      ? "sm90.backward.two_pass.softcap"
-                                                                : "sm90.backward.two_pass";
+                             : kind == ScoreKind::kScores && shape.halves
+                                 ? "sm90.backward.two_pass.scored.large_head_dim"
+                             : kind == ScoreKind::kScores  ? "sm90.backward.two_pass.scored"
+                             : kind == ScoreKind::kSoftcap ? "sm90.backward.two_pass.softcap"
+                                                           : "sm90.backward.two_pass";
   Plan plan = plan_of(kernel, TwoPassShape::threads, shape.consumer_registers(), shape.producer_registers(), device);
   plan.stages = shape.stages;
   plan.scratch_bytes = instance.backward_scratch_bytes(problem, true);
@@ -410,15 +412,18 @@ constexpr Kernel two_pass_row(const char* name, Features features, Features only
   return row;
 }
 
-constexpr int kWide = largest(Pass::kBackward, kSmallHeadDim);  // above it
+// Above them.
+constexpr int kWide = largest(Pass::kBackward, kSmallHeadDim), kLarge = largest(Pass::kBackward, kMostSoftcap);
 constexpr Kernel kKernels[] = {
     forward_row("sm90.forward.scored", kScores.with({Feature::kSoftcap}), kLeastScores),
     forward_row("sm90.forward", {}, 1),
     fp8_row(),
     two_pass_row("sm90.backward.two_pass.small_head_dim", kScores.with({Feature::kSoftcap}),
                  kSome.with({Feature::kDeterministic, Feature::kSoftcap}), 0, kSmallHeadDim, kLeastScores),
-    two_pass_row("sm90.backward.two_pass.scored", kScores.with({Feature::kSoftcap}), kScores, kWide, kMostScores,
+    two_pass_row("sm90.backward.two_pass.scored", kScores.with({Feature::kSoftcap}), kScores, kWide, kMostSoftcap,
                  kLeastScores),
+    two_pass_row("sm90.backward.two_pass.scored.large_head_dim", kScores.with({Feature::kSoftcap}),
+                 kScores.with({Feature::kSoftcap}), kLarge, INT_MAX, 1),
     two_pass_row("sm90.backward.two_pass.softcap", {Feature::kSoftcap}, {Feature::kSoftcap}, kWide, kMostSoftcap,
                  kLeastScores),
     two_pass_row("sm90.backward.two_pass", {}, {}, kWide, INT_MAX, 1),

@@ -11,6 +11,8 @@
 // loading thread, one of its own stores and one of its copies, its empty barrier one of each consumer warp.
 #pragma once
 
+#include <algorithm>
+
 #include "core/score_mod.h"
 #include "kernels/sm90/dropout.cuh"
 #include "kernels/sm90/forward/work.cuh"
@@ -224,13 +226,13 @@ __device__ __forceinline__ void add_alibi(float (&s)[kCount], float minus_slope,
   for (int i = 0; i < kCount; ++i) s[i] = fmaf(minus_slope, fabsf(first + away(i)), s[i]);
 }
 
-// fn(score, its bias) over S, 16 rows a warp from row `warp_row` of the tile on. kTransposed: over 64 columns of S^T
-// from number kFirst on; `slot` is [query][key] all the same.
+// fn(score, its bias) over S, 16 rows a warp from row `warp_row` of the tile on. kTransposed: over at most 64
+// columns of S^T from number kFirst on; `slot` is [query][key] all the same.
 template <class T, int kKeys, bool kTransposed, int kFirst = 0, int kCount, class Fn>
 __device__ __forceinline__ void with_bias(float (&s)[kCount], const ScoreParams& params, uint32_t slot, int warp_row,
                                           const Fn& fn) {
   const int lane = threadIdx.x % 32, step = params.bias.row != 0;
-  constexpr int kTiles = kTransposed ? 8 : kKeys / 8;  // of 8 columns, four numbers each
+  constexpr int kTiles = kTransposed ? std::min((kCount - kFirst) / 4, 8) : kKeys / 8;  // of 8 columns, 4 numbers each
   static_assert(kFirst + 4 * kTiles <= kCount);
   if (params.bias_is_float) {
     constexpr int kPitch = score_pitch(kKeys, 4);

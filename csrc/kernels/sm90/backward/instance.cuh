@@ -46,9 +46,7 @@ void run_two_pass(const BackwardArgs& args, const BackwardLaunch& how, void* wor
       return launch_two_pass<TwoPassTraits<T, kHeadDim, ScoreKind::kSoftcap>>(args, how.sms, workspace);
     }
   }
-  if constexpr (kHeadDim <= kMostScores) {  // rows.cpp refuses scores above, and a softcap above kMostSoftcap
-    launch_two_pass<TwoPassTraits<T, kHeadDim, ScoreKind::kScores>>(args, how.sms, workspace);
-  }
+  launch_two_pass<TwoPassTraits<T, kHeadDim, ScoreKind::kScores>>(args, how.sms, workspace);
 }
 
 template <DType kDType, int kHeadDim>

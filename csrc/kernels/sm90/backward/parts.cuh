@@ -16,6 +16,12 @@
 
 namespace flash_ext::sm90 {
 
+// P is at most 1: in fp16, where 2^-14 is the least normal number, it is kept as 2^10 P.
+template <class T>
+constexpr bool is_scaled = std::is_same_v<T, __half>;
+template <class T>
+constexpr float p_shift = is_scaled<T> ? 10.f : 0.f;
+
 template <class T_, int kHeadDim_, Persistence kPersistence_ = Persistence::kOne,
           ScoreKind kScoreKind = ScoreKind::kNone, bool kPacked_ = false>
 struct BackwardTraits {
@@ -49,16 +55,14 @@ struct BackwardTraits {
   // dQ of a warpgroup: 64 queries and all columns, or all queries and half of the columns.
   static constexpr int kDqCols = kShape.dq_cols(kHeadDim);
   static constexpr bool kSplitsQueries = kDqCols == kHeadDim;
-  // P is at most 1: in fp16, where 2^-14 is the least normal number, it is kept as 2^10 P.
-  static constexpr bool kScaled = std::is_same_v<T, __half>;
-  static constexpr bool kAccumulates = true;  // dq_accum, which prepare_kernel fills with zeros
+  static constexpr bool kScaled = is_scaled<T>;
   // Tiles in which no pair is hidden have code of their own, but for kStored, which has few. NOTE: with scores or a
   // softcap at head dim 128, and with dropout in fp16 at 64, that spills 20 to 204 bytes.
   static constexpr bool kHasWholeStep = !kStored && (kMayRenorm || (kHeadDim <= 64 && !(kDropout && kScaled)));
   // NOTE: these find their rows anew, because keeping them spilled 8 bytes, and 88 with kStored; in others finding did.
   static constexpr bool kFindsRow =
       (kScoreKind == ScoreKind::kScores && kScaled && kHeadDim <= 64) || (kPacked && kScored);
-  static constexpr float kPShift = kScaled ? 10.f : 0.f;
+  static constexpr float kPShift = p_shift<T>;
   static constexpr int kStagingBytes = 16 * kDqCols * 4;
   static_assert(kStagingBytes >= 16 * kPanels * kPanelBytes, "a warp's rows of dK fit where its dQ was");
   static constexpr int kKSteps = kStored ? 0 : kShape.k_steps;  // NOTE: beside stores of dQ 4 and 8 bytes spilled

@@ -22,7 +22,18 @@ namespace flash_ext::sm90 {
 
 constexpr int kMostLanes = 32;
 
-// head_dim / 8 lanes a row, or kMostLanes. dq_accum: of the same shape as rows of the padded queries; kAccumulates.
+// What prepare_kernel is made for, so that kernels that want the same numbers share it: kHeadDim / 8 lanes a row, a
+// power of two, or kMostLanes.
+template <class T_, int kHeadDim_, int kBlockM_, bool kScored_, bool kPacked_ = false>
+struct PrepareTraits {
+  using T = T_;
+  static constexpr int kHeadDim = kHeadDim_ > 128 ? kMostLanes * 8 : kHeadDim_;
+  static constexpr int kBlockM = kBlockM_;
+  static constexpr bool kScored = kScored_, kPacked = kPacked_, kScaled = is_scaled<T>;
+  static constexpr float kPShift = p_shift<T>;
+};
+
+// dq_accum: of the same shape as rows of the padded queries, or null.
 template <class Traits>
 __global__ void __launch_bounds__(kRowThreads, 2)
     prepare_kernel(const __grid_constant__ BackwardArgs args, float* stats, float* bounds, float* dq_accum,
@@ -47,7 +58,7 @@ __global__ void __launch_bounds__(kRowThreads, 2)
       d_out[i] = *reinterpret_cast<const uint4*>(d_out_rows + row * args.d_out.row_stride);
     }
   }
-  if (Traits::kAccumulates && dq_accum != nullptr) {
+  if (dq_accum != nullptr) {
     float4* const zeros =
         reinterpret_cast<float4*>(dq_accum + int64_t{blockIdx.x} * (Traits::kBlockM * Traits::kHeadDim));
 #pragma unroll

@@ -68,11 +68,11 @@ inline const PackedTile* prepare_packed(const BackwardArgs& args, int block_n, v
 // Of the blocks, those beyond one a tile are left out.
 template <class Traits>
 void launch_backward(const BackwardArgs& args, const BackwardLaunch& how, void* workspace) {
-  // The same for every Persistence, and finish with scores, too.
+  using Prepare =
+      PrepareTraits<typename Traits::T, Traits::kHeadDim, Traits::kBlockM, Traits::kScored, Traits::kPacked>;
+  // The same for every Persistence and with scores.
   using Rows =
       BackwardTraits<typename Traits::T, Traits::kHeadDim, Persistence::kOne, ScoreKind::kNone, Traits::kPacked>;
-  using Prepare = BackwardTraits<typename Traits::T, Traits::kHeadDim, Persistence::kOne,
-                                 Traits::kScored ? ScoreKind::kScores : ScoreKind::kNone, Traits::kPacked>;
   const Problem& problem = args.fwd.problem;
   const BackwardScratch scratch = backward_scratch<Traits>(problem, workspace);
   const Band band = Traits::kPacked ? make_band(problem, 0, 0) : make_band(problem);

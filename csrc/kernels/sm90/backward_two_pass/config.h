@@ -10,21 +10,17 @@ namespace flash_ext::sm90 {
 // Above it the two-pass backward is the only one.
 constexpr int kSmallHeadDim = 128;
 
-// Which kernel of an instance a call needs: one for no scores, for a softcap alone (above kSmallHeadDim), or (kScores)
-// for whatever there is, dropout included. head_dim: of the instance.
+constexpr int kMostSoftcap = 256;  // from above kSmallHeadDim up to it there are kernels of a softcap alone
+
+// Which kernel of an instance a call needs: one for no scores, for a softcap alone, or (kScores) for whatever there is,
+// dropout included. head_dim: of the instance.
 inline ScoreKind two_pass_score_kind(const Problem& problem, int64_t head_dim) {
   if (problem.has_mask || problem.has_bias || problem.has_alibi || problem.dropout_p > 0.0) return ScoreKind::kScores;
   if (problem.softcap == 0.0) return ScoreKind::kNone;
-  return head_dim <= kSmallHeadDim ? ScoreKind::kScores : ScoreKind::kSoftcap;
+  return head_dim <= kSmallHeadDim || head_dim > kMostSoftcap ? ScoreKind::kScores : ScoreKind::kSoftcap;
 }
 
-constexpr int kMostSoftcap = 256;  // the largest head dim with a softcap
-
-// The largest head dim with scores. NOTE: at 256 the kernels spilled 48 and 128 bytes, with one stage of K and of P, or
-// the slots have no room.
-constexpr int kMostScores = 192;
-
-// Products of 64 keys and 64 queries, or fewer above head dim 256.
+// Products of 64 keys and 64 queries, or fewer above head dim 256 and, with scores, above 192.
 struct TwoPassShape {
   int keys = 64;            // of a tile of the keys' kernel
   bool scored = false;      // with ScoreKind::kScores, which the producer's other three warps bring
@@ -47,10 +43,8 @@ struct TwoPassShape {
   constexpr int consumer_registers() const { return scored ? 224 : halves ? 216 : 240; }
   // Whether a warpgroup has dV of a tile of keys and the other dK, because both do not fit the registers of one.
   constexpr bool splits_gradients() const { return keys == block; }
-  // Of P on its way from one to the other, 16 bits a pair, and with scores what dropout drops, a bit a pair.
-  constexpr int p_bytes() const {
-    return splits_gradients() ? block * queries * 2 + (scored ? block * queries / 8 : 0) : 0;
-  }
+  // Of P on its way from one to the other, 16 bits a pair, and with scores what dropout drops, a word a thread.
+  constexpr int p_bytes() const { return splits_gradients() ? block * queries * 2 + (scored ? 128 * 4 : 0) : 0; }
   // Of keys that TMA brings at once, so that both kernels' tiles are whole boxes.
   constexpr int key_box() const { return block % walked_keys == 0 ? walked_keys : 16; }
   constexpr int values(int head_dim) const { return narrow > 0 ? narrow : head_dim; }
@@ -58,13 +52,20 @@ struct TwoPassShape {
 };
 
 constexpr TwoPassShape two_pass_shape(int head_dim, ScoreKind kind, bool narrow = false) {
-  // NOTE: above 256 as many rows as fit beside K and V of 64 keys, or Q and dO of 64 queries; with turns dQ
-  // took 6 to 7 % longer.
-  if (head_dim > 384) return {.queries = 16, .walked_keys = 32, .halves = true};
-  if (head_dim > 256) return {.queries = 32, .walked_keys = 48, .halves = true};
+  // NOTE: above 256 as many rows as fit beside K and V of 64 keys, or Q and dO of 64 queries, and with scores fewer of
+  // these, for slots; with turns dQ took 6 to 7 % longer.
   const bool scored = kind == ScoreKind::kScores, small = head_dim <= kSmallHeadDim;
+  if (head_dim > 384) return {.scored = scored, .queries = 16, .walked_keys = scored ? 16 : 32, .halves = true};
+  if (head_dim > 256) return {.scored = scored, .queries = 32, .walked_keys = scored ? 32 : 48, .halves = true};
   TwoPassShape shape{.keys = small ? 128 : 64, .scored = scored, .late_dp = scored && head_dim > 64};
   shape.turns = small || !scored;  // NOTE: with scores at 192 dQ took 3 % longer
+  if (scored && head_dim > 192) {
+    // NOTE: with 64 of both the kernels spilled 48 and 128 bytes, and slots had no room. Turns took 1 % longer, dP in
+    // registers of its own 4 %.
+    shape.queries = shape.walked_keys = 32;
+    shape.stages = 3;
+    shape.k_steps = shape.v_steps = 8;
+  }
   if (narrow) shape.narrow = kNarrowValues;
   if (!scored && head_dim <= 192) {  // there is room
     shape.stages = 3;
@@ -79,8 +80,10 @@ inline bool is_two_pass_narrow(const Problem& problem, int head_dim) {
   return has_narrow_values(problem, head_dim) && two_pass_score_kind(problem, head_dim) == ScoreKind::kNone;
 }
 
-// A tile of bias and mask for 64 queries.
-constexpr int largest_slot(int keys) { return TwoPassShape::block * (score_pitch(keys, 4) + score_pitch(keys, 1)); }
+// A tile of bias and mask.
+constexpr int largest_slot(int queries, int keys) { return queries * (score_pitch(keys, 4) + score_pitch(keys, 1)); }
+constexpr int largest_keys_slot(TwoPassShape shape) { return largest_slot(shape.queries, shape.keys); }
+constexpr int largest_queries_slot(TwoPassShape shape) { return largest_slot(TwoPassShape::block, shape.walked_keys); }
 constexpr int kDrawKeyBytes = 8 * 64;  // Philox' keys, a copy of each warp that draws
 
 struct KeysSmem {
@@ -102,7 +105,7 @@ constexpr KeysSmem keys_smem(TwoPassShape shape, int head_dim) {
   smem.draw_keys = smem.stats + kQueryStats * stages * shape.queries * 4;
   smem.scores = smem.draw_keys + (shape.scored ? kDrawKeyBytes : 0);
   const int left = kSharedMemoryLimit - kTileAlign - smem.scores - barriers;
-  smem.score_bytes = shape.scored ? std::min(left / 16 * 16, kScoreStages * largest_slot(shape.keys)) : 0;
+  smem.score_bytes = shape.scored ? std::min(left / 16 * 16, kScoreStages * largest_keys_slot(shape)) : 0;
   smem.barriers = smem.scores + smem.score_bytes;
   smem.total = smem.barriers + barriers + kTileAlign;
   return smem;
@@ -123,7 +126,7 @@ constexpr QueriesSmem queries_smem(TwoPassShape shape, int head_dim) {
   smem.v = smem.k + shape.stages * tile;
   smem.scores = smem.v + shape.v_stages * tile_bytes(shape.walked_keys, values);
   const int left = kSharedMemoryLimit - kTileAlign - smem.scores - barriers;
-  smem.score_bytes = shape.scored ? std::min(left / 16 * 16, kScoreStages * largest_slot(TwoPassShape::block)) : 0;
+  smem.score_bytes = shape.scored ? std::min(left / 16 * 16, kScoreStages * largest_queries_slot(shape)) : 0;
   smem.barriers = smem.scores + smem.score_bytes;
   smem.total = smem.barriers + barriers + kTileAlign;
   return smem;
@@ -140,7 +143,7 @@ constexpr bool two_pass_fits(TwoPassShape shape, int head_dim) {
   const QueriesSmem queries = queries_smem(shape, head_dim);
   return keys.total <= kSharedMemoryLimit && queries.total <= kSharedMemoryLimit &&
          (!shape.scored ||
-          (keys.score_bytes >= largest_slot(shape.keys) && queries.score_bytes >= largest_slot(TwoPassShape::block)));
+          (keys.score_bytes >= largest_keys_slot(shape) && queries.score_bytes >= largest_queries_slot(shape)));
 }
 
 }  // namespace flash_ext::sm90

@@ -72,7 +72,7 @@ struct KeyRows {
       sm90::make_p<Traits>(p, for_ds, s, params, tiles.lse(place.stage), scores.softcap);
       if (scores.mask.data != nullptr) hide(p, for_ds, kept);
       if (drops) {
-        dropped = draws.transposed_bits(
+        dropped = draws.transposed_bits<kQueries>(
             tiles.draw_keys(warp), dropout_of(params).place.of_batch(work.b).at(
                                        work.b * params.heads_q + at.head, at.m * kQueries, work.first_row + warp_row));
 #pragma unroll

@@ -56,16 +56,16 @@ template <class Traits>
 __device__ __forceinline__ void load_scores_of_keys(const ScoredTwoPassParams& params,
                                                     const typename Traits::Keys& tiles) {
   const TwoPassWork work = TwoPassWork::of_keys<Traits>(params);
-  load_slots<Traits::kKeys>(params.keys_scores, tiles.scores(), work, params.len_q, params.band.len_k,
-                            [&](const auto& fn) {
+  load_slots<Traits::kQueries, Traits::kKeys>(
+      params.keys_scores, tiles.scores(), work, params.len_q, params.band.len_k, [&](const auto& fn) {
 #pragma unroll 1
-                              for (int member = 0; member < params.group_size; ++member) {
+        for (int member = 0; member < params.group_size; ++member) {
 #pragma unroll 1
-                                for (int m = work.first; m < work.last; ++m) {
-                                  fn(work.head * params.group_size + member, m * Traits::kQueries, work.first_row);
-                                }
-                              }
-                            });
+          for (int m = work.first; m < work.last; ++m) {
+            fn(work.head * params.group_size + member, m * Traits::kQueries, work.first_row);
+          }
+        }
+      });
 }
 
 // dK and dV of 64 keys. What a tile of queries goes through, in both consumer warpgroups, each with its keys:

@@ -6,7 +6,7 @@
 
 namespace flash_ext::sm90 {
 
-// A thread's 64 bytes of P^T, 16 at a time with the other lanes', and its word of what is dropped.
+// A thread's kQueries bytes of P^T, 16 at a time with the other lanes', and its word of what is dropped.
 template <class Traits>
 __device__ __forceinline__ uint32_t p_at(const Ring<Traits::kPBytes>& ring, int stage) {
   return ring.tile(stage) + threadIdx.x % 128 * 16;
@@ -135,7 +135,10 @@ __device__ __forceinline__ void consume_one_gradient(const typename Traits::Para
     wait_s();
     for_tiles(total, step);
   }
-  named_barrier_sync(kOwnBarrier, 256);  // both warpgroups have finished with K and V, through which gradients leave
+  // Both warpgroups have finished with K and V, through which gradients leave.
+  // NOTE: one barrier for both would be waited for by two instructions, which synccheck takes for a fault.
+  named_barrier_arrive(kOwnBarrier + kValues, 256);
+  named_barrier_sync(kOwnBarrier + !kValues, 256);
   const TensorMap& map = kValues ? params.dv : params.dk;
   const float factor = kValues ? value_scale<Traits>(params) : params.scale / ds_scale;
   if (!(kValues ? params.wants_dv : params.wants_dk)) return;

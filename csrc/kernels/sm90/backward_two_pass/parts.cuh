@@ -4,8 +4,8 @@
 //   keys     a tile of 128 keys a block, 64 a warpgroup: S^T, dP^T, dV += P^T dO and dK += dS^T Q. Above head dim
 //            128 a tile of 64: the first warpgroup has S^T, P^T and dV, the second dP^T, dS^T and dK; P^T goes from
 //            one to the other through shared memory. Above 256 another block has the other half of the columns
-//   queries  a tile of 128 queries a block, 64 a warpgroup: S, dP, dS and dQ += dS K, over tiles of 64 keys. Above
-//            256 64 queries, of whose dQ each warpgroup has half of the columns
+//   queries  a tile of 128 queries a block, 64 a warpgroup: S, dP, dS and dQ += dS K, over at most 64 keys at a
+//            time. Above 256 64 queries, of whose dQ each warpgroup has half of the columns
 //
 // V, dO and dV may have fewer columns than the others (kValueDim).
 //
@@ -105,7 +105,7 @@ struct TwoPassTraits {
   static constexpr int kKBytes = tile_bytes(kWalkedKeys, kHeadDim), kVBytes = tile_bytes(kWalkedKeys, kValueDim);
   // Rows that TMA brings at once.
   static constexpr int kQueryBox = kQueries, kKeyBox = kShape.key_box();
-  static constexpr bool kScaled = std::is_same_v<T, __half>;  // as of BackwardTraits
+  static constexpr bool kScaled = is_scaled<T>;
   static constexpr KeysSmem kKeysSmem = keys_smem(kShape, kHeadDim);
   static constexpr QueriesSmem kQueriesSmem = queries_smem(kShape, kHeadDim);
   static_assert(two_pass_fits(kShape, kHeadDim));

@@ -39,19 +39,23 @@ __device__ __forceinline__ void produce_for_queries(const TwoPassParams& params,
   }
 }
 
-// The three warps beside the producer: of each tile of keys a slot of the first consumer, then one of the second.
+// The three warps beside the producer: of each tile of keys a slot of the first consumer, then one of the second; with
+// kHalves one that both read.
 template <class Traits>
 __device__ __forceinline__ void load_scores_of_queries(const ScoredTwoPassParams& params,
                                                        const typename Traits::Queries& tiles) {
-  constexpr int kBlock = Traits::kBlock;
+  constexpr int kBlock = Traits::kBlock, kKeys = Traits::kWalkedKeys, kParts = Traits::kQueryRows / kBlock;
   const TwoPassWork work = TwoPassWork::of_queries<Traits>(params);
-  load_slots<kBlock>(params.queries_scores, tiles.scores(), work, params.len_q, params.band.len_k, [&](const auto& fn) {
+  load_slots<kBlock, kKeys>(params.queries_scores, tiles.scores(), work, params.len_q, params.band.len_k,
+                            [&](const auto& fn) {
 #pragma unroll 1
-    for (int n = work.first; n < work.last; ++n) {
+                              for (int n = work.first; n < work.last; ++n) {
 #pragma unroll 1
-      for (int consumer = 0; consumer < 2; ++consumer) fn(work.head, work.first_row + consumer * kBlock, n * kBlock);
-    }
-  });
+                                for (int part = 0; part < kParts; ++part) {
+                                  fn(work.head, work.first_row + part * kBlock, n * kKeys);
+                                }
+                              }
+                            });
 }
 
 // A consumer warp's 16 queries, and how S and dP of a tile of keys become dS. S, dP and dQ are handed on.
@@ -122,11 +126,11 @@ struct QueryRows {
   // With scores, of the keys of tile n: P of S, times 1 - tanh^2 where there is a softcap.
   __device__ __forceinline__ void make_p(Packed& p, KeptBits<1>& kept, Scores& s, int n) {
     const ScoreParams& scores = params.queries_scores;
-    if (consumer == 1) skip_scores(scores, tiles.scores(), slot);
+    if (!Traits::kHalves && consumer == 1) skip_scores(scores, tiles.scores(), slot);
     take_slot<Traits, kKeys, false>(s, kept, scores, tiles.scores(), slot, warp_row, slope,
                                     row + scores.alibi.offset - (n * kKeys + lane % 4 * 2),
                                     [&](const auto& slope_at) { pack_slopes<T>(p, slope_at); });
-    if (consumer == 0) skip_scores(scores, tiles.scores(), slot);
+    if (!Traits::kHalves && consumer == 0) skip_scores(scores, tiles.scores(), slot);
     subtract_renorm_rows(s);
 #pragma unroll
     for (int i = 0; i < kKeys / 2; i += 2) {

@@ -11,16 +11,6 @@
 
 namespace flash_ext::sm90 {
 
-// What prepare_kernel wants to know; its lanes must be a power of two.
-template <class Traits>
-struct TwoPassRows {
-  using T = typename Traits::T;
-  static constexpr int kHeadDim = Traits::kHeadDim > 128 ? 256 : Traits::kHeadDim, kBlockM = 64;
-  static constexpr bool kScored = Traits::kScored, kPacked = false;
-  static constexpr bool kAccumulates = false, kScaled = Traits::kScaled;
-  static constexpr float kPShift = kScaled ? 10.f : 0.f;
-};
-
 // largest [b, h_k], zeros before: of |V|; fp16. 16 bytes a lane, a block 64 rows.
 static __global__ void __launch_bounds__(kRowThreads)
     largest_kernel(const __grid_constant__ BackwardArgs args, float* largest, int n_blocks) {
@@ -96,21 +86,21 @@ void launch_two_pass(const BackwardArgs& args, int64_t sms, void* workspace) {
   params.inverse_scale = static_cast<float>(1.0 / natural);
   if constexpr (Traits::kScored) {
     params.keys.batch_inner = params.queries.batch_inner = batch_shares_scores(problem, args.fwd);
-    params.keys_scores = make_scores(args.fwd, kBlock, Traits::kKeys, 0, Traits::kKeysSmem.score_bytes);
-    params.queries_scores = make_scores(args.fwd, kBlock, kBlock, 0, Traits::kQueriesSmem.score_bytes);
+    params.keys_scores = make_scores(args.fwd, Traits::kQueries, Traits::kKeys, 0, Traits::kKeysSmem.score_bytes);
+    params.queries_scores = make_scores(args.fwd, kBlock, Traits::kWalkedKeys, 0, Traits::kQueriesSmem.score_bytes);
   }
 
-  using Rows = TwoPassRows<Traits>;
+  using Prepare = PrepareTraits<typename Traits::T, Traits::kHeadDim, kBlock, Traits::kScored>;
   const int64_t heads = problem.batch * problem.heads_q;
-  const int m_blocks = params.padded / Rows::kBlockM;
-  if (Rows::kScaled) {
+  const int m_blocks = params.padded / kBlock;
+  if (Traits::kScaled) {
     const auto stream = static_cast<cudaStream_t>(args.fwd.stream);
     cuda::check(cudaMemsetAsync(bounds, 0, two_pass_bounds(problem) * 4, stream), "memset");
     const int n_blocks = static_cast<int>(block_count(problem.len_k, 64));
     cuda::launch(largest_kernel, cuda::grid_of(problem.batch * problem.heads_k * n_blocks), kRowThreads, 0,
                  args.fwd.stream, args, bounds + 2 * heads, n_blocks);
   }
-  cuda::launch(prepare_kernel<Rows>, cuda::grid_of(heads * m_blocks), kRowThreads, 0, args.fwd.stream, args, stats,
+  cuda::launch(prepare_kernel<Prepare>, cuda::grid_of(heads * m_blocks), kRowThreads, 0, args.fwd.stream, args, stats,
                bounds, static_cast<float*>(nullptr), m_blocks);
   if (problem.wants_dk || problem.wants_dv) {
     cuda::launch_dependent(keys_kernel<Traits>, cuda::grid_of(params.keys.size() * Traits::kKeysBlocks),

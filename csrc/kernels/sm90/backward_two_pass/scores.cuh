@@ -3,8 +3,8 @@
 //   s = cap * tanh(scale * q k^T / cap) + bias - slope |i + offset - j|     natural units with one of these, else q k^T
 //   dS = (keep o dP - (1 - p) delta) o P (1 - tanh^2)                       1 / (1 - p) as in dropout.cuh
 //
-// A slot is [64 queries][kKeys keys] of the bias and of the mask, which the three warps beside the
-// producer copy (scores.cuh) in the order in which consumers read. Called by keys.cuh and queries.cuh. Invariant: as in
+// A slot is a tile of queries by keys of the bias and of the mask, which the three warps beside the producer copy
+// (scores.cuh) in the order in which consumers read. Called by keys.cuh and queries.cuh. Invariant: as in
 // scores.cuh.
 #pragma once
 
@@ -24,10 +24,9 @@ __device__ __forceinline__ auto& chosen(A& first, B& second) {
 // ---- loading --------------------------------------------------------------------------------------------------------
 
 // What the three warps do. for_slots(fn): fn(head, first query, first key) for every slot.
-template <int kKeys, class Slots>
+template <int kQueries, int kKeys, class Slots>
 __device__ __forceinline__ void load_slots(const ScoreParams& scores, const Ring<0>& ring, const TwoPassWork& work,
                                            int len_q, int len_k, const Slots& for_slots) {
-  constexpr int kBlock = TwoPassShape::block;
   if (scores.stage_bytes == 0) return;
   ScoreState place(scores.stages);
   for_slots([&](int head, int first_query, int first_key) {
@@ -36,14 +35,14 @@ __device__ __forceinline__ void load_slots(const ScoreParams& scores, const Ring
     if (scores.bias.data != nullptr) {
       const char* const from = scores.bias.of(head, work.b0, work.b1);
       if (scores.bias_is_float) {
-        copy_scores<kBlock, kKeys, 4>(slot, scores.bias, from, first_query, first_key, len_q, len_k);
+        copy_scores<kQueries, kKeys, 4>(slot, scores.bias, from, first_query, first_key, len_q, len_k);
       } else {
-        copy_scores<kBlock, kKeys, 2>(slot, scores.bias, from, first_query, first_key, len_q, len_k);
+        copy_scores<kQueries, kKeys, 2>(slot, scores.bias, from, first_query, first_key, len_q, len_k);
       }
     }
     if (scores.mask.data != nullptr) {
-      copy_scores<kBlock, kKeys, 1>(slot + scores.mask_at, scores.mask, scores.mask.of(head, work.b0, work.b1),
-                                    first_query, first_key, len_q, len_k);
+      copy_scores<kQueries, kKeys, 1>(slot + scores.mask_at, scores.mask, scores.mask.of(head, work.b0, work.b1),
+                                      first_query, first_key, len_q, len_k);
     }
     barrier_arrive_copied(ring.full(place.stage));
     barrier_arrive(ring.full(place.stage));
@@ -64,15 +63,16 @@ __device__ __forceinline__ ScoreState queries_slot(const TwoPassParams&) { retur
 
 // ---- use ------------------------------------------------------------------------------------------------------------
 
-// Which pairs the mask of a slot keeps, 16 rows a warp from row `warp_row` of S or, kTransposed, of S^T on.
-template <int kKeys, bool kTransposed>
+// Which pairs the mask of a slot keeps, 16 rows a warp from row `warp_row` of S or, kTransposed, of S^T on, of kCols
+// columns.
+template <int kCols, int kKeys, bool kTransposed>
 __device__ __forceinline__ KeptBits<1> kept_of_slot(const ScoreParams& scores, uint32_t slot, int warp_row) {
   const int lane = threadIdx.x % 32, row = warp_row + lane / 4, col = lane % 4 * 2;
   const int pitch = scores.mask.row == 0 ? 0 : score_pitch(kKeys, 1);  // of queries
   const uint32_t mask = slot + scores.mask_at + (kTransposed ? col * pitch + row : row * pitch + col);
   KeptBits<1> kept = {};
 #pragma unroll
-  for (int n = 0; n < TwoPassShape::block / 8; ++n) {
+  for (int n = 0; n < kCols / 8; ++n) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       uint32_t first, second;
@@ -186,7 +186,7 @@ __device__ __forceinline__ void take_slot(float (&s)[kCount], KeptBits<1>& kept,
   if (scores.stage_bytes > 0) barrier_wait(ring.full(place.stage), place.phase);
   add_scores<typename Traits::T, kKeys, kTransposed, false, typename Traits::Function>(s, scores, slot, warp_row, slope,
                                                                                        distance, keep);
-  if (scores.mask.data != nullptr) kept = kept_of_slot<kKeys, kTransposed>(scores, slot, warp_row);
+  if (scores.mask.data != nullptr) kept = kept_of_slot<2 * kCount, kKeys, kTransposed>(scores, slot, warp_row);
   if (scores.stage_bytes == 0) return;
   __syncwarp();
   if (threadIdx.x % 32 == 0) barrier_arrive(ring.empty(place.stage));
