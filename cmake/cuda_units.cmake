@@ -24,7 +24,7 @@ set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
 # What units with CUDA are compiled with.
 function(flash_ext_cuda_options target)
   # NOTE: -std=c++20 by hand, because CMake 3.25 drops CMAKE_CUDA_STANDARD 20.
-  set(options -std=c++20 --expt-relaxed-constexpr --expt-extended-lambda -Xcompiler=-Wall,-Wextra,-fvisibility=hidden
+  set(options -std=c++20 --expt-relaxed-constexpr -Xcompiler=-Wall,-Wextra,-fvisibility=hidden
               -Xptxas=-v,--warn-on-spills)
   # NOTE: by itself fatbinary compresses PTX alone, and so it does with --compress-mode=balance. This takes machine code
   # to a fifth in 30 ms a unit; --compress-mode=size would take it to a seventh in 1.5 s and more.
@@ -116,6 +116,18 @@ function(flash_ext_add_sm90_units target generated)
   set(CUDA_BACKENDS sm90 ${CUDA_BACKENDS} PARENT_SCOPE)
 endfunction()
 
+# The instances of sm80/backward_single_tile that belong to an instance of backward: kHasOneTile.
+function(flash_ext_one_tile element head_dim result)
+  set(${result} "" PARENT_SCOPE)
+  if(head_dim LESS_EQUAL 64 AND element MATCHES "^(Fp|Bf)16$")
+    set(signature "<${element}, ${head_dim}>")
+    string(CONCAT instances "template Plan plan_one_tile${signature}(const Problem&, const DeviceInfo&);\n"
+                  "template void run_one_tile${signature}(const BackwardArgs&, const Plan&, void*);\n"
+                  "template void inspect_one_tile${signature}(const Problem&, Plan&);\n")
+    set(${result} "${instances}" PARENT_SCOPE)
+  endif()
+endfunction()
+
 function(flash_ext_add_cuda_units target)
   set(CUDA_BACKENDS "" PARENT_SCOPE)
   if(NOT CUDA_ENABLED)
@@ -141,13 +153,7 @@ function(flash_ext_add_cuda_units target)
     endif()
     foreach(HEAD_DIM IN LISTS head_dims)
       string(CONFIGURE "${forward}" instance @ONLY)
-      set(ONE_TILE "")
-      if(HEAD_DIM LESS_EQUAL 64 AND ELEMENT MATCHES "^(Fp|Bf)16$") # kHasOneTile
-        set(signature "<${ELEMENT}, ${HEAD_DIM}>")
-        string(CONCAT ONE_TILE "template Plan plan_one_tile${signature}(const Problem&, const DeviceInfo&);\n"
-                      "template void run_one_tile${signature}(const BackwardArgs&, const Plan&, void*);\n"
-                      "template void inspect_one_tile${signature}(const Problem&, Plan&);\n")
-      endif()
+      flash_ext_one_tile(${ELEMENT} ${HEAD_DIM} ONE_TILE)
       string(APPEND instances "${instance}")
       configure_file(${folder}/backward/unit.cu.in ${generated}/sm80_bwd_${element}_${HEAD_DIM}.cu @ONLY)
       target_sources(${target} PRIVATE ${generated}/sm80_bwd_${element}_${HEAD_DIM}.cu)
@@ -161,7 +167,7 @@ function(flash_ext_add_cuda_units target)
   configure_file(${folder}/sm80_instances.h.in ${generated}/sm80_instances.h @ONLY)
   set_property(SOURCE ${folder}/rows.cpp APPEND PROPERTY INCLUDE_DIRECTORIES ${generated})
 
-  file(GLOB sources CONFIGURE_DEPENDS csrc/kernels/stages/*.cu csrc/kernels/decode/*.cu csrc/gpu/host/*.cpp
+  file(GLOB sources CONFIGURE_DEPENDS csrc/kernels/stages/*.cu csrc/kernels/decode/*.cu csrc/gpu/host/*.cpp csrc/gpu/host/*.cu
        csrc/kernels/sm80/*/*.cu csrc/kernels/sm80/*.cpp)
   target_sources(${target} PRIVATE ${sources})
   target_compile_definitions(${target} PRIVATE FLASH_EXT_WITH_CUDA)

@@ -4,7 +4,7 @@
 
     products     half types: each factor rounded to its type. The sum is off by up to one unit in the last place. Tensor
                  cores: by so much too small, by three in float32, which takes three products and a factor in two parts
-                 of 11 bits (sm80/fragments.cuh). In float16 dS is scaled to its range
+                 of 11 bits (csrc/gpu/fragments.cuh). In float16 dS is scaled to its range
     sums         of n steps of 8 numbers (half types: 16) are off by sqrt(n / 8) times that where n is above 8, in
                  backward over the heads of a group; others, of pairs, by one unit or, of n numbers, by sqrt(n / 64)
     scores       off by up to one unit in the last place, up to 4096: they are multiplied by scale * log2(e)

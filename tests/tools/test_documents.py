@@ -16,6 +16,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 KEPT = [page for page in PAGES if ROOT / "docs/lab" not in page.parents]  # its files name what was there that day
+SOURCES = ("csrc", "flash_ext", "tests", "benchmarks", "tools", "cmake", "examples")
+SUFFIXES = (".h", ".cuh", ".cpp", ".cu", ".in", ".py", ".cmake", ".txt")
 LESSONS = sorted((ROOT / "docs/learn").glob("[0-9]-*.md"))
 
 # How a command begins, and what runs it.
@@ -60,16 +62,19 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
+def unfenced(page: Path) -> str:
+    """A page without fenced blocks."""
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
 def prose(page: Path) -> str:
     """A page without fenced blocks and tables."""
-    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    return "\n".join(line for line in text.splitlines() if not line.startswith("|"))
+    return "\n".join(line for line in unfenced(page).splitlines() if not line.startswith("|"))
 
 
 def anchors(page: Path) -> set[str]:
     """The headings as GitHub links to them."""
-    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", unfenced(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
@@ -107,10 +112,20 @@ def test_every_page_is_reached_from_the_readme() -> None:
 
 @pytest.mark.parametrize("page", KEPT, ids=name_of)
 def test_every_named_file_exists(page: Path) -> None:
-    paths = re.findall(r"`((?:csrc|flash_ext|tests|benchmarks|tools|cmake|docs|examples|\.ci)/[^`\s<*]*)", prose(page))
+    paths = re.findall(
+        r"`((?:csrc|flash_ext|tests|benchmarks|tools|cmake|docs|examples|\.ci)/[^`\s<*]*)", unfenced(page)
+    )
     for path in paths:
         if not path.startswith("benchmarks/out"):  # written when it runs
             assert (ROOT / path.partition(":")[0]).exists(), f"{name_of(page)} names {path}"
+
+
+def test_every_file_that_a_comment_names_exists() -> None:
+    sources = [path for folder in SOURCES for path in (ROOT / folder).rglob("*") if path.suffix in SUFFIXES]
+    ours = re.compile(r"(?<!/)\bcsrc/[\w/]+\.(?:cuh?|cpp|h)\b")
+    named = {(path, name) for path in sources for name in ours.findall(path.read_text())}
+    assert len(named) > 10
+    assert [f"{name_of(path)} names {name}" for path, name in sorted(named) if not (ROOT / name).exists()] == []
 
 
 def test_the_kernel_of_the_page_is_the_one_that_is_built() -> None:

@@ -9,8 +9,8 @@ namespace flash_ext::emulated {
 using Row = std::array<float, 16>;     // a row of A or a column of B, over the 16 k of one instruction
 using Fp8Row = std::array<float, 32>;  // of e4m3
 
-// A tile as a descriptor says (csrc/gpu/descriptor.h): bf16 or fp16, K-major or MN-major; (mn, k) counts from its
-// start.
+// A tile as a descriptor says (csrc/kernels/sm90/descriptor.h): bf16 or fp16, K-major or MN-major; (mn, k) counts from
+// its start.
 class DescribedTile {
  public:
   DescribedTile(uint64_t descriptor, bool is_fp16, bool is_mn_major);

@@ -2,12 +2,9 @@
 // feature, against the formulas in double. What must hold: every element of every result is written and near the
 // reference, nothing beside it is touched, and deterministic gradients do not depend on the order in which threads run.
 #include "attention_call.h"
-#include "kernels/sm80/backward/run.cuh"
-#include "kernels/sm80/forward/run.cuh"
 #include "kernels/sm80/rows.cpp"
 #include "kernels/stages/rows.cu"
 #include "kernels/stages/sequences.cu"
-#include "score_functions.h"
 #include "sink_cases.h"
 #include "sm80_cases.h"
 #include "sm80_hidden_cases.h"
@@ -224,37 +221,6 @@ TEST(Sm80PackedGarbage, EndsWhateverIsInMemory) {
     call.run_garbage(kTable);
   }
 }
-
-// ---- a function in the place of the softcap
-// ---------------------------------------------------------------------------
-
-template <class Base, class F>
-struct WithFunction : Base {
-  using Mods = typename Base::Mods::template With<F>;
-};
-
-template <class Element, class F>
-void check_function(const Case& c) {
-  const auto forward = [](const ForwardArgs& args, const Plan& plan, void* workspace) {
-    sm80::launch_forward<WithFunction<sm80::ForwardTraits<Element, 64, false, false>, F>>(
-        args, plan.chosen<sm80::ForwardChoice>(), workspace);
-  };
-  const auto backward = [](const BackwardArgs& args, const Plan& plan, void* workspace) {
-    sm80::launch_backward<WithFunction<sm80::BackwardTraits<Element, 64, false, ScoreKind::kAny>, F>>(
-        args, plan.chosen<sm80::BackwardChoice>(), workspace);
-  };
-  const Kernel rows[] = {row_with(sm80::kernels(), "sm80.forward", &Kernel::forward, +forward),
-                         row_with(sm80::kernels(), "sm80.backward", &Kernel::backward, +backward)};
-  check<StorageOf<Element>>(Rows(rows), with_function<F>(c));
-}
-
-class Sm80Functions : public testing::TestWithParam<Case> {};
-
-TEST_P(Sm80Functions, OfPlace) { check_function<Bf16, PlaceScore>(GetParam()); }
-TEST_P(Sm80Functions, Bent) { check_function<Fp16, BentScore>(GetParam()); }
-
-INSTANTIATE_TEST_SUITE_P(All, Sm80Functions, testing::ValuesIn(kFunctionCases),
-                         [](const auto& info) { return info.param.name; });
 
 }  // namespace
 }  // namespace flash_ext

@@ -1,15 +1,12 @@
 // The kernels of csrc/kernels/sm90, run on the host by emulator.h as sm80_kernels_test.cpp runs those of sm80: TMA,
-// mbarriers and asynchronous products included. The whole backend is here, so that its own plans choose tiles, orders
-// and kernels.
+// mbarriers and asynchronous products included. The rows of the backend are here, so that its own plans choose tiles,
+// orders and kernels; those are units of their own (CMakeLists.txt).
 #include "attention_call.h"
 #include "gpu/host/tensor_map.cpp"
-#include "kernels/sm90/backward/instance.cuh"
-#include "kernels/sm90/forward/run.cuh"
 #include "kernels/sm90/rows.cpp"
 #include "kernels/stages/combine.cu"
 #include "rising_cases.h"
 #include "sink_cases.h"
-#include "sm90_functions.h"
 #include "sm90_large_head_dim_cases.h"
 #include "sm90_narrow_cases.h"
 #include "sm90_packed.h"

@@ -1,13 +1,16 @@
-// A function of a score in the place of the softcap of sm90's kernels. Part of sm90_kernels_test.cpp, which has the
-// backend.
-#pragma once
-
+// A function of a score in the place of the softcap of sm90's kernels.
 #include "attention_call.h"
 #include "kernels/sm90/backward_two_pass/run.cuh"
 #include "kernels/sm90/forward/run.cuh"
 #include "score_functions.h"
 
 namespace flash_ext {
+namespace sm90 {
+
+std::span<const Kernel> kernels();
+
+}  // namespace sm90
+
 namespace {
 
 template <class Base, class F>
