@@ -216,6 +216,20 @@ def large_head_dim_cases() -> list[Case]:
     return [*cases, Case(1, 16, 8192, 512, causal=True, hkv=2), Case(1, 2, 2048, 512, causal=True)]
 
 
+def field_cases() -> list[Case]:
+    """What others publish and large models have: grouped heads, values narrower than keys, a window of 128."""
+    grouped = [
+        Case(b, 64, s, 128, causal, hkv=8) for b, s in ((16, 2048), (4, 8192), (2, 16384)) for causal in (False, True)
+    ]
+    narrow = [Case(1, 128, 8192, 192, causal, dv=128) for causal in (False, True)]
+    return [
+        *grouped,
+        Case(1, 32, 16384, 256, causal=True, hkv=2),
+        *narrow,
+        Case(1, 128, 16384, 64, causal=True, window=128),
+    ]
+
+
 def fp8_cases() -> list[Case]:
     """16k tokens a batch with 8 query heads for each key head; at head dim 128 as cuDNN publishes it."""
     return [
@@ -266,6 +280,7 @@ SUITES: dict[str, Suite] = {
     "windows": Suite(window_cases, (*PYTORCH, "flex", OURS), device="both"),
     "extras": Suite(extra_cases, (*FUSED, "flex", *FLASH, OURS)),
     "fp32": Suite(fp32_cases, dtypes=("fp32",)),
+    "field": Suite(field_cases, (*FUSED, "flex", *FLASH, OURS)),
     "large-head-dims": Suite(large_head_dim_cases, ("torch-efficient", "torch-math", OURS)),
     "short": Suite(short_cases, (*PYTORCH, *FLASH, OURS), device="both"),
     "choice": Suite(choice_cases, (*BY_NAME, OURS)),
