@@ -10,7 +10,8 @@ What all functions have in common is in ``flash_ext.flash_attn.flash_attn_interf
 
 - ``return_attn_probs`` returns (out, softmax_lse).
 - ``num_splits``, ``pack_gqa``, ``sm_margin`` and ``scheduler_metadata`` are hints to kernels of theirs, and not used.
-- q, k and v of float8_e4m3fn are times their descales, (B, Hk) float32; out is bfloat16, and there are no gradients.
+- q, k and v of float8_e4m3fn are times their descales, (B, Hk) float32; out is bfloat16. Their gradients
+  are those of ``flash_ext.attention``.
 - ``qv``, ``attention_chunk`` and, in ``flash_attn_with_kvcache``, ``q_descale`` are refused: no kernel here has them.
 """
 

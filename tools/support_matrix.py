@@ -28,6 +28,19 @@ INPUTS = ("query", "key", "value")
 ORDER = ("cpu", "sm90", "sm80", "chunked")
 
 
+def strided(layout: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Columns that are not contiguous (transposed), rows of one column more (odd), one row of memory (repeated)."""
+
+    def memory(*sizes: int) -> Tensor:
+        return torch.empty(sizes, dtype=dtype, device="meta")
+
+    if layout == "transposed":
+        return memory(*shape[:-2], shape[-1], shape[-2]).mT
+    if layout == "odd":
+        return memory(*shape[:-1], shape[-1] + 1)[..., :-1]
+    return memory(shape[-1]).expand(shape) if layout == "repeated" else memory(*shape)
+
+
 @dataclass(frozen=True)
 class Call:
     """Sizes are [batch, heads, rows, columns], or packed [rows of both sequences, heads, columns]."""
@@ -38,7 +51,7 @@ class Call:
     keys: int = 512
     head_dim: int = 64
     head_dim_v: int | None = None
-    transposed: bool = False  # columns that are not contiguous
+    layout: str = "dense"  # of query, key and value, see strided()
     packed: bool = False
     tensors: tuple[tuple[str, tuple[int, ...], torch.dtype], ...] = ()
     wants: tuple[str, ...] = INPUTS
@@ -48,10 +61,7 @@ class Call:
         """Of forward and backward."""
 
         def tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-            if self.transposed and name in INPUTS:
-                result = torch.empty((*shape[:-2], shape[-1], shape[-2]), dtype=dtype, device="meta").mT
-            else:
-                result = torch.empty(shape, dtype=dtype, device="meta")
+            result = strided(self.layout if name in INPUTS else "dense", shape, dtype)
             return result.requires_grad_() if name in self.wants else result
 
         cols_v = self.head_dim if self.head_dim_v is None else self.head_dim_v
@@ -101,7 +111,7 @@ FEATURES: dict[str, list[Call]] = {
     "larger head dims": [*calls(head_dim=(257, 512))],
     "causal, sliding windows, both alignments": [*calls(options=BANDS, head_dim=(64, 256))],
     "grouped heads": [*calls(heads_k=(1, 2), head_dim=(64, 256))],
-    "any strides": [*calls(transposed=(False, True))],
+    "any strides": [*calls(layout=("dense", "transposed", "odd", "repeated"))],
     "bool mask": [*calls(tensors=[(MASK,)], head_dim=(64, 256), options=MODES)],
     "float mask or bias": [*calls([torch.bfloat16], tensors=[(BIAS,)], head_dim=(64, 256), options=MODES)],
     "gradient of a float mask or bias": [

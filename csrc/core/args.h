@@ -90,7 +90,7 @@ FLASH_DEVICE int inner_batch_of(const Problem& problem) {
 }
 
 // Where packed sequences lie: sequence b has rows cu[b] to cu[b + 1], of which the first used[b] are in use. On the
-// device of q; read by sequence_of (core/sequences.h) alone.
+// device of q; read by core/sequences.h, stages/find_sequence.cuh and stages/tiles_of.cuh alone.
 struct Sequences {
   const int32_t* cu_q = nullptr;    // [b + 1]
   const int32_t* cu_k = nullptr;    // [b + 1]

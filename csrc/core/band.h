@@ -1,7 +1,7 @@
 // Causal, window and diagonal offset as data: key j is seen by query i exactly when  i + lower <= j <= i + upper.
 //
-// Every backend asks this one structure which tiles exist, which of them need a mask and which pair is kept;
-// benchmarks count their FLOPs with it. Called by all kernels, on host and device.
+// Every backend asks this one structure which tiles exist, which of them need a mask and which pair is kept; costs
+// (core/cost.h) count pairs with it. Called by all kernels, on host and device.
 // Invariant: lower and upper are clamped to [-2^40, 2^40], so that adding an index never overflows.
 #pragma once
 

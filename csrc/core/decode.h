@@ -12,7 +12,6 @@
 #include <cstdint>
 
 #include "core/args.h"
-#include "core/device.h"
 
 namespace flash_ext {
 

@@ -1,6 +1,6 @@
 // What a call needs of a kernel, and what a kernel offers, in the same words: what is missing is the reason to refuse.
 //
-// Called by kernels/table.cpp and by the rows of every backend. Invariant: required() is a function of Problem alone.
+// Called by core/select.h and by the rows of every backend. Invariant: required() is a function of Problem alone.
 #pragma once
 
 #include <cstddef>
@@ -98,8 +98,6 @@ struct Features {
 constexpr Features kAllFeatures = Features::from((1u << static_cast<unsigned>(Feature::kCount)) - 1);
 // Of inputs that are dequantised before, where a kernel does not read them.
 constexpr Features kQuantized = {Feature::kFp8, Feature::kRowDescales};
-// What a kernel of its own (Pass::kBiasGradient) can make in place of the main one.
-constexpr Features kBiasGradients = {Feature::kBiasGradient, Feature::kMixedBiasGradient, Feature::kWholeBiasGradient};
 
 constexpr Feature feature_of(DType dtype) {
   switch (dtype) {

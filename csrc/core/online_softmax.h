@@ -1,12 +1,14 @@
 // Softmax of a row that arrives tile by tile, and what backward and split-K make of its log-sum-exp.
 //
-//   m' = max(m, max_j s_j)     l' = l * e^(m - m') + sum_j e^(s_j - m')     O' = O * e^(m - m') + sum_j e^(s_j - m')
-//   v_j out = O / l                lse = m + log(l)                             P_j = e^(s_j - lse)
+//   m' = max(m, max_j s_j)   l' = l * e^(m - m') + sum_j e^(s_j - m')   O' = O * e^(m - m') + sum_j e^(s_j - m') v_j
+//
+//   out = O / l              lse = m + log(l)                           P_j = e^(s_j - lse)
 //
 // Milakov & Gimelshein 2018 (arXiv:1805.02867); FlashAttention (arXiv:2205.14135), algorithm 1. Everything is in
 // natural units of the final score, so that a bias of finfo.min never meets log2(e) before its maximum is subtracted.
-// Called by every kernel, once a row and tile (the exponentials of the elements are the kernel's own), by the split-K
-// combine and by merge_attention.
+// Called by the CPU backend and sm80/fp64 once a row and tile (the exponentials of the elements are theirs), and by
+// sm80/forward/restore_rows.cuh; what is not of a class also by other kernels, which keep rows in a form of their own
+// (gpu/softmax.cuh, sm90/softmax.cuh).
 // Invariant: row_max is -inf exactly while no finite score was seen, and then 0 is subtracted, so a removed score
 // gives e^(-inf) = 0 and never NaN; a NaN or +inf score ends as NaN in out and lse, as the formula has it.
 #pragma once

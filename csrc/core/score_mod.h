@@ -1,12 +1,15 @@
 // What happens to a scaled score before the band mask and the softmax, and its gradients. The order is the contract's:
 //
-//   s = scale * q k^T         score = c * tanh(s / c) + bias - slope * |i + offset - j|         then masks, softmax,
-//   dropout                   d_bias = d_score          d_slope = sum -d_score * |i + offset - j|
-//   d_s = d_score * (1 - t^2),  t = tanh(s / c)
+//   s = scale * q k^T     score = c * t + bias - slope * |i + offset - j|,  t = tanh(s / c)
+//
+//   then masks, softmax, dropout; and back
+//
+//   d_bias = d_score      d_slope = sum -d_score * |i + offset - j|      d_s = d_score * (1 - t^2)
 //
 // Every modification brings forward and backward in one structure: ScoreChain takes nothing that lacks one of them.
-// Called by every backend's general path, forward to make scores and backward to recompute them; V is float, double or
-// a class holding several of them (a CPU vector), with +, -, *, and tanh and abs found by ADL.
+// Called by the CPU backend and sm80/fp64, forward to make scores and backward to recompute them; V is float, double or
+// a class holding several of them (a CPU vector), with +, -, *, and tanh and abs found by ADL. sm80/score.cuh and
+// sm90/scores.cuh have the same on fragments, and take ScoreFunction from here.
 // Invariant: backward uses what the same forward saved; nothing here looks at a mask, so masked elements must arrive
 // in backward with d_score = 0.
 #pragma once

@@ -1,7 +1,7 @@
 // Which row of a table runs a call: of those that accept it the one of least cost, or of those the one that is named.
 //
-// Called by kernels/table.cpp; inline, so that tests bring tables of their own. Invariant: `accepts` and the reasons
-// that explain prints are one function.
+// Called by torch/dispatch.cpp and torch/explain.cpp; inline, so that tests bring tables of their own. Invariant:
+// `accepts` and the reasons that explain prints are one function.
 #pragma once
 
 #include <algorithm>

@@ -5,7 +5,7 @@
 //                                                   (row / 2) mod 4 where they are an odd number of half lines
 //
 // so that the same chunk of 8 successive rows lies in 8 different bank groups, and so do 8 successive chunks of a row.
-// Called by the kernels of sm80/. tests/cpp/bank_conflicts.h lists their accesses and counts what they cost
+// Called by the kernels of sm80/ and decode/. tests/cpp/bank_conflicts.h lists their accesses and counts what they cost
 // (docs/learn/5-shared-memory.md has the table).
 // Invariant: the XOR stays inside a row, for every pitch that is a multiple of 64 bytes.
 #pragma once

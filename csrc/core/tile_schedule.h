@@ -1,12 +1,12 @@
-// The order in which tiles run: a pure function from a linear index to (b, head, block), so that a grid, a persistent
-// loop with an atomic counter and a thread pool all walk the same order.
+// The order in which tiles run: a pure function from a linear index to (b, head, block), so that a grid and a
+// persistent loop with an atomic counter walk the same order.
 //
 //   section of key heads (their K and V stay in L2)  >  block, longest first  >  key head  >  query head of its group
 //
 // Longest first (LPT): under a causal band the last queries see the most keys, and starting with them leaves only short
 // tiles for the end of the grid. That is so if the last section has enough of them (set_sections). Query heads of one
 // key head are neighbours, so they read its K and V together.
-// Called by every backend on the host to size the grid and on the device to find the tile.
+// Called by sm80 and sm90 on the host to size the grid and on the device to find the tile.
 // Invariant: at() is a bijection from [0, size()) to all tiles, whatever the sizes.
 #pragma once
 
@@ -75,11 +75,10 @@ FLASH_DEVICE int64_t heads_per_section(int64_t kv_head_bytes, int64_t l2_budget)
 // tile takes, in any unit. Where all take the same time, sections are as L2 has them. Else
 //
 //   - a section has a round of heads, as many as run at a time anyway, or rounds: then its tiles begin together and
-//   read
-//     together what they share, and who had a long one gets a short one in the next round;
+//     read together what they share, and who had a long one gets a short one in the next round;
 //   - the last section has work for all that run at a time for as long as its longest tile takes, because otherwise
-//   that one
-//     begins when little else is left. Before it there is an even number of rounds, so that it begins at one time, too.
+//     that one begins when little else is left. Before it there is an even number of rounds, so that it begins at one
+//     time, too.
 //
 // NOTE: of causal calls on 132 multiprocessors (4 to 128 heads, 512 to 12k tokens, each tile in its time) the last tile
 // would end 6.8 % later than it could in the mean, and 64 % at most, with sections as L2 has them; 0.4 %, and 13 %, so.

@@ -130,10 +130,10 @@ __device__ __forceinline__ void gemm_nt(float (&c)[kM][kN][4], TileA a_tile, int
 }
 
 // C += A B: A stored [k][m] from column `row`, B stored [k][n] from column `col`, k in [0, kDepth).
-template <class Frag, int kDepth, bool kAhead = Frag::kAhead, int kM, int kN, class TileA, class TileB>
+template <class Frag, int kDepth, int kM, int kN, class TileA, class TileB>
 __device__ __forceinline__ void gemm_tn(float (&c)[kM][kN][4], TileA a_tile, int row, TileB b_tile, int col) {
   const unsigned lane = no_hoist(threadIdx.x % 32);
-  multiply<Frag, kDepth, Frag::template kSteps<TileB::kColumns>, 1, kAhead>(
+  multiply<Frag, kDepth, Frag::template kSteps<TileB::kColumns>, 1, Frag::kAhead>(
       c, [&](auto& a, int m, int k) { Frag::load_a_trans(a, a_tile, k, row + m * 16, lane); },
       [&](auto& b, int n, int k) { Frag::load_b_nn(b, b_tile, k, col + n * 8, lane); });
 }

@@ -113,7 +113,7 @@ void convert(py::handle object, const char* name, std::optional<T>& to) {
   convert(object, name, to.emplace());
 }
 
-// Runs `call` with the GIL released; errors become Python's, one sentence each.
+// Runs `call`; errors become Python's, one sentence each.
 template <class Call>
 py::object guarded(const Call& call) {
   try {

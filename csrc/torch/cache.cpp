@@ -1,7 +1,8 @@
 // What attention_with_cache and gather_pages compute, see cache.h; cache_ops.cpp has the operators. New rows are
-// appended by torch's operations; then the decode kernel attends (cache_kernel.cpp) or, where it does not, a composite
-// that ends in a call of `attention` with packed sequences. That reads a cache where it lies, as rows of one long
-// tensor in which each sequence starts somewhere; pages and fp8 are copied.
+// appended by a kernel (cache_append.cpp) or else by torch's operations; then the decode kernel attends
+// (cache_kernel.cpp) or, where it does not, a composite that ends in a call of `attention` with packed sequences. That
+// reads a cache where it lies, as rows of one long tensor in which each sequence starts somewhere; pages and fp8 are
+// copied.
 #include "torch/cache.h"
 
 #include <ATen/ATen.h>
@@ -10,7 +11,6 @@
 #include <limits>
 
 #include "torch/nvtx.h"
-#include "torch/packed.h"
 #include "torch/problem.h"
 
 namespace flash_ext {

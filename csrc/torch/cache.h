@@ -4,10 +4,10 @@
 //   cache (slots, S, heads, cols)       sequence b has slot b, or cache_batch_index[b]; its first cache_seqlens[b] rows
 //   pool  (pages, page rows, heads, cols)    sequence b has pages block_table[b, 0], block_table[b, 1], ...
 //
-// cache_checks.cpp finds what is wrong with a call, cache.cpp computes and registers, cache_append.cpp and
-// cache_kernel.cpp have kernels compute, bindings.cpp calls. Invariant:
-// what lengths, indices and pages hold is never read on the host (but by FLASH_EXT_CHECK=1) and, whatever it is, leads
-// to no access outside the tensors.
+// cache_checks.cpp finds what is wrong with a call, cache_ops.cpp has the operators, cache.cpp computes,
+// cache_append.cpp and cache_kernel.cpp have kernels compute, bindings.cpp calls. Invariant: what lengths, indices and
+// pages hold is never read on the host (but by FLASH_EXT_CHECK=1) and, whatever it is, leads to no access outside the
+// tensors.
 #pragma once
 
 #include "torch/checks.h"

@@ -74,7 +74,7 @@ struct Shape {
   }
 };
 
-// Throws AttentionError, or TypeError for a wrong kind of tensor; otherwise the call is one that a backend can take.
+// Throws AttentionError; otherwise the call is one that a backend can take.
 template <class Int>
 Shape<Int> check_call(const Inputs& in, const Options& options);
 

@@ -1,4 +1,5 @@
-// The nodes of autograd's graph that attention and its backward leave behind. autograd.cpp makes them.
+// The nodes of autograd's graph that attention and its backward leave behind. autograd.cpp makes them,
+// QuantizeBackward quantize.cpp.
 //
 //   AttentionBackward        calls attention_backward
 //   AttentionDoubleBackward  calls chunked::double_backward, whose operations are differentiable

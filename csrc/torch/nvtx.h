@@ -1,6 +1,6 @@
 // NVTX ranges for profilers (Nsight Systems, Nsight Compute): domain "flash_ext", registered strings, one range per
-// operator with its shapes as payload, and ranges that Python names. Called by ops.cpp, autograd.cpp, dropout_mask.cpp,
-// cache.cpp and bindings.cpp.
+// operator with its shapes as payload, and ranges that Python names. Called by ops.cpp, autograd.cpp, nodes.cpp,
+// dropout_mask.cpp, cache.cpp and bindings.cpp.
 //
 // Invariant: where no tool listens nothing is formatted, registered or allocated; a range is one test of a pointer. The
 // same holds in a build without NVTX's headers (cmake/nvtx.cmake), where no tool ever listens.

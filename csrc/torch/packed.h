@@ -1,8 +1,8 @@
 // Packed sequences (core/sequences.h) where no kernel takes them as they are: cut out one by one on the CPU, whose
 // lengths the host may read, and padded to the longest one for the composite.
 //
-// Called by ops.cpp and chunked.cpp. Invariant: rows that belong to no sequence have results and gradients of 0 and an
-// lse of -inf, and are never read.
+// Called by ops.cpp, chunked.cpp, chunked_packed.cpp, explain.cpp, sinks.cpp and cache_checks.cpp. Invariant: rows that
+// belong to no sequence have results and gradients of 0 and an lse of -inf, and are never read.
 #pragma once
 
 #include "core/sequences.h"

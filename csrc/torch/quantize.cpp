@@ -16,7 +16,6 @@
 #include "core/quantize.h"
 #include "torch/check_parts.h"
 #include "torch/cuda_runtime.h"
-#include "torch/dispatch.h"
 #include "torch/nodes.h"
 #include "torch/problem.h"
 

@@ -146,9 +146,8 @@ def test_dropout_mask_does_not_wait(device: str, backend: str, sync_is_an_error:
     torch.cuda.synchronize()
 
 
+@pytest.mark.gpu(2)
 def test_another_device_than_the_current_one(device: str, backend: str) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
     inputs, options = problem(torch.bfloat16, device, everything=True), {"deterministic": True, "return_lse": True}
     expected = evaluate(flash_ext.attention, inputs, options)
     with torch.cuda.device(0):

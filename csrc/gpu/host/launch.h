@@ -1,6 +1,6 @@
 // The one way a kernel is started: on the caller's stream, with its shared memory asked for, and checked.
 //
-// Called by the host side of every GPU backend; the device guard is set by torch/ops.cpp before. Nothing here waits for
+// Called by the host side of every GPU backend; operators in torch/ set the device guard before. Nothing here waits for
 // the device. Invariant: a launch that fails throws and leaves no sticky error behind.
 #pragma once
 

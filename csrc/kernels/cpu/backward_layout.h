@@ -34,10 +34,10 @@ struct BackwardTiles {
   Operand* k_left = nullptr;          // [block_n, staged_ld(d)]
   Operand* v_left = nullptr;          // [block_n, staged_ld(d_v)]
   Operand* staged = nullptr;          // [kPanel, staged_ld(max(d, d_v))]
-  Operand* few_q = nullptr;           // [kFewQueries, staged_ld(d)]; q_rows itself without pairs
-  Operand* few_d_out = nullptr;       // [kFewQueries, staged_ld(d_v)]; d_out_rows itself without pairs
+  Operand* few_q = nullptr;           // [kFewQueries, staged_ld(d)]; null without pairs: q_rows serve
+  Operand* few_d_out = nullptr;       // [kFewQueries, staged_ld(d_v)]; null without pairs: d_out_rows serve
   Acc* out_acc = nullptr;             // [kPanel, cols_v]
-  Acc* d_out_acc = nullptr;           // [kPanel, cols_v]; d_out_rows itself without pairs
+  Acc* d_out_acc = nullptr;           // [kPanel, cols_v]; null without pairs: d_out_rows serve
   Acc* scores = nullptr;              // [block_n, kPanel]
   Acc* d_probs = nullptr;             // [block_n, kPanel]
   Operand* probs = nullptr;           // [block_n, kPanel]; scores itself where the types agree

@@ -1,7 +1,8 @@
 // Between the caller's tensors and the operands of the products: conversion, padding, transposition.
 //
 // Included by vector_kernels.cpp alone, once per instruction set. Whatever strides a tensor has, it is read and
-// written here and nowhere else. A right operand with kPairs is [k / 2][n][2]: what dot-product instructions
+// written here; where it lies as a product wants it, the product reads it in place, few_rows_kernels.h reads K and V
+// so, and softmax_kernels.h a bias. A right operand with kPairs is [k / 2][n][2]: what dot-product instructions
 // (vdpbf16ps, tdpbf16ps) read, so that one 32-bit transpose of pairs makes K^T of it.
 #pragma once
 

@@ -1,4 +1,4 @@
-// The vector code between the two products of forward, and between the four of backward.
+// The vector code between the two products of forward, and between the five of backward.
 //
 //   forward   x = scale * s   m' = max(m, max x)   p = e^(x - m')   l' = l e^(m - m') + sum p   O *= e^(m - m')
 //   backward  p = e^(x - lse)   ds = p (dp - delta)                on S^T: lse and delta lie along the lanes

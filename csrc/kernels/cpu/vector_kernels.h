@@ -2,9 +2,9 @@
 // functions for each compute type and instruction set.
 //
 // vector_kernels.cpp fills the tables, once per instruction set; vector_table() picks one at run time. forward.cpp,
-// backward.cpp and bias_gradient.cpp call them. No torch header and no inline code here: the variants are
-// compiled with different flags, and an inline function would be merged by the linker into any one of them.
-// Invariant: operand and accumulator tiles are padded to multiples of kPad columns with zeros, so that a kernel
+// backward.cpp and bias_gradient.cpp call them. No torch header and no inline code here that a variant
+// calls: they are compiled with different flags, and an inline function would be merged by the linker into any one of
+// them. Invariant: operand and accumulator tiles are padded to multiples of kPad columns with zeros, so that a kernel
 // never has a tail; only tensors of the caller (Source, Sink) have exact extents.
 #pragma once
 
@@ -164,7 +164,7 @@ struct VectorKernels {
   // Left operand dst[col][row], zeros up to [cols_padded, rows_padded].
   void (*left_transposed)(const Operand* src, int ld_src, int rows, int cols, Operand* dst, int ld_dst, int rows_padded,
                           int cols_padded);
-  // dst[col][row] = src[row][col]; both extents multiples of kPad.
+  // dst[col][row] = src[row][col]; cols a multiple of kPad, dst has room for rows rounded up to one, zeros.
   void (*transpose_acc)(const Acc* src, int ld_src, int rows, int cols, Acc* dst, int ld_dst);
 
   // The products of a few rows, on K and V as they lie (few_rows_kernels.h): columns are contiguous, q has zeros up to

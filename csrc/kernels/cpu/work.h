@@ -1,9 +1,9 @@
 // How a problem is cut into work items, where scratch lies, and how items meet threads.
 //
 // A group is the smallest set of heads that shares nothing with others: gcd(heads_k, heads_v) groups a batch. Its query
-// heads times their blocks of queries are row blocks; a chunk is a run of them, an item one chunk of one group.
-// Called by plan(), forward and backward. Invariant: the cut depends on the problem and the thread count alone,
-// and no two items write the same memory, so results are the same bits on every run.
+// heads times their blocks of queries are row blocks; a chunk is a run of them, an item one chunk of one group, or a
+// part of its keys. Called by plan(), forward and backward. Invariant: the cut depends on the problem and the thread
+// count alone, and no two items write the same memory, so results are the same bits on every run.
 #pragma once
 
 #include <algorithm>
@@ -51,7 +51,8 @@ inline double work_flops(const Problem& problem, int products) {
   return heads * products * (len_q * len_k * (cols + 2.0 * kSoftmaxDims) + kNumber / 2.0 * (len_q + len_k) * cols);
 }
 
-// max_rows: most rows of a chunk. Chunks beyond that are made only where groups alone leave threads idle.
+// max_rows: a chunk has fewer than twice as many rows. Chunks beyond that are made only where groups alone leave
+// threads idle.
 inline Partition make_partition(const Problem& problem, int tile_m, int64_t threads, bool may_split, int64_t max_rows) {
   Partition cut;
   cut.groups = std::gcd(problem.heads_k, problem.heads_v);

@@ -3,8 +3,8 @@
 //   16 rows   4 warps with keys of their own each, no barrier in the loop
 //   64 rows   2 groups with keys of their own, whose warps (2 of 32 rows; head dimension 256: 4 of 16) share them
 //
-// Read by the kernel and by run.cuh, which plans. Invariant: a warp's out, 16 kM x kHeadDim floats, is at most 128
-// registers a thread.
+// Read by the kernel, by run.cuh and by merge.cu, which plans. Invariant: a warp's out, 16 kM x kHeadDim floats, is at
+// most 128 registers a thread.
 #pragma once
 
 #include <cuda_bf16.h>

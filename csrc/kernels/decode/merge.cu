@@ -177,7 +177,7 @@ DecodePlan plan_decode(const DecodeArgs& args, const DeviceInfo& device, bool ba
   // Blocks that a multiprocessor holds, and places of the ring that they leave room for.
   constexpr int64_t kReserved = 1024;
   int blocks = unit->most_blocks;
-  for (plan.stages = 4; plan.stages >= 2; --plan.stages) {
+  for (plan.stages = kMaxStages; plan.stages >= 2; --plan.stages) {
     plan.shared_bytes = unit->shared_bytes(plan.stages);
     if (plan.shared_bytes + unit->static_bytes > device.shared_memory_per_block) continue;
     const int64_t fit = device.shared_memory_per_multiprocessor / (plan.shared_bytes + unit->static_bytes + kReserved);

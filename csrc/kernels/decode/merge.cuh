@@ -1,7 +1,6 @@
 // What the groups of warps of a block have of a segment becomes rows of out, or a part in scratch; and how parts merge:
 //
-//   max = max_i max_i   sum = sum_i 2^(max_i - max) sum_i   out = sum_i 2^(max_i - max) out_i / sum   lse = ln of the
-//   sum
+//   max = max_i max_i   sum = sum_i 2^(max_i - max) sum_i   out = sum_i 2^(max_i - max) out_i / sum   lse = ln sum
 //
 // maxima in log2, out_i not divided. Called by kernel.cuh, and by merge.cu for the parts of blocks. Invariant:
 // something without keys has (-inf, 0) and zeros, and changes no bit of another.

@@ -57,7 +57,7 @@ __device__ __forceinline__ int tiles_of(const SequenceKeys& keys, int tile_keys)
 }
 
 // Tiles of each piece, but the last, of a work of so many: sixteen pieces, of piece_tiles to four times that many tiles
-// each; where these are more than plan.pieces, that many.
+// each; where these are more than plan.most_pieces, that many.
 __device__ __forceinline__ int piece_of(const DecodePlan& plan, int tiles) {
   const int piece = min(max((tiles + 15) / 16, plan.piece_tiles), 4 * plan.piece_tiles);
   return max(piece, (tiles + plan.most_pieces - 1) / plan.most_pieces);

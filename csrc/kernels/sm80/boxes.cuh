@@ -1,7 +1,7 @@
 // Tiles that TMA copies, as panels of 128 bytes of each row, where the device has it (compute capability 9.0) and the
 // views permit it: a thread asks for a whole tile, rows and columns that do not exist included, which become zeros.
 //
-// Called by forward/kernel.cuh for K and V; where boxes start also by backward/bias_boxes.cuh. Invariant: a tile is
+// Called by forward/kernel.cuh for K and V; where boxes start also by backward/block.cuh. Invariant: a tile is
 // asked for by one thread, after a barrier of all that read what was there before.
 #pragma once
 

@@ -17,7 +17,7 @@ namespace flash_ext::sm80 {
 struct TileShape {
   int block_m;  // queries
   int block_n;  // keys
-  int warps;    // each owns block_m / warps queries forward, block_n / warps keys (times a part of them) backward
+  int warps;    // each owns block_m / warps queries forward; backward as BackwardShape and BiasGradientShape say
 
   constexpr bool operator==(const TileShape&) const = default;
 };

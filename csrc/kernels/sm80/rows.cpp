@@ -1,9 +1,10 @@
 // The rows of sm80, host code only: what each serves, what it takes, and which instance it picks.
 //
-//   fp16, bf16, fp32   mma.sync on tiles (forward/kernel.cuh, backward/kernel.cuh), the first of HeadDimsOf >=
-//   max(head_dim, head_dim_v) 16 bits, one tile  mma.sync, a head of up to 64 queries and keys a block
-//   (backward_single_tile/kernel.cuh) fp64               plain arithmetic (fp64/forward.cu, fp64/backward.cu), any head
-//   dimension up to the largest
+//   fp16, bf16, fp32   mma.sync on tiles (forward/kernel.cuh, backward/kernel.cuh), the first of HeadDimsOf that fits
+//
+//   16 bits, one tile  mma.sync, a head of up to 64 queries and keys a block (backward_single_tile/kernel.cuh)
+//
+//   fp64               plain arithmetic (fp64/forward.cu, fp64/backward.cu), any head dimension up to the largest
 //
 // Serves compute capability 8.0 and above. Called through kernels/table.cpp. Invariant: what the limits let pass has an
 // instance; the lists of instances come from cmake/cuda_units.cmake.

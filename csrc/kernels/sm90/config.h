@@ -1,8 +1,8 @@
 // The tiles of this backend, what each keeps in shared memory, how the warpgroups take turns and in which order tiles
 // run. Host and device read the same functions, so that plan(), the launch and the kernel cannot disagree.
 //
-// Called by rows.cpp, forward/kernel.cuh and forward/run.cuh. Invariant: every tile starts at a multiple of 1024 bytes
-// (descriptor.h); registers of all warpgroups together fit the 65,536 of a multiprocessor.
+// Called by rows.cpp and cost.h, and by the kernels through their own config. Invariant: every tile starts at a
+// multiple of 1024 bytes (descriptor.h); registers of all warpgroups together fit the 65,536 of a multiprocessor.
 #pragma once
 
 #include <algorithm>
@@ -74,8 +74,8 @@ struct ForwardShape {
 
 // Which tiles a call gets.
 enum class Tiles : uint8_t {
-  kLarge,   // keys: tiles of 192 queries read K and V least often
-  kSmall,   // keys: smaller tiles waste less on the diagonal, at the ends of rows and on the last round of the grid
+  kLarge,   // read K and V least often
+  kSmall,   // fewer queries or keys a tile waste less on the diagonal, at the ends of rows and on the last round
   kSplit,   // few queries: small tiles and deep rings, because loads of K and V take the time, and one more axis: keys
   kScored,  // with a bias, mask, slopes or dropout (scores.cuh): what hides the longer softmax best is a third
             // consumer, where registers allow it

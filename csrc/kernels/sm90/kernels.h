@@ -1,7 +1,8 @@
 // What the host side of this backend calls, without any CUDA syntax: one function a (pass, dtype, head dimension).
 //
-// Definitions lie in generated units (cmake/cuda_units.cmake writes them from unit.cu.in of forward/ and backward/), so
-// a missing instance is an undefined symbol, which the linker refuses. Called by rows.cpp only.
+// Definitions lie in generated units (cmake/cuda_units.cmake writes them from unit.cu.in of forward/ and backward/ and
+// from forward/unit_fp8.cu.in), so a missing instance is an undefined symbol, which the linker refuses. Called by
+// rows.cpp only.
 #pragma once
 
 #include "core/args.h"

@@ -1,10 +1,13 @@
 // How out leaves a warp: 16 rows of an accumulator, already divided by the row sums, to global memory.
 //
-//   stage_out   as 16-bit numbers, through 16 rows of a tile in shared memory and by TMA, which leaves out what is
-//   outside of the tensor write_out   the same from registers, 64 bytes of a row an instruction, where shared memory
-//   has no room write_part  as floats, for combine to join with those of other keys
+//   stage_out   as 16-bit numbers, through 16 rows of a tile in shared memory and by TMA, which stops at out's end
 //
-// Called by forward/kernel.cuh. Invariant: all lanes of the warp call; stage_out returns before its tile has been read.
+//   write_out   the same from registers, 64 bytes of a row an instruction, where shared memory has no room
+//
+//   write_part  as floats, for combine to join with those of other keys
+//
+// Called by forward/kernel.cuh, in part by bias_gradient/parts.cuh. Invariant: all lanes of the warp call; stage_out
+// returns before its tile has been read.
 #pragma once
 
 #include "core/args.h"

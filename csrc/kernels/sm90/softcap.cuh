@@ -40,8 +40,8 @@ struct SoftcapParams {
 // A fragment of q k^T becomes what it is capped to. bf16: by tanh.approx, within 1e-5 of tanh on 9.0 (2^-11 by its
 // manual), where each of eager attention's roundings is up to 2^-9. fp16: within 2e-7 of cap. NOTE: a multiprocessor
 // makes 16 special functions a clock, and ex2 and a reciprocal for each score are more than the products take; so a
-// warp whose scores are all near 0 has multiply-adds instead. kNearToo: without; there are no registers for both at
-// head dims 192 and 256.
+// warp whose scores are all near 0 has multiply-adds instead (kNearToo). Not in forward above head dim 128 and in the
+// kernel of dQ, where there are no registers for both.
 template <class T, bool kNearToo, int kCount>
 __device__ __forceinline__ void cap_scores(float (&s)[kCount], const SoftcapParams& softcap) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {

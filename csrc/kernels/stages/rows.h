@@ -1,6 +1,6 @@
-// What backward does to whole rows before and after its main kernel, for every GPU backend; host functions that launch
-// on args.fwd.stream. fp16, bf16 and float; float64 has its own kernels. What is [b, h_q, s_q] here is [h_q, rows_q]
-// where sequences are packed.
+// What sm80's backward does to whole rows before and after its main kernel, and sums of parts, which sm90 has, too;
+// host functions that launch on args.fwd.stream. fp16, bf16 and float; float64 has its own kernels. What is [b, h_q,
+// s_q] here is [h_q, rows_q] where sequences are packed.
 #pragma once
 
 #include <vector_types.h>
@@ -16,7 +16,7 @@ namespace flash_ext::cuda {
 void delta(const BackwardArgs& args, float* delta, float* bounds, bool dlse_apart = false, float2* renorm = nullptr);
 
 // dq = scale * dq_accum [b, h_q, s_q, d], in dq's own dtype and strides. `in_fragments`: from compute capability 9.0 on
-// groups of 16 rows lie there as kernels/sm80/backward/dq_accumulate.cuh says.
+// groups of 16 rows lie there as kernels/sm80/backward/dq_accumulate.cuh says, but not of packed sequences.
 void convert_dq(const BackwardArgs& args, const float* dq_accum, bool in_fragments);
 
 // dalibi [b, h_q] = sums over the last dimension of partial [b, h_q, count], in its order, and of each row the sum of

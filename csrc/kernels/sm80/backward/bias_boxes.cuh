@@ -12,7 +12,6 @@
 
 #include "kernels/sm80/backward/parts.cuh"
 #include "kernels/sm80/boxes.cuh"
-#include "kernels/sm80/choose_tiles.h"
 
 namespace flash_ext::sm80 {
 

@@ -1,14 +1,18 @@
 // The sum of dQ in global memory, to which every block of keys adds: floats, [b, h_q, s_q, d].
 //
-// In fragments where the device has bulk additions (compute capability 9.0) and d is the head dimension of the
-// instance: 16 whole rows of a head are then d / 8 fragments of 16 rows by 8 columns, of each of which lane l of a warp
-// holds numbers 4 l to 4 l + 3, as an accumulator of mma.sync does. Rows otherwise, and where fewer than 16 are left.
+// In fragments where the device has bulk additions (compute capability 9.0), d is the head dimension of the instance
+// and sequences are not packed: 16 whole rows of a head are then d / 8 fragments of 16 rows by 8 columns, of each of
+// which lane l of a warp holds numbers 4 l to 4 l + 3, as an accumulator of mma.sync does. Rows otherwise, and where
+// fewer than 16 are left.
+//
 // NOTE: an accumulator's rows are 32 bytes long. Added to rows of d they were 1,024 requests a tile, behind which the
 // loads and shuffles of the other warps waited, too: of 9,800 clocks a tile with a mask 1,600 in either, head dimension
 // 128.
+//
 // Fragments are 512 bytes in a row, and a bulk addition takes them out of shared memory when no warp waits for it.
 // Where one block meets all keys there is nothing to add, and dQ needs no memory beside itself (store_dq): PyTorch's
 // leanest backend has none there either.
+//
 // Called by steps.cuh and block.cuh; kernels/stages/rows.cu reads them. Invariant: a call adds to each group of
 // rows in one way only.
 #pragma once

@@ -2,7 +2,7 @@
 // and the scale of dS in fp16.
 //
 // Called by steps.cuh, backward_single_tile/kernel.cuh, bias_gradient/kernel.cuh, renormalise.cuh and run.cuh.
-// Invariant: fragments are [keys, queries], one row of 16 keys a warp; every sum runs in an order that depends on
+// Invariant: fragments are [keys, queries], kM rows of 16 keys a warp; every sum runs in an order that depends on
 // nothing but the shapes, but for dQ's without turns.
 #pragma once
 

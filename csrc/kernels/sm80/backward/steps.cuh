@@ -9,7 +9,6 @@
 #include "kernels/sm80/backward/bias_boxes.cuh"
 #include "kernels/sm80/backward/block.cuh"
 #include "kernels/sm80/backward/dq_accumulate.cuh"
-#include "kernels/sm80/choose_tiles.h"
 #include "kernels/sm80/dropout.cuh"
 
 namespace flash_ext::sm80 {

@@ -1,8 +1,9 @@
 // What a block of the forward kernel works on, and what it keeps in shared memory beside its tiles: read once a tile of
 // keys, it must not occupy registers during the products.
 //
-// Called by kernel.cuh: four threads find it together, and the others wait for them. Invariant: the keys of a block are
-// whole tiles from `first_key` on; without keys last_key is first_key. q, k, v and out have the rows of one sequence.
+// Called by kernel.cuh: four threads (in float one) find it, and the others wait for them. Invariant: the keys of a
+// block are whole tiles from `first_key` on; without keys last_key is first_key. q, k, v and out have the rows of one
+// sequence.
 #pragma once
 
 #include "core/tile_schedule.h"

@@ -243,8 +243,8 @@ struct Forward {
 //       P = e^(S - m), l, O += P V
 //
 // A wait is for this thread's cp.async or, where thread 0 has TMA copy (9.0), for the mbarrier of K or V of the stage,
-// whose parity changes when its place is used again. P comes before (2) where registers are short (kInterleaved).
-// Shared memory: Q, K and V of each stage, bias, mask (forward_smem); out takes the place of Q.
+// whose parity changes when its place is used again. P comes before (2) where tiles are not kInterleaved, and with
+// dropout. Shared memory: Q, K and V of each stage, bias, mask (forward_smem); out takes the place of Q.
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     forward_kernel(const __grid_constant__ ForwardArgs args, const __grid_constant__ TileSchedule schedule,

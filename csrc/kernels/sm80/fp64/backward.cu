@@ -5,7 +5,7 @@
 //   dq = scale dS k      dk = scale dS^T q      dv = P^T d_out      d_bias = sum dS      d_slope = sum -|distance| dS
 //
 // A kernel per output, each with its own owner of an output tile, which recomputes S and dP and sums in a fixed order:
-// no atomics, no scratch beyond two numbers a query. Called by rows.cpp through kernels.h.
+// no atomics, no scratch beyond two numbers a query and, for slopes, one a tile. Called by rows.cpp through kernels.h.
 // Invariant: every element of a wanted gradient is written exactly once; an absent one costs nothing.
 #include <cuda_runtime.h>
 
@@ -95,7 +95,7 @@ __device__ double block_sum(double value, double (&partials)[kTile]) {
 }
 
 // delta and inverse_sum of 32 queries, measured on the very P and dP that the other kernels recompute.
-// NOTE: rowsum(d_out * out) and e^(score - lse) alone would save two products of eight, but each carries forward's
+// NOTE: rowsum(d_out * out) and e^(score - lse) alone would save two products of ten, but each carries forward's
 // roundings: lse loses log(row_sum) where it is large, and dS of a row with one key would not be 0.
 __global__ void __launch_bounds__(kThreads)
     prepare_kernel(const __grid_constant__ BackwardArgs args, const __grid_constant__ BackwardScratch scratch,

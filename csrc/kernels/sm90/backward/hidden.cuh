@@ -6,7 +6,7 @@
 // which is what one prmt makes a word's mask of.
 // S is not masked: P and dS of a hidden pair are made and then replaced, because a lse, a delta or a dP that is NaN
 // would make NaN of 0, too. In P a hidden pair is -0, which no exponential is, so that dS is known by it.
-// Called by kernel.cuh, scores.cuh, backward_two_pass and bias_gradient/kernel.cuh. Invariant: what is not hidden keeps
+// Called by steps.cuh, scores.cuh, backward_two_pass and bias_gradient/kernel.cuh. Invariant: what is not hidden keeps
 // its bits.
 #pragma once
 

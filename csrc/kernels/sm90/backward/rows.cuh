@@ -163,9 +163,9 @@ constexpr int kFinishBlocks = 4;  // of finish_kernel that a multiprocessor has 
 
 // From the last head to the first: what was added to last is still in L2. NOTE: 0.3 and 0.6 % of a whole call of S =
 // 512, full and causal; the same in prepare is nothing.
-// turns: of Persistence::kOrdered where all tiles of queries meet keys, else null. With them blocks, of which all have
-// room, begin with the heads that are added up while the main kernel, of which all blocks run or have run, is still at
-// the others.
+// dq_semaphore: of Persistence::kOrdered where all tiles of queries meet keys, else null. With them blocks, of which
+// all have room, begin with the heads that are added up while the main kernel, of which all blocks run or have run, is
+// still at the others.
 template <class Traits>
 __global__ void __launch_bounds__(kRowThreads, kFinishBlocks)
     finish_kernel(const __grid_constant__ BackwardArgs args, const float* dq_accum, const uint32_t* dq_semaphore,

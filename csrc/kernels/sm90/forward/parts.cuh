@@ -1,5 +1,5 @@
 // What the forward kernel is made of beside its two roles: its traits, the turns of the warpgroups, the products, P of
-// a tile, and how out leaves. Called by kernel.cuh only.
+// a tile, and how out leaves. Called by kernel.cuh, fp8.cuh and packed.cuh.
 #pragma once
 
 #include <type_traits>
