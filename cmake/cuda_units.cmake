@@ -167,8 +167,8 @@ function(flash_ext_add_cuda_units target)
   configure_file(${folder}/sm80_instances.h.in ${generated}/sm80_instances.h @ONLY)
   set_property(SOURCE ${folder}/rows.cpp APPEND PROPERTY INCLUDE_DIRECTORIES ${generated})
 
-  file(GLOB sources CONFIGURE_DEPENDS csrc/kernels/stages/*.cu csrc/kernels/decode/*.cu csrc/gpu/host/*.cpp csrc/gpu/host/*.cu
-       csrc/kernels/sm80/*/*.cu csrc/kernels/sm80/*.cpp)
+  file(GLOB sources CONFIGURE_DEPENDS csrc/kernels/stages/*.cu csrc/kernels/decode/*.cu csrc/gpu/host/*.cpp
+       csrc/gpu/host/*.cu csrc/kernels/sm80/*/*.cu csrc/kernels/sm80/*.cpp)
   target_sources(${target} PRIVATE ${sources})
   target_compile_definitions(${target} PRIVATE FLASH_EXT_WITH_CUDA)
 

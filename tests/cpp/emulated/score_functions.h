@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <span>
 #include <string_view>
 #include <vector>
 
@@ -40,6 +41,13 @@ struct BentScore {
     return (1 + std::cos(score) / 2) * (1 + tanh_of(distance / 8) / 2);
   }
 };
+
+namespace sm80 {
+std::span<const Kernel> kernels();
+}
+namespace sm90 {
+std::span<const Kernel> kernels();
+}
 
 // The row of that name, with another launch.
 template <class Launch>

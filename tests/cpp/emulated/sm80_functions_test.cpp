@@ -5,12 +5,6 @@
 #include "score_functions.h"
 
 namespace flash_ext {
-namespace sm80 {
-
-std::span<const Kernel> kernels();
-
-}  // namespace sm80
-
 namespace {
 
 template <class Base, class F>
