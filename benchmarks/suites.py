@@ -150,8 +150,10 @@ def choice_cases() -> list[Case]:
     sizes = ((16, 16), (49, 49), (64, 64), (64, 128), (64, 256), (64, 1024), (128, 64), (128, 128), (256, 256))
     plain = [Case(b, 16, sq, d, sk=sk) for d in (32, 64, 128) for sq, sk in sizes for b in (1, 32, 512)]
     wide = [Case(b, 16, s, 256) for s in (64, 128, 256) for b in (1, 32)]
-    biased = [Case(b, 16, s, 64, mask="float") for s in (65, 128, 256) for b in (1, 32, 512)]
-    return plain + wide + biased
+    lengths = (65, 96, 128, 144, 196, 256, 512)
+    biased = [Case(b, 16, s, d, mask="float") for d in (32, 64, 128) for s in lengths for b in (1, 32, 128)]
+    masked = [Case(b, 16, s, 64, mask="bool") for s in lengths for b in (1, 32, 128)]
+    return plain + wide + biased + masked
 
 
 def decode_cases() -> list[Case]:

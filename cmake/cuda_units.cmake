@@ -116,15 +116,24 @@ function(flash_ext_add_sm90_units target generated)
   set(CUDA_BACKENDS sm90 ${CUDA_BACKENDS} PARENT_SCOPE)
 endfunction()
 
-# The instances of sm80/backward_single_tile that belong to an instance of backward: kHasOneTile.
-function(flash_ext_one_tile element head_dim result)
-  set(${result} "" PARENT_SCOPE)
+# The instances of sm80/forward_single_tile and backward_single_tile that belong to an instance of forward and backward
+# (kHasOneTile), as ONE_TILE_FORWARD and ONE_TILE_BACKWARD.
+function(flash_ext_one_tile element head_dim)
+  set(ONE_TILE_FORWARD "" PARENT_SCOPE)
+  set(ONE_TILE_BACKWARD "" PARENT_SCOPE)
   if(head_dim LESS_EQUAL 64 AND element MATCHES "^(Fp|Bf)16$")
-    set(signature "<${element}, ${head_dim}>")
-    string(CONCAT instances "template Plan plan_one_tile${signature}(const Problem&, const DeviceInfo&);\n"
-                  "template void run_one_tile${signature}(const BackwardArgs&, const Plan&, void*);\n"
-                  "template void inspect_one_tile${signature}(const Problem&, Plan&);\n")
-    set(${result} "${instances}" PARENT_SCOPE)
+    foreach(pass forward backward)
+      set(of "one_tile_${pass}<${element}, ${head_dim}>")
+      set(arguments "const ForwardArgs&, const Plan&")
+      if(pass STREQUAL "backward")
+        set(arguments "const BackwardArgs&, const Plan&, void*")
+      endif()
+      string(CONCAT instances "template Plan plan_${of}(const Problem&, const DeviceInfo&);\n"
+                    "template void run_${of}(${arguments});\n"
+                    "template void inspect_${of}(const Problem&, Plan&);\n")
+      string(TOUPPER ONE_TILE_${pass} result)
+      set(${result} "${instances}" PARENT_SCOPE)
+    endforeach()
   endif()
 endfunction()
 
@@ -152,8 +161,8 @@ function(flash_ext_add_cuda_units target)
       set(head_dims ${tf32_head_dims})
     endif()
     foreach(HEAD_DIM IN LISTS head_dims)
+      flash_ext_one_tile(${ELEMENT} ${HEAD_DIM})
       string(CONFIGURE "${forward}" instance @ONLY)
-      flash_ext_one_tile(${ELEMENT} ${HEAD_DIM} ONE_TILE)
       string(APPEND instances "${instance}")
       configure_file(${folder}/backward/unit.cu.in ${generated}/sm80_bwd_${element}_${HEAD_DIM}.cu @ONLY)
       target_sources(${target} PRIVATE ${generated}/sm80_bwd_${element}_${HEAD_DIM}.cu)

@@ -47,6 +47,16 @@ inline double time_of(const Problem& problem, const DeviceInfo& device, int prod
          flops / (speed.tflops * 1e6 * used * multiprocessors / kH200);
 }
 
+// As if queries and keys filled whole tiles, of all columns that an instance has.
+inline Problem in_whole_tiles(const Problem& problem, int64_t block_m, int64_t block_n, int64_t head_dim) {
+  const auto whole = [](int64_t length, int64_t block) { return (length + block - 1) / block * block; };
+  Problem filled = problem;
+  filled.len_q = whole(problem.len_q, block_m);
+  filled.len_k = whole(problem.len_k, block_n);
+  filled.head_dim = filled.head_dim_v = head_dim;
+  return filled;
+}
+
 // Memory beside inputs and outputs is worth time: what is beyond 3 MiB counts as ten times what it takes to fill it.
 inline double memory_cost(double bytes) { return 1e-5 * std::max(0.0, bytes - (3 << 20)); }
 

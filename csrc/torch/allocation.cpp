@@ -1,7 +1,6 @@
 // See allocation.h: what at::empty_strided ends in, for the two devices that have kernels.
 #include "torch/allocation.h"
 
-#include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
@@ -21,11 +20,6 @@ c10::Allocator* allocator_of(const Tensor& like) {
   return nullptr;
 }
 
-bool is_filled() {
-  const at::Context& context = at::globalContext();
-  return context.deterministicAlgorithms() && context.deterministicFillUninitializedMemory();
-}
-
 c10::DispatchKeySet keys_of(const Tensor& like) {
   return c10::DispatchKeySet(like.is_cpu() ? c10::DispatchKey::CPU : c10::DispatchKey::CUDA);
 }
@@ -34,13 +28,13 @@ c10::DispatchKeySet keys_of(const Tensor& like) {
 
 Tensor allocate_strided(c10::IntArrayRef sizes, c10::IntArrayRef strides, const Tensor& like, at::ScalarType dtype) {
   c10::Allocator* const allocator = allocator_of(like);
-  if (allocator == nullptr || is_filled()) return at::empty_strided(sizes, strides, like.options().dtype(dtype));
+  if (allocator == nullptr) return at::empty_strided(sizes, strides, like.options().dtype(dtype));
   return Tensor(at::detail::empty_strided_generic(sizes, strides, allocator, keys_of(like), dtype));
 }
 
 Tensor allocate(c10::IntArrayRef sizes, const Tensor& like, at::ScalarType dtype) {
   c10::Allocator* const allocator = allocator_of(like);
-  if (allocator == nullptr || is_filled()) return at::empty(sizes, like.options().dtype(dtype));
+  if (allocator == nullptr) return at::empty(sizes, like.options().dtype(dtype));
   return Tensor(at::detail::empty_generic(sizes, allocator, keys_of(like), dtype, std::nullopt));
 }
 

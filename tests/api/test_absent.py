@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import make_inputs
+from helpers import leaf, make_inputs
 from torch import Tensor
 
-import flash_ext  # noqa: F401  (loads the operators)
+import flash_ext
 
 OPS = torch.ops.flash_ext
 SHAPES = ((2, 3, 5, 8), (2, 3, 6, 8), (2, 3, 6, 4))
@@ -55,15 +55,20 @@ def test_inference_mode(device: str) -> None:
     assert all(tensor.is_inference() for tensor in results)
 
 
-def test_memory_is_filled_where_torch_fills_it(device: str) -> None:
-    """torch.utils.deterministic.fill_uninitialized_memory: nothing of it may be left in what is returned."""
-    qkv = list(make_inputs(*SHAPES, device=device).values())
-    expected = OPS.attention(*qkv, return_lse=True)
+def test_nothing_is_filled_in_deterministic_mode(device: str) -> None:
+    """torch.utils.deterministic.fill_uninitialized_memory is for what may be read before it is written; here all is."""
+    qkv = [leaf(tensor) for tensor in make_inputs(*SHAPES, device=device).values()]
+    expected = torch.autograd.grad(flash_ext.attention(*qkv).sum(), qkv)
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:
-        filled = OPS.attention(*qkv, return_lse=True)
+        grad_out = torch.ones(2, 3, 5, 4, device=device)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            torch.empty(3, device=device)
+            out = flash_ext.attention(*qkv)
+            grads = torch.autograd.grad(out, qkv, grad_out)
     finally:
         torch.use_deterministic_algorithms(before)
-    for got, want in zip(filled, expected, strict=True):
+    assert [event.name for event in profile.events()].count("aten::fill_") == 1, "that of torch.empty alone"
+    for got, want in zip(grads, expected, strict=True):
         torch.testing.assert_close(got, want)

@@ -164,21 +164,45 @@ constexpr BiasGradientShape bias_gradient_shape(int element_bytes, int head_dim,
   return head_dim <= 128 ? BiasGradientShape{{64, 64, 8}, 16} : BiasGradientShape{{32, 64, 8}, 16};
 }
 
-// Backward where one tile holds all queries and keys of a head (backward_single_tile/kernel.cuh).
-constexpr int kOneTile = 64, kOneTileItemBytes = 640;
-constexpr int one_tile_blocks(int head_dim) { return head_dim <= 32 ? 3 : 2; }  // of a multiprocessor
+// Where one tile holds all queries and keys of a head: one_tile.cuh, which has 64 items ahead of what is done to the
+// scores of two, and of the first. views: tensors of an item.
+constexpr int kOneTile = 64, kOneTileModsBytes = 192;
+constexpr int one_tile_item_bytes(int views) { return 8 * views + 48; }
+constexpr int one_tile_items_bytes(int views) { return 64 * one_tile_item_bytes(views) + 3 * kOneTileModsBytes; }
 
-struct OneTileSmem {
+// backward_single_tile/kernel.cuh
+constexpr int kOneTileBackwardViews = 7;
+constexpr int one_tile_backward_blocks(int head_dim) { return head_dim <= 32 ? 3 : 2; }  // of a multiprocessor
+
+struct OneTileBackwardSmem {
   int p = 0, ds = 0, items = 0, bias = 0, mask = 0;  // offsets; two stages of Q, K, V and dO begin at 0
   int total = 0;
 };
 
-FLASH_DEVICE constexpr OneTileSmem one_tile_smem(int head_dim, int bias_bytes, bool has_mask) {
-  OneTileSmem smem;
+FLASH_DEVICE constexpr OneTileBackwardSmem one_tile_backward_smem(int head_dim, int bias_bytes, bool has_mask) {
+  OneTileBackwardSmem smem;
   smem.p = 2 * 4 * kOneTile * head_dim * 2;
   smem.ds = smem.p + kOneTile * kOneTile * 2;
   smem.items = smem.ds + kOneTile * kOneTile * 2;
-  smem.bias = smem.items + 3 * kOneTileItemBytes;
+  smem.bias = smem.items + one_tile_items_bytes(kOneTileBackwardViews);
+  smem.mask = smem.bias + (bias_bytes > 0 ? kOneTile * aux_pitch(kOneTile, bias_bytes) : 0);
+  smem.total = smem.mask + (has_mask ? kOneTile * aux_pitch(kOneTile, 1) : 0);
+  return smem;
+}
+
+// forward_single_tile/kernel.cuh
+constexpr int kOneTileForwardViews = 4;
+constexpr int one_tile_forward_blocks(int head_dim) { return head_dim <= 32 ? 5 : 4; }  // of a multiprocessor, at most
+
+struct OneTileForwardSmem {
+  int items = 0, bias = 0, mask = 0;  // offsets; two stages of Q, K and V begin at 0
+  int total = 0;
+};
+
+FLASH_DEVICE constexpr OneTileForwardSmem one_tile_forward_smem(int head_dim, int bias_bytes, bool has_mask) {
+  OneTileForwardSmem smem;
+  smem.items = 2 * 3 * kOneTile * head_dim * 2;
+  smem.bias = smem.items + one_tile_items_bytes(kOneTileForwardViews);
   smem.mask = smem.bias + (bias_bytes > 0 ? kOneTile * aux_pitch(kOneTile, bias_bytes) : 0);
   smem.total = smem.mask + (has_mask ? kOneTile * aux_pitch(kOneTile, 1) : 0);
   return smem;

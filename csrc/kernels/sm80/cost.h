@@ -24,6 +24,13 @@ inline double forward_cost(const Problem& problem, const DeviceInfo& device) {
   } else {
     const double crowd = 2.5 * std::min(1.0, tiles / 132);  // 128 lone tiles take longer than 16
     speed = {head_dim <= 64 ? 360.0 : head_dim <= 128 ? 400.0 : 335.0, 2.2, 3.2 + 0.010 * keys + crowd};
+    if (!plain && !few_queries && head_dim <= 128) {
+      // An H200, 2,048 heads with a bias: 128 keys 72, 86 and 118 us at head dims 32, 64 and 128, 256 199, 234 and 314.
+      const double tflops = head_dim <= 32 ? 150 : 0.8 * speed.tflops;
+      const double tile_us = head_dim <= 32 ? 2.5 : head_dim <= 64 ? 3.4 : 3.9;
+      return time_of(in_whole_tiles(problem, 128, 64, head_dim), device, 2, tiles,
+                     {tflops, tile_us, speed.lone_us + 3.0});
+    }
     if (!plain) speed = {0.8 * speed.tflops, speed.tile_us + 1.0, speed.lone_us + 3.0};
     if (few_queries) speed.tile_us = speed.lone_us = 3.2;  // NOTE: not timed; no less than sm90 takes
   }
@@ -49,7 +56,17 @@ inline double backward_cost(const Problem& problem, const DeviceInfo& device) {
   return us + (is_direct ? 0.0 : memory_cost(dq_bytes(problem)));
 }
 
-inline double one_tile_cost(const Problem& problem, const DeviceInfo& device) {
+// An H200, 49 keys: 12,288 heads 70 and 98 us at head dims 32 and 64, with a bias 80 and 114; 48 heads 5.3 and 5.8,
+// where the kernel above takes 4.6 and 5.0, with a bias 6.7 and 7.2, where it takes 7.3 and 7.8.
+inline double one_tile_forward_cost(const Problem& problem, const DeviceInfo& device) {
+  const bool narrow = std::max(problem.head_dim, problem.head_dim_v) <= 32;
+  const double tiles = static_cast<double>(problem.batch * problem.heads_q), keys = static_cast<double>(problem.len_k);
+  Speed speed{250, narrow ? 0.55 : 0.65, (narrow ? 3.4 : 4.1) + 0.013 * keys};
+  if (!is_plain(problem)) speed = {250, narrow ? 0.7 : 0.85, 2.9};
+  return time_of(problem, device, 2, tiles, speed);
+}
+
+inline double one_tile_backward_cost(const Problem& problem, const DeviceInfo& device) {
   const double tiles = static_cast<double>(problem.batch * problem.heads_q);
   return time_of(problem, device, 5, tiles, {290, problem.head_dim <= 32 && problem.head_dim_v <= 32 ? 2.2 : 3.4});
 }

@@ -27,15 +27,22 @@ void run_backward(const BackwardArgs& args, const Plan& plan, void* workspace);
 template <class Element, int kHeadDim>
 void inspect_backward(const Problem& problem, Plan& plan);
 
-// Where one tile holds all queries and keys of a head (backward_single_tile/kernel.cuh): 16 bits.
+// Where one tile holds all queries and keys of a head (forward_single_tile/ and backward_single_tile/kernel.cuh): 16
+// bits.
 template <class Element, int kHeadDim>
 constexpr bool kHasOneTile = (std::is_same_v<Element, Fp16> || std::is_same_v<Element, Bf16>)&&kHeadDim <= 64;
 template <class Element, int kHeadDim>
-Plan plan_one_tile(const Problem& problem, const DeviceInfo& device);
+Plan plan_one_tile_forward(const Problem& problem, const DeviceInfo& device);
 template <class Element, int kHeadDim>
-void run_one_tile(const BackwardArgs& args, const Plan& plan, void* workspace);
+void run_one_tile_forward(const ForwardArgs& args, const Plan& plan);
 template <class Element, int kHeadDim>
-void inspect_one_tile(const Problem& problem, Plan& plan);
+void inspect_one_tile_forward(const Problem& problem, Plan& plan);
+template <class Element, int kHeadDim>
+Plan plan_one_tile_backward(const Problem& problem, const DeviceInfo& device);
+template <class Element, int kHeadDim>
+void run_one_tile_backward(const BackwardArgs& args, const Plan& plan, void* workspace);
+template <class Element, int kHeadDim>
+void inspect_one_tile_backward(const Problem& problem, Plan& plan);
 
 // float64: correct and simple, without tensor cores (fp64/forward.cu, fp64/backward.cu).
 Plan plan_fp64(const Problem& problem, Pass pass, const DeviceInfo& device);

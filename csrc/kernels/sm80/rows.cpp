@@ -2,7 +2,8 @@
 //
 //   fp16, bf16, fp32   mma.sync on tiles (forward/kernel.cuh, backward/kernel.cuh), the first of HeadDimsOf that fits
 //
-//   16 bits, one tile  mma.sync, a head of up to 64 queries and keys a block (backward_single_tile/kernel.cuh)
+//   16 bits, one tile  mma.sync, heads of up to 64 queries and keys (forward_single_tile/kernel.cuh,
+//                      backward_single_tile/kernel.cuh)
 //
 //   fp64               plain arithmetic (fp64/forward.cu, fp64/backward.cu), any head dimension up to the largest
 //
@@ -112,23 +113,40 @@ auto with_one_tile(const Problem& problem, const Function& function) {
   });
 }
 
-Plan plan_one_tile_row(const Problem& problem, const DeviceInfo& device) {
-  return with_one_tile(
-      problem, [&]<class Element, int kHeadDim>() { return plan_one_tile<Element, kHeadDim>(problem, device); });
+template <Pass kPass>
+Plan plan_one_tile(const Problem& problem, const DeviceInfo& device) {
+  return with_one_tile(problem, [&]<class Element, int kHeadDim>() {
+    return kPass == Pass::kForward ? plan_one_tile_forward<Element, kHeadDim>(problem, device)
+                                   : plan_one_tile_backward<Element, kHeadDim>(problem, device);
+  });
 }
 
-void one_tile(const BackwardArgs& args, const Plan& plan, void* workspace) {
-  with_one_tile(args.fwd.problem,
-                [&]<class Element, int kHeadDim>() { run_one_tile<Element, kHeadDim>(args, plan, workspace); });
+void one_tile_forward(const ForwardArgs& args, const Plan& plan, void*) {
+  with_one_tile(args.problem,
+                [&]<class Element, int kHeadDim>() { run_one_tile_forward<Element, kHeadDim>(args, plan); });
 }
 
-void inspect_one_tile_row(const Problem& problem, Plan& plan) {
-  with_one_tile(problem, [&]<class Element, int kHeadDim>() { inspect_one_tile<Element, kHeadDim>(problem, plan); });
+void one_tile_backward(const BackwardArgs& args, const Plan& plan, void* workspace) {
+  with_one_tile(args.fwd.problem, [&]<class Element, int kHeadDim>() {
+    run_one_tile_backward<Element, kHeadDim>(args, plan, workspace);
+  });
 }
 
+template <Pass kPass>
+void inspect_one_tile(const Problem& problem, Plan& plan) {
+  with_one_tile(problem, [&]<class Element, int kHeadDim>() {
+    kPass == Pass::kForward ? inspect_one_tile_forward<Element, kHeadDim>(problem, plan)
+                            : inspect_one_tile_backward<Element, kHeadDim>(problem, plan);
+  });
+}
+
+template <Pass kPass>
 int64_t one_tile_bytes(const Problem& problem, const DeviceInfo&) {
   return with_instance(problem, [&]<class, int kHeadDim>() {
-    return kStaticSharedBytes + one_tile_smem(kHeadDim, bias_bytes_of(problem), problem.has_mask).total;
+    const int bias_bytes = bias_bytes_of(problem);
+    return kStaticSharedBytes + (kPass == Pass::kForward
+                                     ? one_tile_forward_smem(kHeadDim, bias_bytes, problem.has_mask).total
+                                     : one_tile_backward_smem(kHeadDim, bias_bytes, problem.has_mask).total);
   });
 }
 
@@ -198,17 +216,29 @@ constexpr Kernel main_row(const char* name, Pass pass, bool is_float) {
   return kernel;
 }
 
-constexpr Kernel one_tile_row() {
+constexpr Kernel one_tile_forward_row() {
+  const Features left_out = {Feature::kDropout, Feature::kPacked, Feature::kBatchInvariant};
+  const Features features = kSupported.with(dtypes(Elements{}, false)).without(left_out);
+  Kernel kernel = row("sm80.forward.one_tile", Pass::kForward, features, kOneTileLimits);
+  kernel.plan = plan_one_tile<Pass::kForward>;
+  kernel.forward = one_tile_forward;
+  kernel.cost = one_tile_forward_cost;
+  kernel.shared_bytes = one_tile_bytes<Pass::kForward>;
+  kernel.inspect = inspect_one_tile<Pass::kForward>;
+  return kernel;
+}
+
+constexpr Kernel one_tile_backward_row() {
   const Features left_out = {Feature::kGroupedHeads,   Feature::kValueHeads, Feature::kSoftcap,
                              Feature::kDropout,        Feature::kPacked,     Feature::kAlibiGradient,
                              Feature::kBatchInvariant, Feature::kSinks,      Feature::kConstantLse};
   const Features features = kSupported.with(dtypes(Elements{}, false)).without(left_out);
   Kernel kernel = row("sm80.backward.one_tile", Pass::kBackward, features, kOneTileLimits);
-  kernel.plan = plan_one_tile_row;
-  kernel.backward = one_tile;
-  kernel.cost = one_tile_cost;
-  kernel.shared_bytes = one_tile_bytes;
-  kernel.inspect = inspect_one_tile_row;
+  kernel.plan = plan_one_tile<Pass::kBackward>;
+  kernel.backward = one_tile_backward;
+  kernel.cost = one_tile_backward_cost;
+  kernel.shared_bytes = one_tile_bytes<Pass::kBackward>;
+  kernel.inspect = inspect_one_tile<Pass::kBackward>;
   return kernel;
 }
 
@@ -234,10 +264,15 @@ constexpr Kernel bias_gradient_row() {
 }
 
 constexpr Kernel kKernels[] = {
-    main_row("sm80.forward", Pass::kForward, false),   main_row("sm80.forward.fp32", Pass::kForward, true),
-    double_row("sm80.forward.fp64", Pass::kForward),   one_tile_row(),
-    main_row("sm80.backward", Pass::kBackward, false), main_row("sm80.backward.fp32", Pass::kBackward, true),
-    double_row("sm80.backward.fp64", Pass::kBackward), bias_gradient_row(),
+    one_tile_forward_row(),
+    main_row("sm80.forward", Pass::kForward, false),
+    main_row("sm80.forward.fp32", Pass::kForward, true),
+    double_row("sm80.forward.fp64", Pass::kForward),
+    one_tile_backward_row(),
+    main_row("sm80.backward", Pass::kBackward, false),
+    main_row("sm80.backward.fp32", Pass::kBackward, true),
+    double_row("sm80.backward.fp64", Pass::kBackward),
+    bias_gradient_row(),
 };
 
 }  // namespace

@@ -10,6 +10,17 @@
 
 namespace flash_ext::sm90 {
 
+// NOTE: tiles of 192 queries and 80 or 96 keys, which lengths such as 144 fill and 128 do not (an H200, 2,048 heads, a
+// bias, head dim 64, 96 keys 57 us, 128 94, 144 98, 256 202).
+inline double scored_forward_cost(const Problem& problem, const DeviceInfo& device, const Speed& speed) {
+  const int64_t wanted = std::max(problem.head_dim, problem.head_dim_v);
+  const int head_dim = wanted <= 64 ? 64 : wanted <= 128 ? 128 : wanted <= 192 ? 192 : 256;
+  const ForwardShape shape = forward_shape(head_dim, Tiles::kScored);
+  const int64_t tiles = problem.batch * problem.heads_q * block_count(problem.len_q, shape.block_m());
+  return time_of(in_whole_tiles(problem, shape.block_m(), shape.block_n, head_dim), device, 2,
+                 static_cast<double>(tiles), speed);
+}
+
 inline double forward_cost(const Problem& problem, const DeviceInfo& device) {
   const int64_t head_dim = std::max(problem.head_dim, problem.head_dim_v);
   const bool few_queries = problem.len_q <= 64;
@@ -23,7 +34,7 @@ inline double forward_cost(const Problem& problem, const DeviceInfo& device) {
   } else {
     const double tflops = head_dim <= 64 ? 550 : head_dim <= 128 ? 700 : head_dim <= 256 ? 780 : 370;
     speed = {tflops, head_dim <= 64 ? 2.0 : 2.6, 4.8 + 0.002 * keys};
-    if (scored) speed = {0.72 * speed.tflops, speed.tile_us + 1.7, speed.lone_us + 2.0};
+    if (scored && !few_queries) return scored_forward_cost(problem, device, {0.72 * tflops, 2.1, speed.lone_us + 2.0});
     if (few_queries) speed.tile_us = speed.lone_us = 3.0;
   }
   const double tiles =

@@ -2,26 +2,26 @@
 // (backward/unit.cu.in).
 #pragma once
 
-#include "core/plan_bias_gradient.h"
 #include "gpu/host/inspect.h"
 #include "gpu/host/launch.h"
 #include "kernels/sm80/backward_single_tile/kernel.cuh"
+#include "kernels/sm80/one_tile_order.h"
 #include "kernels/stages/rows.h"
 
 namespace flash_ext::sm80 {
 
 template <class Element, int kHeadDim>
-Plan plan_one_tile(const Problem& problem, const DeviceInfo& device) {
+Plan plan_one_tile_backward(const Problem& problem, const DeviceInfo& device) {
   using Traits = OneTileTraits<Element, kHeadDim>;
   constexpr int kOperand = 2 * Traits::Tile::bytes(kOneTile);
-  const OneTileSmem smem = one_tile_smem(kHeadDim, bias_bytes_of(problem), problem.has_mask);
+  const OneTileBackwardSmem smem = one_tile_backward_smem(kHeadDim, bias_bytes_of(problem), problem.has_mask);
   Plan plan;
   plan.kernel = "sm80.backward.one_tile";
   plan.block_m = plan.block_n = kOneTile;
   plan.stages = 2;
   for (const char* operand : {"q", "k", "v", "d_out"}) plan.use(operand, kOperand);
   plan.use("p and ds", smem.items - smem.p);
-  plan.use("pointers", smem.bias - smem.items);
+  plan.use("items", smem.bias - smem.items);
   plan.use("bias", smem.mask - smem.bias);
   plan.use("mask", smem.total - smem.mask);
   plan.on_chip_limit = device.shared_memory_per_block;
@@ -36,24 +36,24 @@ Plan plan_one_tile(const Problem& problem, const DeviceInfo& device) {
 }
 
 template <class Element, int kHeadDim>
-void run_one_tile(const BackwardArgs& args, const Plan& plan, void* workspace) {
+void run_one_tile_backward(const BackwardArgs& args, const Plan& plan, void* workspace) {
   using Traits = OneTileTraits<Element, kHeadDim>;
   const auto [grid, shared_bytes] = plan.chosen<OneTileChoice>();
   const Problem& problem = args.fwd.problem;
-  // Items whose bias is the same follow each other.
-  BiasGradientPlan order =
-      make_bias_gradient_plan(problem, problem.wants_dbias ? args.dbias : args.fwd.bias, kOneTile, kOneTile, grid);
+  BiasGradientPlan order = problem.wants_dbias ? make_bias_gradient_plan(problem, args.dbias, kOneTile, kOneTile, grid)
+                                               : one_tile_order(args.fwd, grid);
   const bool in_parts = problem.wants_dbias && order.parts > 1;
   if (in_parts) order.partial = static_cast<float*>(workspace);
   cuda::launch(one_tile_backward_kernel<Traits>, cuda::grid_of(grid), Traits::kThreads, shared_bytes, args.fwd.stream,
-               args, order, problem.wants_dbias, features_of(args.fwd));
+               args, order, problem.wants_dbias, features_of(args.fwd),
+               has_regular_rows(problem, {&args.fwd.q, &args.fwd.k, &args.fwd.v, &args.d_out}));
   if (in_parts) {
     cuda::sum_parts(args.dbias.data, DType::kFloat32, order.partial, order.part_elements, order.parts, args.fwd.stream);
   }
 }
 
 template <class Element, int kHeadDim>
-void inspect_one_tile(const Problem&, Plan& plan) {
+void inspect_one_tile_backward(const Problem&, Plan& plan) {
   using Traits = OneTileTraits<Element, kHeadDim>;
   cuda::inspect(one_tile_backward_kernel<Traits>, Traits::kThreads, plan.chosen<OneTileChoice>().shared_bytes, plan);
 }

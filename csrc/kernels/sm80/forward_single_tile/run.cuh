@@ -1,0 +1,56 @@
+// The host side of kernel.cuh. Called by rows.cpp through kernels.h; instantiated by generated units
+// (forward/unit.cu.in).
+#pragma once
+
+#include <algorithm>
+
+#include "core/device.h"
+#include "gpu/host/inspect.h"
+#include "gpu/host/launch.h"
+#include "kernels/sm80/choose_tiles.h"
+#include "kernels/sm80/forward_single_tile/kernel.cuh"
+#include "kernels/sm80/one_tile_order.h"
+
+namespace flash_ext::sm80 {
+
+template <class Element, int kHeadDim>
+Plan plan_one_tile_forward(const Problem& problem, const DeviceInfo& device) {
+  using Traits = OneTileForwardTraits<Element, kHeadDim>;
+  constexpr int kOperand = 2 * Traits::Tile::bytes(kOneTile);
+  const OneTileForwardSmem smem = one_tile_forward_smem(kHeadDim, bias_bytes_of(problem), problem.has_mask);
+  Plan plan;
+  plan.kernel = "sm80.forward.one_tile";
+  plan.block_m = plan.block_n = kOneTile;
+  plan.stages = 2;
+  for (const char* operand : {"q", "k", "v"}) plan.use(operand, kOperand);
+  plan.use("items", smem.bias - smem.items);
+  plan.use("bias", smem.mask - smem.bias);
+  plan.use("mask", smem.total - smem.mask);
+  plan.on_chip_limit = device.shared_memory_per_block;
+  plan.grid = problem.batch * problem.heads_q;
+  if (device.multiprocessors > 0) {
+    const int64_t fit = (device.shared_memory_per_block + 1024) / (plan.on_chip_bytes() + 1024);
+    const int64_t places = device.multiprocessors * std::clamp<int64_t>(fit, 1, Traits::kBlocksPerSm);
+    plan.grid = std::min(plan.grid, places);
+    plan.waves = static_cast<double>(plan.grid) / static_cast<double>(places);
+  }
+  plan.choose(OneTileChoice{plan.grid, static_cast<int>(plan.on_chip_bytes())});
+  return plan;
+}
+
+template <class Element, int kHeadDim>
+void run_one_tile_forward(const ForwardArgs& args, const Plan& plan) {
+  using Traits = OneTileForwardTraits<Element, kHeadDim>;
+  const auto [grid, shared_bytes] = plan.chosen<OneTileChoice>();
+  cuda::launch(one_tile_forward_kernel<Traits>, cuda::grid_of(grid), Traits::kThreads, shared_bytes, args.stream, args,
+               one_tile_order(args, grid), ScoreOptions::of(args, true),
+               has_regular_rows(args.problem, {&args.q, &args.k, &args.v}));
+}
+
+template <class Element, int kHeadDim>
+void inspect_one_tile_forward(const Problem&, Plan& plan) {
+  using Traits = OneTileForwardTraits<Element, kHeadDim>;
+  cuda::inspect(one_tile_forward_kernel<Traits>, Traits::kThreads, plan.chosen<OneTileChoice>().shared_bytes, plan);
+}
+
+}  // namespace flash_ext::sm80

@@ -1,0 +1,46 @@
+// In which order the kernels of one tile walk heads, and how they may read them. Host code.
+//
+// Called by the run.cuh of forward_single_tile/ and backward_single_tile/.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "core/plan_bias_gradient.h"
+#include "kernels/sm80/config.h"
+
+namespace flash_ext::sm80 {
+
+// Whether 16 bytes of every row of these tensors are 8 columns, and aligned. An absent one is not read.
+inline bool has_regular_rows(const Problem& problem, std::initializer_list<const TensorView*> views) {
+  return problem.head_dim % 8 == 0 && problem.head_dim_v % 8 == 0 &&
+         std::all_of(views.begin(), views.end(), [&](const TensorView* view) {
+           bool regular = view->col_stride == 1 && reinterpret_cast<uint64_t>(view->data) % 16 == 0 &&
+                          view->row_stride % 8 == 0 && view->head_stride % 8 == 0;
+           for (int i = 0; i < problem.batch_rank; ++i) regular = regular && view->batch_stride[i] % 8 == 0;
+           return regular || !*view;
+         });
+}
+
+// Items whose bias, or whose mask without one, is the same follow each other, in as many parts as end soonest on
+// `places` blocks that run at a time. A part costs a load of the bias that nothing hides, about half an item.
+inline BiasGradientPlan one_tile_order(const ForwardArgs& args, int64_t places) {
+  const Problem& problem = args.problem;
+  BiasGradientPlan order =
+      make_bias_gradient_plan(problem, problem.has_bias ? args.bias : args.mask, kOneTile, kOneTile, places);
+  const int64_t tiles = order.tiles, items = order.items;
+  double least = 0;
+  for (int64_t rounds = 0; rounds <= 4; ++rounds) {
+    const int64_t wanted = std::clamp<int64_t>(rounds * places / tiles, 1, items);
+    const int64_t part_items = block_count(items, wanted), parts = block_count(items, part_items);
+    const double time =
+        static_cast<double>(block_count(tiles * parts, places)) * (static_cast<double>(part_items) + 0.5);
+    if (rounds > 0 && time >= least) continue;
+    least = time;
+    order.part_items = static_cast<uint32_t>(part_items);
+    order.parts = static_cast<uint32_t>(parts);
+  }
+  return order;
+}
+
+}  // namespace flash_ext::sm80

@@ -1,0 +1,139 @@
+"""Promise: the forward of problems of at most 64 queries and keys a head obeys the error rule with every option that it
+takes, whatever heads share of a bias or mask, with many heads to a block of threads, and gives the same bits in every
+run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+import torch
+from helpers import HALF, check, make_inputs, name_of, rand
+
+import flash_ext
+
+pytestmark = [pytest.mark.gpu, pytest.mark.kernels("sm80")]
+
+KERNEL = "sm80.forward.one_tile"
+LENGTHS = (1, 8, 15, 17, 33, 49, 56, 63, 64)
+SHAPES = ("bhqk", "1hqk", "b1qk", "11qk", "bh1k", "1hq1", "k")
+
+
+def attention(**arguments: Any) -> Any:
+    """By the kernel under test, or an error; backward by sm80."""
+    with flash_ext.use_backend(KERNEL):
+        return flash_ext.attention(**arguments)
+
+
+def scores_of(shape: str, batch: int, heads: int, lengths: tuple[int, int], dtype: torch.dtype, device: str) -> Any:
+    sizes = {"b": batch, "h": heads, "q": lengths[0], "k": lengths[1], "1": 1}
+    return rand(*(sizes[letter] for letter in shape), dtype=dtype, device=device)
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=name_of)
+@pytest.mark.parametrize("head_dim", [8, 20, 32, 40, 64])
+def test_every_edge(head_dim: int, dtype: torch.dtype, device: str) -> None:
+    for queries, keys in itertools.product(LENGTHS, LENGTHS):
+        if (LENGTHS.index(queries) + LENGTHS.index(keys)) % 3 == 0:
+            inputs = make_inputs((2, 2, queries, head_dim), (2, 2, keys, head_dim), dtype=dtype, device=device)
+            check(attention, inputs, {"return_lse": True})
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=name_of)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_bias_and_mask(shape: str, dtype: torch.dtype, device: str) -> None:
+    inputs = make_inputs((5, 3, 49, 32), (5, 3, 60, 32), dtype=dtype, device=device)
+    for bias_dtype in (dtype, torch.float32):
+        check(attention, inputs | {"bias": scores_of(shape, 5, 3, (49, 60), bias_dtype, device)})
+    check(attention, inputs, {"mask": scores_of(shape, 5, 3, (49, 60), torch.float32, device) < 0.5})
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=name_of)
+def test_options(dtype: torch.dtype, device: str) -> None:
+    mask = torch.rand(3, 1, 50, 60, device=device) < 0.5
+    mask[:, :, 7] = False  # a row that sees nothing
+    for options in (
+        {"causal": True, "align": "bottom_right"},
+        {"causal": True},
+        {"window": (9, 4)},
+        {"window": (0, 0)},
+        {"mask": mask, "sinks": torch.tensor([0.5, -1.0], device=device)},
+        {"mask": mask, "bias": rand(2, 50, 60, dtype=dtype, device=device), "softcap": 3.0},
+        {"alibi_slopes": torch.tensor([0.5, 0.25], device=device), "causal": True},
+        {"softcap": 2.0, "window": (20, 20)},
+        {"sinks": torch.tensor([3.0, -2.0], device=device)},
+        {"scale": -0.3},
+        {"scale": 30.0},
+    ):
+        inputs = make_inputs((3, 2, 50, 64), (3, 2, 60, 64), dtype=dtype, device=device)
+        check(attention, inputs, options | {"return_lse": True})
+    wide = make_inputs((3, 2, 50, 32), (3, 2, 60, 32), (3, 2, 60, 64), dtype=dtype, device=device)
+    check(attention, wide, {"return_lse": True})
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=name_of)
+def test_grouped_heads_and_two_batch_dimensions(dtype: torch.dtype, device: str) -> None:
+    for heads_k, heads_v in ((2, 2), (1, 3), (6, 2)):
+        shapes = (2, 6, 40, 32), (2, heads_k, 49, 32), (2, heads_v, 49, 40)
+        check(attention, make_inputs(*shapes, dtype=dtype, device=device), {"causal": True})
+    inputs = make_inputs((2, 3, 2, 40, 32), (2, 3, 2, 49, 32), dtype=dtype, device=device)
+    check(attention, inputs | {"bias": rand(3, 1, 40, 49, dtype=dtype, device=device)})
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=name_of)
+def test_broadcast_operands_and_strides(dtype: torch.dtype, device: str) -> None:
+    inputs = make_inputs((3, 2, 40, 32), (3, 2, 49, 32), dtype=dtype, device=device)
+    for name in inputs:
+        check(attention, inputs | {name: inputs[name][:1].expand(3, -1, -1, -1)})
+        check(attention, inputs | {name: inputs[name].transpose(1, 2).contiguous().transpose(1, 2)})
+        check(attention, inputs | {name: torch.nn.functional.pad(inputs[name], (1, 2))[..., 1:33]})
+
+
+def test_random(device: str) -> None:
+    chance = random.Random(1)
+    for _ in range(60):
+        lengths, dtype = (chance.randint(1, 64), chance.randint(1, 64)), chance.choice(HALF)
+        batch, heads, dim = chance.randint(1, 9), chance.randint(1, 5), chance.randint(1, 64)
+        shapes = (batch, heads, lengths[0], dim), (batch, heads, lengths[1], dim)
+        inputs = make_inputs(*shapes, dtype=dtype, device=device)
+        if chance.random() < 0.5:
+            bias_dtype = chance.choice([dtype, torch.float32])
+            inputs["bias"] = scores_of(chance.choice(SHAPES), batch, heads, lengths, bias_dtype, device)
+        options = {"causal": chance.random() < 0.3, "return_lse": chance.random() < 0.5}
+        if chance.random() < 0.3:
+            options["mask"] = scores_of(chance.choice(SHAPES), batch, heads, lengths, torch.float32, device) < 0.5
+        check(attention, inputs, options)
+
+
+@pytest.mark.parametrize("bias", ["", "1hqk", "bhqk"])
+@pytest.mark.parametrize("dtype", HALF, ids=name_of)
+def test_many_heads_to_a_block(dtype: torch.dtype, bias: str, device: str) -> None:
+    """More than are found at once, a mask for each batch element, and the same bits twenty times."""
+    batch, heads = 27001, 3
+    inputs = make_inputs((batch, heads, 9, 8), (batch, heads, 12, 8), dtype=dtype, device=device)
+    inputs["mask"] = torch.rand(batch, 1, 9, 12, device=device) < 0.7
+    if bias:
+        inputs["bias"] = scores_of(bias, batch, heads, (9, 12), dtype, device)
+    with torch.no_grad():
+        first = attention(**inputs)
+        for _ in range(19):
+            assert torch.equal(attention(**inputs), first)
+        some = torch.randint(batch, (400,), device=device)
+        of_some = {n: x[some] if x.shape[0] == batch else x for n, x in inputs.items()}
+        assert torch.equal(first[some], attention(**of_some))
+    check(attention, of_some)
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=name_of)
+def test_serves_windows(dtype: torch.dtype, device: str) -> None:
+    """Of its own accord: with a bias any number of heads, without one many."""
+    for batch, bias, kernel in ((2, True, KERNEL), (700, False, KERNEL), (2, False, "sm80.forward.plain")):
+        inputs = make_inputs((batch, 3, 49, 32), (batch, 3, 49, 32), dtype=dtype, device=device)
+        options = {"bias": rand(3, 49, 49, dtype=dtype, device=device)} if bias else {}
+        assert flash_ext.explain(**inputs, **options).forward.kernel == kernel
+    for refused in ({"dropout_p": 0.1}, {"batch_invariant": True}):
+        with pytest.raises(flash_ext.AttentionError, match="no support for"):
+            attention(**inputs, **refused)
