@@ -236,6 +236,10 @@ TEST(BackwardTiles, PersistentWhereTilesAreShortAndDiffer) {
   many.batch = 132 * 8;  // as many tiles of keys, or more
   EXPECT_TRUE(is_backward_persistent(many, 132));
   EXPECT_FALSE(is_backward_persistent(problem(1024, true), 132));
+  for (const int group : {1, 2, 4, 8}) {
+    many.heads_q = group * many.heads_k;
+    EXPECT_EQ(is_backward_persistent(many, 132), group <= 2);
+  }
 }
 
 // Blocks are tiles of keys of a key head, first keys first: under a causal band they are seen by the most queries.
@@ -399,6 +403,24 @@ TEST(BackwardTiles, InOrderWhereAskedForOrShort) {
   Problem strict = problem(1024, true);
   strict.deterministic = true;
   EXPECT_TRUE(is_ordered(strict));
+}
+
+// Above head dim 64; a tile of keys of a group takes as many times as long.
+TEST(BackwardTiles, InOrderOfGroupedHeads) {
+  for (const int group : {1, 2, 4, 8}) {
+    for (const int64_t length : {512, 1024, 2048}) {
+      for (const bool causal : {false, true}) {
+        Problem many = problem(length, causal);
+        many.batch = 512;
+        many.head_dim = many.head_dim_v = 128;
+        many.heads_q = group * many.heads_k;
+        const int64_t longest = causal ? (group <= 2 ? 2048 : 512) : (group == 1 ? 1024 : 512);
+        EXPECT_EQ(is_ordered(many), length <= longest) << group << " " << length << " " << causal;
+        many.deterministic = true;
+        EXPECT_TRUE(is_ordered(many));
+      }
+    }
+  }
 }
 
 }  // namespace

@@ -5,6 +5,8 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <initializer_list>
+#include <limits>
 
 #include "core/plan_bias_gradient.h"
 #include "kernels/sm80/config.h"
@@ -29,17 +31,18 @@ inline BiasGradientPlan one_tile_order(const ForwardArgs& args, int64_t places) 
   BiasGradientPlan order =
       make_bias_gradient_plan(problem, problem.has_bias ? args.bias : args.mask, kOneTile, kOneTile, places);
   const int64_t tiles = order.tiles, items = order.items;
-  double least = 0;
-  for (int64_t rounds = 0; rounds <= 4; ++rounds) {
-    const int64_t wanted = std::clamp<int64_t>(rounds * places / tiles, 1, items);
-    const int64_t part_items = block_count(items, wanted), parts = block_count(items, part_items);
-    const double time =
-        static_cast<double>(block_count(tiles * parts, places)) * (static_cast<double>(part_items) + 0.5);
-    if (rounds > 0 && time >= least) continue;
+  double least = std::numeric_limits<double>::infinity();
+  const auto consider = [&](int64_t wanted) {
+    const int64_t part_items = block_count(items, std::clamp<int64_t>(wanted, 1, items));
+    const int64_t parts = block_count(items, part_items), rounds = block_count(tiles * parts, places);
+    const double time = static_cast<double>(rounds) * (static_cast<double>(part_items) + 0.5);
+    if (time >= least || tiles * parts > INT32_MAX) return;
     least = time;
     order.part_items = static_cast<uint32_t>(part_items);
     order.parts = static_cast<uint32_t>(parts);
-  }
+  };
+  for (int64_t few = 1; few <= 6; ++few) consider(few);
+  for (int64_t rounds = 1; rounds <= 4; ++rounds) consider(rounds * places / tiles);
   return order;
 }
 

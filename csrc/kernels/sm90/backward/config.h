@@ -226,12 +226,14 @@ inline bool is_dq_stored(const Problem& problem) {
 // 202/300/386/462 against 173/265/373/461, head dim 128 223/337/435/494 against 211/311/413/495; later, beside the
 // present order of the others, head dim 64 still 10 %, 128 0 to 2 %); elsewhere it cost up to 10 %, and a third at
 // S = 16k, causal, head dim 128. What a block takes is fixed, so each needs many: with 8 tiles a block both took the
-// same time, with 6 the other way took 12 % less, with 2 up to 28 %.
+// same time, with 6 the other way took 12 % less, with 2 up to 28 %. Where many heads read a tile of keys, tiles differ
+// as many times as much: 16x64/8x2048, head dim 128, took 8.7 ms, 16x64/8x2176 the other way 6.8.
 inline bool is_even(const Problem& problem) { return queries_of(problem, 0) == queries_of(problem, problem.len_k - 1); }
 inline bool is_backward_persistent(const Problem& problem, int64_t sms) {
   if (problem.packed) return false;
   const int64_t tiles = problem.batch * problem.heads_k * block_count(problem.len_k, BackwardShape::block_n);
   if (is_dq_stored(problem)) return has_few_queries(problem) && tiles >= 2 * sms;
+  if (problem.heads_q > 2 * problem.heads_k) return false;
   return has_few_queries(problem) && !is_even(problem) && tiles >= 8 * sms;
 }
 
