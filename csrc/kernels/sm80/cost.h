@@ -28,7 +28,8 @@ inline double forward_cost(const Problem& problem, const DeviceInfo& device) {
       // An H200, 2,048 heads with a bias: 128 keys 72, 86 and 118 us at head dims 32, 64 and 128, 256 199, 234 and 314.
       const double tflops = head_dim <= 32 ? 150 : 0.8 * speed.tflops;
       const double tile_us = head_dim <= 32 ? 2.5 : head_dim <= 64 ? 3.4 : 3.9;
-      return time_of(in_whole_tiles(problem, 128, 64, head_dim), device, 2, tiles,
+      const int64_t columns = (head_dim + 31) / 32 * 32;  // of an instance
+      return time_of(in_whole_tiles(problem, 128, 64, columns), device, 2, tiles,
                      {tflops, tile_us, speed.lone_us + 3.0});
     }
     if (!plain) speed = {0.8 * speed.tflops, speed.tile_us + 1.0, speed.lone_us + 3.0};
