@@ -3,8 +3,8 @@
 //
 // Two tiles a (element, head dimension, pass): `large` for speed, `small` for few queries, for cards with less shared
 // memory (8.6, 8.9 and 12.x have 99 KiB a block) and where two of them are faster (takes_small_tiles). Called by
-// forward/kernel.cuh, backward/kernel.cuh and bias_gradient/kernel.cuh. Invariant: every buffer starts at a multiple of
-// 128 bytes; head dimensions are padded to the bucket with zeros.
+// kernel.cuh of forward/, backward/, bias_gradient/, forward_single_tile/ and backward_single_tile/. Invariant: every
+// buffer starts at a multiple of 128 bytes; head dimensions are padded to the bucket with zeros.
 #pragma once
 
 #include <cstdint>
@@ -166,8 +166,8 @@ constexpr BiasGradientShape bias_gradient_shape(int element_bytes, int head_dim,
 
 // Where one tile holds all queries and keys of a head: one_tile.cuh, which has 64 items ahead of what is done to the
 // scores of two, and of the first. views: tensors of an item.
-constexpr int kOneTile = 64, kOneTileModsBytes = 192;
-constexpr int one_tile_item_bytes(int views) { return 8 * views + 48; }
+constexpr int kOneTile = 64, kOneTileModsBytes = 128;
+constexpr int one_tile_item_bytes(int views) { return 8 * views + 40; }
 constexpr int one_tile_items_bytes(int views) { return 64 * one_tile_item_bytes(views) + 3 * kOneTileModsBytes; }
 
 // backward_single_tile/kernel.cuh

@@ -69,7 +69,7 @@ inline double one_tile_forward_cost(const Problem& problem, const DeviceInfo& de
 
 inline double one_tile_backward_cost(const Problem& problem, const DeviceInfo& device) {
   const double tiles = static_cast<double>(problem.batch * problem.heads_q);
-  return time_of(problem, device, 5, tiles, {290, problem.head_dim <= 32 && problem.head_dim_v <= 32 ? 2.2 : 3.4});
+  return time_of(problem, device, 5, tiles, {290, problem.head_dim <= 32 && problem.head_dim_v <= 32 ? 1.5 : 2.3});
 }
 
 }  // namespace flash_ext::sm80

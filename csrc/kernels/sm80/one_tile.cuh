@@ -23,7 +23,7 @@ struct OneTileItem {
   float slope;
   int b, head;
   bool exists;      // a part may have fewer items than the others
-  bool new_scores;  // its bias or mask is not the one of the item before
+  bool new_scores;  // its bias or mask is not the one of the item before, or it is the first of those found at once
   bool last;        // of its unit
 };
 

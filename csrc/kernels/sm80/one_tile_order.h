@@ -7,11 +7,27 @@
 #include <cstdint>
 #include <initializer_list>
 #include <limits>
+#include <stdexcept>
 
+#include "core/device.h"
 #include "core/plan_bias_gradient.h"
 #include "kernels/sm80/config.h"
 
 namespace flash_ext::sm80 {
+
+// Blocks that run at a time on the card, of at most `blocks` on a multiprocessor; 0: not known.
+inline int64_t one_tile_places(const DeviceInfo& device, int64_t shared_bytes, int blocks) {
+  constexpr int64_t kReserved = 1024;  // of each block, beside what it asks for
+  const int64_t fit = (device.shared_memory_per_block + kReserved) / (shared_bytes + kReserved);
+  return device.multiprocessors * std::clamp<int64_t>(fit, 1, blocks);
+}
+
+// Kernels number heads in 32 bits.
+inline void check_one_tile(const Problem& problem) {
+  if (problem.batch * problem.heads_q > INT32_MAX) {
+    throw std::runtime_error("flash_ext: more than 2^31 - 1 tiles in one call");
+  }
+}
 
 // Whether 16 bytes of every row of these tensors are 8 columns, and aligned. An absent one is not read.
 inline bool has_regular_rows(const Problem& problem, std::initializer_list<const TensorView*> views) {

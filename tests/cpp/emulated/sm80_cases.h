@@ -163,6 +163,16 @@ inline const Case kCases[] = {
      .heads_v = 3,
      .bias = true,
      .bias_gradient = true},
+    {.name = "more_heads_than_are_found_at_once",
+     .head_dim = 16,
+     .len_q = 5,
+     .len_k = 7,
+     .heads_q = 421,
+     .heads_k = 421,
+     .heads_v = 421,
+     .bias = true,
+     .mask = true,
+     .bias_gradient = true},
 };
 
 // Scores of 1e8 to 1e36, whose lse is no number to subtract from them. With dlse, because dQ of equal keys is 0

@@ -27,9 +27,9 @@ Plan plan_one_tile_backward(const Problem& problem, const DeviceInfo& device) {
   plan.on_chip_limit = device.shared_memory_per_block;
   plan.scratch_bytes = problem.wants_dbias ? bias_partial_elements(problem) * 4 : 0;
   plan.grid = problem.batch * problem.heads_q;
-  if (device.multiprocessors > 0) {
-    plan.grid = std::min(plan.grid, int64_t{device.multiprocessors} * Traits::kBlocksPerSm);
-    plan.waves = static_cast<double>(plan.grid) / device.multiprocessors;
+  if (const int64_t places = one_tile_places(device, plan.on_chip_bytes(), Traits::kBlocksPerSm); places > 0) {
+    plan.grid = std::min(plan.grid, places);
+    plan.waves = static_cast<double>(plan.grid) / static_cast<double>(places);
   }
   plan.choose(OneTileChoice{plan.grid, static_cast<int>(plan.on_chip_bytes())});
   return plan;
@@ -40,6 +40,7 @@ void run_one_tile_backward(const BackwardArgs& args, const Plan& plan, void* wor
   using Traits = OneTileTraits<Element, kHeadDim>;
   const auto [grid, shared_bytes] = plan.chosen<OneTileChoice>();
   const Problem& problem = args.fwd.problem;
+  check_one_tile(problem);
   BiasGradientPlan order = problem.wants_dbias ? make_bias_gradient_plan(problem, args.dbias, kOneTile, kOneTile, grid)
                                                : one_tile_order(args.fwd, grid);
   const bool in_parts = problem.wants_dbias && order.parts > 1;

@@ -4,7 +4,7 @@
 //   S = Q K^T     P = e^(S - m)     out = P V / rowsum(P)     lse = m + log rowsum(P)
 //
 // A block of threads walks units of items (one_tile.cuh): the loads of the next head run beside the products of this
-// one, and a bias that heads share is loaded once. A warp owns 16 queries, from S to out.
+// one, and a bias that heads share is loaded once for 32 of them. A warp owns 16 queries, from S to out.
 //
 // Launched by run.cuh. Invariant: rows past len_q are zeros in shared memory and never written; keys past len_k are
 // zeros there and masked.

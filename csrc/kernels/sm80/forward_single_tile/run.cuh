@@ -28,9 +28,7 @@ Plan plan_one_tile_forward(const Problem& problem, const DeviceInfo& device) {
   plan.use("mask", smem.total - smem.mask);
   plan.on_chip_limit = device.shared_memory_per_block;
   plan.grid = problem.batch * problem.heads_q;
-  if (device.multiprocessors > 0) {
-    const int64_t fit = (device.shared_memory_per_block + 1024) / (plan.on_chip_bytes() + 1024);
-    const int64_t places = device.multiprocessors * std::clamp<int64_t>(fit, 1, Traits::kBlocksPerSm);
+  if (const int64_t places = one_tile_places(device, plan.on_chip_bytes(), Traits::kBlocksPerSm); places > 0) {
     plan.grid = std::min(plan.grid, places);
     plan.waves = static_cast<double>(plan.grid) / static_cast<double>(places);
   }
@@ -42,6 +40,7 @@ template <class Element, int kHeadDim>
 void run_one_tile_forward(const ForwardArgs& args, const Plan& plan) {
   using Traits = OneTileForwardTraits<Element, kHeadDim>;
   const auto [grid, shared_bytes] = plan.chosen<OneTileChoice>();
+  check_one_tile(args.problem);
   cuda::launch(one_tile_forward_kernel<Traits>, cuda::grid_of(grid), Traits::kThreads, shared_bytes, args.stream, args,
                one_tile_order(args, grid), ScoreOptions::of(args, true),
                has_regular_rows(args.problem, {&args.q, &args.k, &args.v}));
