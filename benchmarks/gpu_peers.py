@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from accuracy import eager_attention
 from harness import BenchmarkError
-from shapes import Case, Inputs
+from shapes import BOOL_MASKS, Case, Inputs
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -146,10 +146,10 @@ def flex_call(case: Case, x: Inputs, flex: Callable[..., Tensor]) -> Callable[[]
 
     has = {soft: bool(softcap), biased: case.mask.startswith("float"), sloped: case.alibi}
     score_mods = [mod for mod, used in has.items() if used]
-    if len(score_mods) > 1 or (case.causal and case.mask == "bool"):
+    if len(score_mods) > 1 or (case.causal and case.mask in BOOL_MASKS):
         raise RuntimeError("this combination is not written for FlexAttention here")
     options = {"score_mod": score_mods[0]} if score_mods else {}
-    if case.causal or case.mask == "bool":
+    if case.causal or case.mask in BOOL_MASKS:
         batches = case.b if case.mask_dims == "b11k" else None
         keep = seen if case.causal else allowed
         options["block_mask"] = create_block_mask(keep, batches, None, case.sq, case.sk, device=x.query.device)

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from gpu_peers import Peer, padded_peer
 from harness import BenchmarkError, load_flash_ext
-from shapes import E4M3, Case, Inputs
+from shapes import BOOL_MASKS, E4M3, Case, Inputs
 from suites import BY_NAME, CUDNN_FP8, DETERMINISTIC, INVARIANT, OURS, PADDED, WIDE
 from torch import Tensor
 
@@ -32,7 +32,7 @@ def our_peer(backend: str | None = None, **bits: bool) -> Peer:
         if case.lengths:
             rows, options = x.packed(), {"causal": case.causal, "max_q": case.sq, **x.named_descales()}
             return flash_ext.attention_varlen(*rows, x.cu_seqlens, **options, **bits).transpose(0, 1)[None]
-        masks = {"mask" if case.mask == "bool" else "bias": x.mask, "alibi_slopes": x.slopes}
+        masks = {"mask" if case.mask in BOOL_MASKS else "bias": x.mask, "alibi_slopes": x.slopes}
         options = {"window": (case.window, 0) if case.window else None, "softcap": case.softcap}
         more = {"causal": case.causal, "dropout_p": case.dropout, **x.named_descales()}
         return flash_ext.attention(x.query, x.key, x.value, **masks, **options, **more, **bits)

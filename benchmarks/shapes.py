@@ -14,7 +14,9 @@ from harness import load_flash_ext
 from torch import Tensor
 
 E4M3 = torch.float8_e4m3fn
-MASKS = ("none", "bool", "float", "float_grad")
+BOOL_MASKS = ("bool", "documents")
+MASKS = ("none", *BOOL_MASKS, "float", "float_grad")
+DOCUMENTS = 8  # of a mask
 BACKWARD_PRODUCTS = 2.5  # five matrix products against the forward's two
 MOST_PADDED_GIB = 4.0  # of one tensor: sequences that take more are not padded
 
@@ -25,7 +27,8 @@ class Case:
 
     `group` says what to expect of PyTorch on a CPU: "listed" are the eight shapes with published figures, "other" more
     shapes that its fused path takes, "math" those where it falls back to the math path and writes out the scores.
-    `mask` is bool, or a float bias with or without a gradient; `mask_dims` names each of its dimensions by a letter of
+    `mask` is bool (random, or padding with dimensions b11k; "documents": eight of equal length, which see themselves),
+    or a float bias with or without a gradient; `mask_dims` names each of its dimensions by a letter of
     b, h, q, k, or 1: key padding "b11k" for bool and a position bias "1hqk" for float unless told.
     `window`: with causal, the keys before its own position that a query sees. `alibi`: slopes 2^(-8 (i + 1) / h).
     `lengths`: of packed sequences, which attend to themselves; then b is how many they are, sq and sk the longest, and
@@ -55,7 +58,7 @@ class Case:
         if self.lengths:
             for name, value in (("b", len(self.lengths)), ("sq", max(self.lengths)), ("sk", max(self.lengths))):
                 object.__setattr__(self, name, value)
-        dims = {"none": "", "bool": "b11k"}.get(self.mask, "1hqk")
+        dims = {"none": "", "bool": "b11k", "documents": "11qk"}.get(self.mask, "1hqk")
         for name, default in (("hkv", self.h), ("sk", self.sq), ("dv", self.d), ("mask_dims", dims)):
             object.__setattr__(self, name, getattr(self, name) or default)
         if self.mask not in MASKS or self.h % self.hkv or (self.window and not self.causal):
@@ -146,7 +149,7 @@ class Case:
         tensors = dtype.itemsize * inputs + of_out * out
         mask = 0
         if self.mask != "none":
-            mask = torch.Size(self.mask_shape).numel() * (1 if self.mask == "bool" else of_out)
+            mask = torch.Size(self.mask_shape).numel() * (1 if self.mask in BOOL_MASKS else of_out)
         if direction == "fwd":
             return tensors + mask
         return 2 * tensors + mask * (2 if self.mask == "float_grad" else 1)
@@ -216,6 +219,9 @@ def make_inputs(case: Case, dtype: torch.dtype, device: str, seed: int = 0) -> I
         mask = (torch.arange(case.sk) < kept[:, None])[:, None, None].to(device)
     elif case.mask == "bool":
         mask = torch.rand(case.mask_shape, generator=generator, device=device) < 0.8
+    elif case.mask == "documents":
+        rows_of, cols_of = (torch.arange(size, device=device) * DOCUMENTS // size for size in (case.sq, case.sk))
+        mask = (rows_of[:, None] == cols_of).expand(case.mask_shape)
     elif case.mask.startswith("float"):
         mask = normal(*case.mask_shape).requires_grad_(case.mask == "float_grad")
     exponents = torch.arange(1, case.h + 1, device=device, dtype=torch.float32) * (-8 / case.h)

@@ -90,6 +90,8 @@ def mask_cases() -> list[Case]:
         replace(plain, mask="float", mask_dims="1hqk"),
         replace(plain, mask="float_grad", mask_dims="1hqk"),
         replace(plain, mask="bool", mask_dims="11qk"),
+        replace(plain, mask="bool"),
+        replace(plain, mask="documents"),
         *(replace(plain, mask=m, mask_dims=d) for d in ("b11k", "h1k", "k") for m in ("float", "float_grad")),
         replace(plain, dropout=0.1),
         replace(plain, causal=True, alibi=True),

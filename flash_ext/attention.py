@@ -77,7 +77,8 @@ def attention(
         causal: key j is seen by query i when j <= i + offset.
         window: (left, right): key j is seen when i + offset - left <= j <= i + offset + right; None is unbounded.
         align: where the diagonal lies when L != S: "top_left" or "bottom_right".
-        mask: bool, True = attend; broadcastable to (B, Hq, L, S).
+        mask: bool, True = attend; broadcastable to (B, Hq, L, S). In large calls on a GPU, tiles that it hides are
+            left out.
         bias: float32 or query's dtype, broadcastable to (B, Hq, L, S), added after softcap; with gradient.
         sinks: (Hq,) or (B, Hq) float32 (float64 beside float64), with gradient: one more logit in each row of a head,
             which takes its part of the softmax and gives no value. It is part of lse.

@@ -1,4 +1,4 @@
-// Sums and counts in global memory.
+// Sums, counts and prefetches in global memory.
 #pragma once
 
 #include <cstdint>
@@ -25,6 +25,11 @@ __device__ __forceinline__ void add_global(float* address, float x, float y) {
 __device__ __forceinline__ void add_global(float* address, float x, float y, float z, float w) {
   asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(x), "f"(y), "f"(z), "f"(w)
                : "memory");
+}
+
+// prefetch.global.L1
+__device__ __forceinline__ void prefetch_l1(const void* address) {
+  asm volatile("prefetch.global.L1 [%0];" ::"l"(address));
 }
 
 // ld.global.acquire.gpu.b32 and st.global.release.gpu.b32

@@ -20,7 +20,8 @@ struct ForwardChoice {
   bool small_tiles;
   bool tensor_maps;  // tiles are copied by TMA
   int stages;
-  int64_t resident;  // blocks that run at a time; 0: not known
+  int64_t resident;   // blocks that run at a time; 0: not known
+  bool finds_ranges;  // finds_mask_ranges
 };
 
 struct BackwardChoice {
@@ -28,6 +29,7 @@ struct BackwardChoice {
   bool dbias_in_bias_dtype;
   int64_t shared_limit, shared_bytes;  // of a block of the main kernel: what it may have, what it has
   int64_t resident;                    // blocks that run at a time, 0: not known
+  bool finds_ranges;
 };
 
 struct OneTileChoice {

@@ -15,6 +15,7 @@ struct ForwardLaunch {
   Tiles tiles;
   Splits splits;  // of Tiles::kSplit
   int grid;
+  bool finds_ranges;  // finds_mask_ranges
 };
 
 // As Plan has them.
@@ -22,6 +23,7 @@ struct BackwardLaunch {
   int64_t grid;  // blocks of the main kernel
   int64_t sms;
   bool two_pass;
+  bool finds_ranges;
 };
 
 // workspace: of plan().scratch_bytes.

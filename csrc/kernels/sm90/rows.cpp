@@ -17,6 +17,7 @@
 #include "kernels/sm90/config.h"
 #include "kernels/sm90/cost.h"
 #include "kernels/sm90/forward/choose_tiles.h"
+#include "kernels/stages/mask_ranges.h"
 #include "kernels/stages/sequences.h"
 #include "kernels/stages/transpose_values.h"
 #include "sm90_instances.h"
@@ -142,8 +143,9 @@ void set_grid(Plan& plan, const TileSchedule& schedule, int64_t items, bool pers
   if (persistent) plan.grid = std::min<int64_t>(items, device.multiprocessors);
 }
 
-void choose_backward(Plan& plan, const DeviceInfo& device, bool two_pass) {
-  plan.choose(BackwardLaunch{plan.grid, device.multiprocessors, two_pass});
+void choose_backward(Plan& plan, const Problem& problem, const DeviceInfo& device, bool two_pass) {
+  plan.choose(
+      BackwardLaunch{plan.grid, device.multiprocessors, two_pass, finds_mask_ranges(problem, device.multiprocessors)});
 }
 
 constexpr const char* kForwardFp8 = "sm90.forward.fp8";
@@ -180,6 +182,9 @@ Plan plan_forward(const Problem& problem, const DeviceInfo& device) {
   plan.use("sums of rows", smem.works - smem.rows);
   plan.use("barriers and alignment", smem.total - smem.works);
   plan.scratch_bytes = order.counted ? kCounterBytes : split_scratch_bytes(problem, splits);
+  if (const int64_t bytes = cuda::mask_ranges_bytes(problem, cuda::RangesOf::kQueries, shape.block_m()); bytes > 0) {
+    plan.scratch_bytes = kCounterBytes + bytes;
+  }
   if (problem.fp8) {
     plan.scratch_bytes =
         kCounterBytes + cuda::transposed_bytes(problem) + sum_scratch_bytes(problem, shape, head_dim, order.grid);
@@ -189,7 +194,8 @@ Plan plan_forward(const Problem& problem, const DeviceInfo& device) {
   }
   set_grid(plan, order.schedule, order.schedule.size() * std::max(splits.count, 1), false, device);
   plan.grid = order.grid;
-  plan.choose(ForwardLaunch{tiles, splits, static_cast<int>(std::min<int64_t>(plan.grid, INT32_MAX))});
+  plan.choose(ForwardLaunch{tiles, splits, static_cast<int>(std::min<int64_t>(plan.grid, INT32_MAX)),
+                            finds_mask_ranges(problem, device.multiprocessors)});
   return plan;
 }
 
@@ -236,7 +242,7 @@ Plan plan_two_pass(const Problem& problem, const DeviceInfo& device) {
     plan.use("barriers and alignment", smem.total - smem.barriers);
     set_grid(plan, schedule, schedule.size() * (shape.halves ? 2 : 1), false, device);
   }
-  choose_backward(plan, device, true);
+  choose_backward(plan, problem, device, true);
   return plan;
 }
 
@@ -278,7 +284,7 @@ Plan plan_backward(const Problem& problem, const DeviceInfo& device) {
   plan.scratch_bytes = instance.backward_scratch_bytes(problem, false);
   plan.dbias_in_bias_dtype = has_bias_gradient(problem);
   set_grid(plan, schedule, schedule.size(), persistent, device);
-  choose_backward(plan, device, false);
+  choose_backward(plan, problem, device, false);
   return plan;
 }
 

@@ -13,6 +13,7 @@
 
 #include <algorithm>
 
+#include "core/mask_ranges.h"
 #include "core/score_mod.h"
 #include "kernels/sm90/dropout.cuh"
 #include "kernels/sm90/forward/work.cuh"
@@ -57,6 +58,7 @@ struct ScoreParams {
   int mask_at;              // offset in a stage, behind the bias
   int stage_bytes, stages;  // 0 bytes: nothing is brought
   DropoutParams dropout;
+  MaskRanges ranges;  // of the tiles that blocks are given
 };
 
 struct ScoredParams : ForwardParams {

@@ -92,6 +92,11 @@ class Call {
     if (c.special == Operand::kBias) put(bias_, c.len_k);
     if (c.special == Operand::kBias) put(float_bias_, c.len_k);
     for (size_t j = 0; j < mask_.size(); ++j) mask_[j] = random() % 4 != 0 ? 1 + random() % 255 : 0;
+    for (size_t j = 0; c.documents > 0 && j < mask_.size(); ++j) {
+      const int64_t of_query = static_cast<int64_t>(j) / c.len_k % rows_ * c.documents / rows_;
+      const int64_t of_key = static_cast<int64_t>(j) % c.len_k * c.documents / c.len_k;
+      if ((rows_ > 1 && of_query != of_key) || of_key == c.documents - 1) mask_[j] = 0;
+    }
     // Every other one negative, and then so large that e^score is inf a tile away. Not with their gradient, which such
     // rows of one key that counts make of rounding alone.
     for (size_t h = 0; h < slopes_.size(); ++h) {

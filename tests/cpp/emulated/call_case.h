@@ -26,6 +26,7 @@ struct Case {
   bool bias = false, mask = false, alibi = false, sinks = false;
   bool float_bias = false, one_row = false;  // of bias and mask: [h, 1, k]
   bool one_head = false;                     // of bias and mask: [1, q, k]
+  int64_t documents = 0;                     // a mask hides the pairs of different ones, and all keys of the last
   double softcap = 0, dropout = 0;
   // In the place of the softcap, of a score and i + offset - j: score_functions.h.
   double (*value)(double, double) = nullptr;
@@ -52,7 +53,7 @@ struct Case {
   bool whole_row = false;  // else in the third column alone
   Layout layout = Layout::kHeadsFirst;
   int64_t shared_limit = 227 * 1024;
-  int multiprocessors = 1;
+  int multiprocessors = 1;  // 0: not known, and ranges of a mask are looked for however small the call
 };
 
 inline void PrintTo(const Case& c, std::ostream* out) { *out << c.name; }

@@ -231,3 +231,8 @@ inline int atomicMax(int* address, int value) {
   if (value > before) *address = value;
   return before;
 }
+inline int atomicMin(int* address, int value) {
+  const int before = *address;
+  if (value < before) *address = value;
+  return before;
+}

@@ -2,6 +2,7 @@
 // feature, against the formulas in double. What must hold: every element of every result is written and near the
 // reference, nothing beside it is touched, and deterministic gradients do not depend on the order in which threads run.
 #include "attention_call.h"
+#include "document_cases.h"
 #include "kernels/sm80/rows.cpp"
 #include "kernels/stages/rows.cu"
 #include "kernels/stages/sequences.cu"
@@ -30,6 +31,9 @@ INSTANTIATE_TEST_SUITE_P(Far, Sm80Kernels, testing::ValuesIn(kFarCases),
                          [](const auto& info) { return info.param.name; });
 
 INSTANTIATE_TEST_SUITE_P(All, Sm80Kernels, testing::ValuesIn(kCases), [](const auto& info) { return info.param.name; });
+
+INSTANTIATE_TEST_SUITE_P(Documents, Sm80Kernels, testing::ValuesIn(kDocumentCases),
+                         [](const auto& info) { return info.param.name; });
 
 INSTANTIATE_TEST_SUITE_P(Sinks, Sm80Kernels, testing::ValuesIn(kSinkCases),
                          [](const auto& info) { return info.param.name; });

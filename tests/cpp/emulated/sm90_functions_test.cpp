@@ -20,7 +20,7 @@ void check_function(const Case& c) {
     sm90::launch_forward<CallsFunction<Forward, F>>(args, plan.chosen<sm90::ForwardLaunch>(), workspace);
   };
   const auto backward = [](const BackwardArgs& args, const Plan& plan, void* workspace) {
-    sm90::launch_two_pass<CallsFunction<Backward, F>>(args, plan.chosen<sm90::BackwardLaunch>().sms, workspace);
+    sm90::launch_two_pass<CallsFunction<Backward, F>>(args, plan.chosen<sm90::BackwardLaunch>(), workspace);
   };
   const char* const row =
       kHeadDim <= sm90::kSmallHeadDim ? "sm90.backward.two_pass.small_head_dim" : "sm90.backward.two_pass.scored";

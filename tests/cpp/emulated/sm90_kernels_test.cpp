@@ -2,6 +2,7 @@
 // mbarriers and asynchronous products included. The rows of the backend are here, so that its own plans choose tiles,
 // orders and kernels; those are units of their own (CMakeLists.txt).
 #include "attention_call.h"
+#include "document_cases.h"
 #include "gpu/host/tensor_map.cpp"
 #include "kernels/sm90/rows.cpp"
 #include "kernels/stages/combine.cu"
@@ -253,6 +254,9 @@ const Case kCases[] = {
 };
 
 INSTANTIATE_TEST_SUITE_P(All, Sm90Kernels, testing::ValuesIn(kCases), [](const auto& info) { return info.param.name; });
+
+INSTANTIATE_TEST_SUITE_P(Documents, Sm90Kernels, testing::ValuesIn(kDocumentCases),
+                         [](const auto& info) { return info.param.name; });
 
 INSTANTIATE_TEST_SUITE_P(Sinks, Sm90Kernels, testing::ValuesIn(kSinkCases),
                          [](const auto& info) { return info.param.name; });

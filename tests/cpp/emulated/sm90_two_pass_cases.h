@@ -8,6 +8,16 @@ namespace flash_ext {
 
 const Case kTwoPassCases[] = {
     {.name = "mask_192", .head_dim = 192, .len_q = 130, .len_k = 150, .causal = true, .mask = true},
+    {.name = "documents_192",
+     .head_dim = 192,
+     .len_q = 300,
+     .len_k = 340,
+     .heads_q = 2,
+     .heads_k = 1,
+     .heads_v = 1,
+     .mask = true,
+     .documents = 3,
+     .multiprocessors = 0},
     {.name = "bias_192",
      .head_dim = 192,
      .len_q = 130,

@@ -97,7 +97,11 @@ struct BackwardBlock {
     n_block = static_cast<int>(key_tile);
     first_key = n_block * kBlockN;
     key_from_diagonal = first_key - diagonal_of(problem, sequence);
-    const Range queries = make_band(problem, at).queries({first_key, min(first_key + kBlockN, at.len_k)}, at.len_q);
+    Range queries = make_band(problem, at).queries({first_key, min(first_key + kBlockN, at.len_k)}, at.len_q);
+    if constexpr (Traits::kGeneral) {
+      const MaskRange seen = scratch.ranges.at(b, group, key_tile);
+      queries = {max(queries.first, int64_t{seen.first}), min(queries.last, int64_t{seen.last})};
+    }
     first_query = static_cast<int>(queries.first) / kBlockM * kBlockM;
     last_query = (static_cast<int>(queries.last) - 1) / kBlockM * kBlockM;
     if (queries.empty()) last_query = first_query - kBlockM;

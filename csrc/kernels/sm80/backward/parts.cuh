@@ -8,6 +8,7 @@
 
 #include <cmath>
 
+#include "core/mask_ranges.h"
 #include "core/score_kind.h"
 #include "core/score_mod.h"
 #include "core/tile_schedule.h"
@@ -50,6 +51,8 @@ struct BackwardScratch {
   PackedTile* tiles = nullptr;         // packed: list of tiles of keys
   PackedTile* renorm_tiles = nullptr;  // ... and of queries, of renormalise.cuh
   int64_t rows = 0;                    // of a head in delta and what is laid out like it
+  MaskRange* ranges_data = nullptr;    // of tiles of keys
+  MaskRanges ranges;                   // the same, where finds_ranges
 };
 
 // kScoreKind: kNone, kDropout (16-bit types, no row is renormalised) or kAny. NOTE: code for what a call does not have

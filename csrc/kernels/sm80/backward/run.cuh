@@ -15,6 +15,7 @@
 #include "kernels/sm80/backward_single_tile/run.cuh"
 #include "kernels/sm80/bias_gradient/run.cuh"
 #include "kernels/sm80/choose_tiles.h"
+#include "kernels/stages/mask_ranges.h"
 #include "kernels/stages/rows.h"
 #include "kernels/stages/sequences.h"
 
@@ -114,6 +115,13 @@ int dbias_launches(const BackwardArgs& args, const BackwardChoice& choice) {
   return 10 * apart <= 12 * block_count(blocks * problem.batch, choice.resident) ? static_cast<int>(problem.batch) : 0;
 }
 
+// Not where tiles must come in one order or all of them write something.
+template <class Traits>
+bool finds_ranges(const Problem& problem, const DeviceInfo& device) {
+  return Traits::kGeneral && finds_mask_ranges(problem, device.multiprocessors) && !problem.deterministic &&
+         !problem.wants_dbias && problem.heads_k == problem.heads_v && problem.len_k > Traits::kBlockN;
+}
+
 template <class Traits>
 BackwardScratch backward_scratch(const Problem& problem, void* workspace) {
   BackwardScratch scratch;
@@ -139,6 +147,7 @@ BackwardScratch backward_scratch(const Problem& problem, void* workspace) {
   scratch.beside_lse = scratch.renorm != nullptr ? reinterpret_cast<const float*>(scratch.renorm) : scratch.inverse;
   scratch.beside_lse_size = scratch.renorm != nullptr ? 2 : 1;
   if (problem.wants_dalibi) take(scratch.slopes, heads * n_blocks);
+  take(scratch.ranges_data, cuda::mask_ranges_bytes(problem, cuda::RangesOf::kKeys, Traits::kBlockN) / 8);
   if (packed) {
     const auto take_list = [&](PackedTile*& list, cuda::TilesOf of, int64_t block) {
       take(list, cuda::packed_tiles_bytes(problem, of, block) / static_cast<int64_t>(sizeof(PackedTile)));
@@ -199,7 +208,8 @@ Plan plan_backward(const Problem& problem, const DeviceInfo& device) {
                                .dbias_in_bias_dtype = plan.dbias_in_bias_dtype,
                                .shared_limit = plan.on_chip_limit,
                                .shared_bytes = plan.on_chip_bytes(),
-                               .resident = device.multiprocessors});  // mostly one block each
+                               .resident = device.multiprocessors,  // mostly one block each
+                               .finds_ranges = finds_ranges<Traits>(problem, device)});
     return plan;
   };
   return with_backward_traits<Element, kHeadDim>(problem, small, make);
@@ -234,6 +244,9 @@ void launch_backward(const BackwardArgs& given, const BackwardChoice& choice, vo
     cuda::check(cudaMemsetAsync(first, 0, scratch.zeroed_bytes, static_cast<cudaStream_t>(args.fwd.stream)), "memset");
   }
   if (problem.packed) prepare_packed<Traits>(args, scratch);
+  if (choice.finds_ranges) {
+    scratch.ranges = cuda::find_mask_ranges(args.fwd, cuda::RangesOf::kKeys, Traits::kBlockN, scratch.ranges_data);
+  }
   if (is_dlse_apart(problem)) scratch.d_lse = static_cast<const float*>(args.d_lse);
   cuda::delta(args, scratch.delta, scratch.bounds, scratch.d_lse != nullptr,
               finds_renorm_rows(problem) ? scratch.renorm : nullptr);

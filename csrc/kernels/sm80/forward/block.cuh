@@ -6,6 +6,7 @@
 // sequence.
 #pragma once
 
+#include "core/mask_ranges.h"
 #include "core/tile_schedule.h"
 #include "gpu/softmax.cuh"
 #include "kernels/sm80/boxes.cuh"
@@ -57,9 +58,10 @@ struct ForwardBlock {
   // NOTE: a warp each, because the block waits for it: 1,400 clocks, 2,100 when one thread found all. In float 8.0
   // spills at head dimension 256 where more than one does.
   __device__ __forceinline__ void find(const ForwardArgs& args, const TileSchedule& schedule, const PackedTile* tiles,
-                                       unsigned features, const BoxCopies& copies, uint32_t base,
-                                       const ForwardSmem& layout, uint64_t (&k_full)[2], uint64_t (&v_full)[2],
-                                       typename Traits::Mods& mods, SharedValue<ElementDropout>& dropout) {
+                                       unsigned features, const MaskRanges& ranges, const BoxCopies& copies,
+                                       uint32_t base, const ForwardSmem& layout, uint64_t (&k_full)[2],
+                                       uint64_t (&v_full)[2], typename Traits::Mods& mods,
+                                       SharedValue<ElementDropout>& dropout) {
     constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN;
     constexpr bool kByWarps = sizeof(T) == 2;
     if (threadIdx.x % (kByWarps ? 32 : Traits::kThreads) != 0) return;
@@ -77,7 +79,11 @@ struct ForwardBlock {
       q = head_rows<T>(problem, args.q, b, head, at.row_q, at.len_q, problem.head_dim);
       band = make_tile_band(problem, at);
       diagonal = diagonal_of(problem, at);
-      const Range keys = make_band(problem, at).keys({first, min(first + kBlockM, int64_t{at.len_q})}, at.len_k);
+      Range keys = make_band(problem, at).keys({first, min(first + kBlockM, int64_t{at.len_q})}, at.len_k);
+      if constexpr (!Traits::kPlain) {
+        const MaskRange seen = ranges.at(b, head, m_block);
+        keys = {max(keys.first, int64_t{seen.first}), min(keys.last, int64_t{seen.last})};
+      }
       first_key = static_cast<int>(keys.first) / kBlockN * kBlockN;
       last_key = keys.empty() ? first_key : static_cast<int>(keys.last);
       first_query = static_cast<int>(first);

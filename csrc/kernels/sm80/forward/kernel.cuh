@@ -248,7 +248,8 @@ struct Forward {
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     forward_kernel(const __grid_constant__ ForwardArgs args, const __grid_constant__ TileSchedule schedule,
-                   const PackedTile* packed_tiles, ScoreOptions options, const __grid_constant__ BoxCopies copies) {
+                   const PackedTile* packed_tiles, ScoreOptions options, const __grid_constant__ BoxCopies copies,
+                   const __grid_constant__ MaskRanges ranges) {
   using Step = Forward<Traits>;
   using Frag = typename Traits::Frag;
   constexpr int kBlockN = Traits::kBlockN;
@@ -263,7 +264,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   __shared__ uint64_t k_full[2], v_full[2];
   __shared__ typename Traits::Mods mods;
   __shared__ SharedValue<ElementDropout> dropout;
-  block.find(args, schedule, packed_tiles, options.features, copies, base, layout, k_full, v_full, mods, dropout);
+  block.find(args, schedule, packed_tiles, options.features, ranges, copies, base, layout, k_full, v_full, mods,
+             dropout);
   __syncthreads();
   if (problem.packed && block.sequence.len_q == 0) return;  // behind the list's last tile
 

@@ -6,6 +6,7 @@
 #include "gpu/host/launch.h"
 #include "gpu/host/tensor_map.h"
 #include "kernels/sm80/forward/kernel.cuh"
+#include "kernels/stages/mask_ranges.h"
 #include "kernels/stages/sequences.h"
 
 namespace flash_ext::sm80 {
@@ -97,11 +98,15 @@ Plan plan_forward(const Problem& problem, const DeviceInfo& device) {
     if (problem.packed) {
       plan.scratch_bytes = cuda::packed_tiles_bytes(problem, cuda::TilesOf::kQueries, Traits::kBlockM);
     }
+    if (problem.has_mask && !problem.packed) {
+      plan.scratch_bytes = cuda::mask_ranges_bytes(problem, cuda::RangesOf::kQueries, Traits::kBlockM);
+    }
     const int64_t resident = int64_t{device.multiprocessors} * Traits::kMinBlocks;
     if (resident > 0) plan.waves = static_cast<double>(plan.grid) / static_cast<double>(resident);
     // A box would have rows of the next sequence.
     const bool has_boxes = !problem.packed && has_tensor_maps(device, kBytes, kHeadDim);
-    plan.choose(ForwardChoice{small, has_boxes, plan.stages, resident});
+    plan.choose(
+        ForwardChoice{small, has_boxes, plan.stages, resident, finds_mask_ranges(problem, device.multiprocessors)});
     return plan;
   };
   return with_forward_traits<Element, kHeadDim>(problem, small, make);
@@ -121,12 +126,17 @@ void launch_forward(const ForwardArgs& args, const ForwardChoice& choice, void* 
   }
   TileSchedule schedule = forward_schedule(problem, Traits::kBlockM, sizeof(typename Traits::T), choice.resident);
   schedule.batch_inner = batch_shares_scores(problem, args);
+  MaskRanges ranges;
+  if (choice.finds_ranges) {
+    ranges = cuda::find_mask_ranges(args, cuda::RangesOf::kQueries, Traits::kBlockM, workspace);
+  }
   cuda::launch(forward_kernel<Traits>, cuda::grid_of(schedule.size()), Traits::kThreads,
                forward_smem_of<Traits>(problem, choice.stages).total, args.stream, args, schedule, tiles,
                ScoreOptions::of(args, Traits::kPlain || sizeof(typename Traits::T) == 2),
                box_copies(problem, {args.k, problem.heads_k, problem.len_k, problem.head_dim},
                           {args.v, problem.heads_v, problem.len_k, problem.head_dim_v}, Traits::kBlockN,
-                          choice.tensor_maps, choice.stages));
+                          choice.tensor_maps, choice.stages),
+               ranges);
 }
 
 template <class Element, int kHeadDim>

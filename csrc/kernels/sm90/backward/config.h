@@ -59,6 +59,7 @@ enum QueryStat { kLseStat, kRenormStat, kDeltaStat, kQueryStats };
 enum class Persistence : uint8_t {
   kOne,      // a block each
   kEvery,    // every gridDim.x-th
+  kRanged,   // every gridDim.x-th; and tiles of queries that a mask hides are left out (core/mask_ranges.h)
   kStored,   // every gridDim.x-th; and dQ of a tile of queries is complete (is_dq_stored)
   kOrdered,  // the next of a counter; and dQ is added up in one order (order.cuh)
 };

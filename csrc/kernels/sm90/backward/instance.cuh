@@ -35,18 +35,18 @@ void run_two_pass(const BackwardArgs& args, const BackwardLaunch& how, void* wor
   const ScoreKind kind = two_pass_score_kind(args.fwd.problem, kHeadDim);
   if constexpr (kHeadDim == 192) {
     if (is_two_pass_narrow(args.fwd.problem, kHeadDim)) {
-      return launch_two_pass<TwoPassTraits<T, kHeadDim, ScoreKind::kNone, true>>(args, how.sms, workspace);
+      return launch_two_pass<TwoPassTraits<T, kHeadDim, ScoreKind::kNone, true>>(args, how, workspace);
     }
   }
   if (kind == ScoreKind::kNone) {
-    return launch_two_pass<TwoPassTraits<T, kHeadDim, ScoreKind::kNone>>(args, how.sms, workspace);
+    return launch_two_pass<TwoPassTraits<T, kHeadDim, ScoreKind::kNone>>(args, how, workspace);
   }
   if constexpr (kHeadDim > kSmallHeadDim && kHeadDim <= kMostSoftcap) {
     if (kind == ScoreKind::kSoftcap) {
-      return launch_two_pass<TwoPassTraits<T, kHeadDim, ScoreKind::kSoftcap>>(args, how.sms, workspace);
+      return launch_two_pass<TwoPassTraits<T, kHeadDim, ScoreKind::kSoftcap>>(args, how, workspace);
     }
   }
-  launch_two_pass<TwoPassTraits<T, kHeadDim, ScoreKind::kScores>>(args, how.sms, workspace);
+  launch_two_pass<TwoPassTraits<T, kHeadDim, ScoreKind::kScores>>(args, how, workspace);
 }
 
 template <DType kDType, int kHeadDim>
@@ -73,6 +73,10 @@ void run_backward(const BackwardArgs& args, const BackwardLaunch& how, void* wor
     } else if (kind == ScoreKind::kSoftcap) {
       launch_backward<BackwardTraits<T, kHeadDim, Persistence::kEvery, ScoreKind::kSoftcap>>(args, how, workspace);
     } else if (kind == ScoreKind::kScores) {
+      if (how.finds_ranges && !is_dq_stored(args.fwd.problem)) {
+        return launch_backward<BackwardTraits<T, kHeadDim, Persistence::kRanged, ScoreKind::kScores>>(args, how,
+                                                                                                      workspace);
+      }
       if constexpr (kHeadDim <= kMostStoredScores) {
         if (is_dq_stored(args.fwd.problem)) {
           return launch_backward<BackwardTraits<T, kHeadDim, Persistence::kStored, ScoreKind::kScores>>(args, how,

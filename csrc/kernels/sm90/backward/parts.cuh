@@ -41,6 +41,7 @@ struct BackwardTraits {
   static constexpr Persistence kPersistence = kPersistence_;
   static constexpr bool kOrdered = kPersistence == Persistence::kOrdered,
                         kStored = kPersistence == Persistence::kStored;
+  static constexpr bool kHasRanges = kPersistence == Persistence::kRanged;
   // NOTE: a softcap of packed sequences spilled 4 to 12 bytes (bf16), or its products waited for each other (fp16).
   // In order, three of the four warps that bring scores have other work.
   static_assert(!kPacked || ((kPersistence == Persistence::kOne || (kOrdered && !kScored)) && !kSoftcap));
@@ -60,8 +61,11 @@ struct BackwardTraits {
   // softcap at head dim 128, and with dropout in fp16 at 64, that spills 20 to 204 bytes.
   static constexpr bool kHasWholeStep = !kStored && (kMayRenorm || (kHeadDim <= 64 && !(kDropout && kScaled)));
   // NOTE: these find their rows anew, because keeping them spilled 8 bytes, and 88 with kStored; in others finding did.
-  static constexpr bool kFindsRow =
-      (kScoreKind == ScoreKind::kScores && kScaled && kHeadDim <= 64) || (kPacked && kScored);
+  static constexpr bool kFindsRow = kHasRanges ? kScaled || kHeadDim > 64
+                                               : (kScoreKind == ScoreKind::kScores && kScaled && kHeadDim <= 64) ||
+                                                     (kPacked && kScored);
+  // NOTE: these number their tiles of dQ, because an address spilled 60 bytes.
+  static constexpr bool kNumbersDq = (kHasRanges && kScaled && kHeadDim <= 64) || (kPacked && kScored);
   static constexpr float kPShift = p_shift<T>;
   static constexpr int kStagingBytes = 16 * kDqCols * 4;
   static_assert(kStagingBytes >= 16 * kPanels * kPanelBytes, "a warp's rows of dK fit where its dQ was");

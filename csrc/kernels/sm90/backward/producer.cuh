@@ -22,9 +22,13 @@ __device__ __forceinline__ void produce_backward(const typename Traits::Params& 
       if constexpr (Traits::kPacked) {
         return packed_work<Traits>(tiles);
       } else {
-        return KeyWork::at<kBlockM, kBlockN>(params, linear);
+        return key_work<Traits>(params, linear);
       }
     }();
+    if constexpr (Traits::kHasRanges) {  // NOTE: all roles read the next one's range, and an answer from L2 takes 1 us
+      const uint32_t next = linear + gridDim.x;
+      if (next < params.tiles) prefetch_l1(range_of<Traits>(params, KeyWork::at<kBlockM, kBlockN>(params, next)));
+    }
     const auto now = [&] {  // where it is read for a box
       if constexpr (Traits::kPacked) {
         return packed_work<Traits>(tiles);

@@ -13,6 +13,7 @@
 #include "kernels/sm90/bias_gradient/run.cuh"
 #include "kernels/sm90/kernels.h"
 #include "kernels/sm90/run_scores.cuh"
+#include "kernels/stages/mask_ranges.h"
 #include "kernels/stages/sequences.h"
 
 namespace flash_ext::sm90 {
@@ -25,6 +26,7 @@ struct BackwardScratch {
   void* packed_tiles = nullptr;  // of keys, and what prepare_packed needs
   uint32_t* dq_semaphore = nullptr;  // [b, h_q, m_blocks] and one more, in one order
   float* bias_partial = nullptr;     // bias_partial_elements(), with dbias
+  MaskRange* ranges = nullptr;       // mask_ranges_bytes() of tiles of keys
   int64_t zeros = 0;                 // from here on it must be zero before the kernels run
   int64_t bytes = 0;
 };
@@ -45,6 +47,7 @@ BackwardScratch backward_scratch(const Problem& problem, void* workspace) {
   take(scratch.stats, heads * kQueryStats * padded);
   if (!is_dq_stored(problem)) take(scratch.dq, heads * padded * Traits::kHeadDim);
   if (has_bias_gradient(problem)) take(scratch.bias_partial, bias_partial_elements(problem));
+  take(scratch.ranges, cuda::mask_ranges_bytes(problem, cuda::RangesOf::kKeys, Traits::kBlockN) / 4);
   if (problem.packed) {
     scratch.packed_tiles = static_cast<char*>(workspace) + scratch.bytes;
     scratch.bytes += cuda::packed_tiles_bytes(problem, cuda::TilesOf::kKeys, Traits::kBlockN);
@@ -119,6 +122,9 @@ void launch_backward(const BackwardArgs& args, const BackwardLaunch& how, void* 
     constexpr BackwardSmem kSmem = Traits::kSmem;
     params.schedule.batch_inner = !Traits::kPacked && batch_shares_scores(problem, args.fwd);
     params.scores = make_scores(args.fwd, kScoreRows, kBlockN, kMaskBytes, kSmem.drops - kSmem.scores);
+    if constexpr (Traits::kHasRanges) {
+      params.scores.ranges = cuda::find_mask_ranges(args.fwd, cuda::RangesOf::kKeys, kBlockN, scratch.ranges);
+    }
   }
   if constexpr (Traits::kSoftcap) params.softcap = SoftcapParams::of(problem, problem.scale);
 

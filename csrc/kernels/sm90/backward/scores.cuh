@@ -131,7 +131,7 @@ __device__ __forceinline__ void for_heads(const typename Traits::Params& params,
     for (uint32_t linear = blockIdx.x; linear < params.tiles; linear += gridDim.x) {
 #pragma unroll 1
       for (int member = 0; member < params.group_size; ++member) {
-        fn(KeyWork::at<Traits::kBlockM, Traits::kBlockN>(params, linear), member);
+        fn(key_work<Traits>(params, linear), member);
       }
     }
   }

@@ -29,7 +29,7 @@ struct BackwardConsumer {
 
   using Work = typename Traits::Work;
   static constexpr bool kRereads = Traits::kPacked && Traits::kScored;
-  using DqAddress = std::conditional_t<kRereads, int, float*>;
+  using DqAddress = std::conditional_t<Traits::kNumbersDq, int, float*>;
 
   const typename Traits::Params& params;
   const typename Traits::Tiles& tiles;
@@ -50,7 +50,7 @@ struct BackwardConsumer {
   typename Traits::Work work;
   int kept_row;
   int total, left;  // tiles of queries of all its heads; from this one on
-  DqAddress dq;     // this warp's part of the next that is added; kRereads: the number of that tile
+  DqAddress dq;     // this warp's part of the next that is added; kNumbersDq: the number of that tile
   int64_t kept_jump;
   typename Traits::Place place;
   ScoreState scores{0};
@@ -96,7 +96,8 @@ struct BackwardConsumer {
     } else if constexpr (Traits::kPacked) {
       return packed_work<Traits>(tiles);
     } else {
-      KeyWork found = KeyWork::at<kBlockM, kBlockN>(params, number);
+      KeyWork found = key_work<Traits>(params, number);
+      if constexpr (Traits::kHasRanges) found.first_m = uniform(found.first_m), found.last_m = uniform(found.last_m);
       if constexpr (Traits::kStored) found.first_m = 0, found.last_m = params.m_blocks;
       return found;
     }
@@ -113,7 +114,7 @@ struct BackwardConsumer {
     work = find_work(linear);
     kept_row = work.first_key + warp_row + lane / 4;
     total = left = (work.last_m - work.first_m) * params.group_size;
-    if constexpr (kRereads) {
+    if constexpr (Traits::kNumbersDq) {
       dq = static_cast<int>(work.first_tile(params, 0)) + work.first_m;
     } else {
       dq = params.dq + (work.first_tile(params, 0) + work.first_m) * kTile +
@@ -380,16 +381,15 @@ struct BackwardConsumer {
   }
 
   __device__ __forceinline__ float* dq_address() const {
-    if constexpr (kRereads) {
+    if constexpr (Traits::kNumbersDq) {
       return params.dq + int64_t{dq} * kTile + (staging - tiles.staging(0)) / sizeof(float);
     } else {
       return dq;
     }
   }
 
-  // Of `dq`, from the end of what a head gets to the start of what the next one does. NOTE: with a softcap at head dim
-  // 64 it is found anew, because keeping it spilled 8 bytes.
-  static constexpr int kDqStep = kRereads ? 1 : kTile;
+  // Of `dq`, from the end of one head to the start of the next. NOTE: kept with a softcap, head dim 64 spilled 8 bytes.
+  static constexpr int kDqStep = Traits::kNumbersDq ? 1 : kTile;
   __device__ __forceinline__ int64_t find_jump(int m_blocks) const {
     return int64_t{m_blocks - (last_m() - first_m())} * kDqStep;
   }

@@ -132,6 +132,26 @@ struct alignas(16) KeyWork {
 
 static_assert(sizeof(KeyWork) == kKeyWorkBytes);
 
+// Of its keys, in memory.
+template <class Traits>
+__device__ __forceinline__ const MaskRange* range_of(const typename Traits::Params& params, const KeyWork& work) {
+  const int b = work.row / params.heads_q, tile = work.first_key / Traits::kBlockN;
+  return params.scores.ranges.find(b, work.head_k, tile);
+}
+
+// The same without the tiles of queries that a mask hides from all of the keys.
+template <class Traits>
+__device__ __forceinline__ KeyWork key_work(const typename Traits::Params& params, uint32_t linear) {
+  constexpr int kBlockM = Traits::kBlockM;
+  KeyWork work = KeyWork::at<kBlockM, Traits::kBlockN>(params, linear);
+  if constexpr (Traits::kHasRanges) {
+    const int2 range = __ldg(reinterpret_cast<const int2*>(range_of<Traits>(params, work)));
+    work.first_m = max(work.first_m, range.x / kBlockM);
+    work.last_m = max((min(work.last_m * kBlockM, range.y) + kBlockM - 1) / kBlockM, work.first_m);
+  }
+  return work;
+}
+
 // How far a sequence reaches.
 struct alignas(16) SequenceEdges {
   int len_q;

@@ -15,7 +15,8 @@ __device__ __forceinline__ void load_keys(uint32_t tile, uint32_t barrier, const
 }
 
 template <class Traits>
-__device__ __forceinline__ void produce_for_keys(const TwoPassParams& params, const typename Traits::Keys& tiles) {
+__device__ __forceinline__ void produce_for_keys(const typename Traits::Params& params,
+                                                 const typename Traits::Keys& tiles) {
   constexpr int kBlock = Traits::kBlock;
   const TwoPassWork work = TwoPassWork::of_keys<Traits>(params);
   typename Traits::Place place;
@@ -53,7 +54,7 @@ __device__ __forceinline__ void produce_for_keys(const TwoPassParams& params, co
 
 // The three warps beside the producer; its tiles in its order.
 template <class Traits>
-__device__ __forceinline__ void load_scores_of_keys(const ScoredTwoPassParams& params,
+__device__ __forceinline__ void load_scores_of_keys(const typename Traits::Params& params,
                                                     const typename Traits::Keys& tiles) {
   const TwoPassWork work = TwoPassWork::of_keys<Traits>(params);
   load_slots<Traits::kQueries, Traits::kKeys>(

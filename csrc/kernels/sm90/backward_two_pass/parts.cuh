@@ -167,19 +167,30 @@ struct TwoPassWork {
   int first, last;  // tiles of the other side; equal where there is none
 
   template <class Traits>
-  static __device__ __forceinline__ TwoPassWork of_keys(const TwoPassParams& params) {
+  static __device__ __forceinline__ TwoPassWork of_keys(const typename Traits::Params& params) {
     TwoPassWork work = at<Traits::kKeys>(params, params.keys, blockIdx.x / Traits::kKeysBlocks);
     const int last_key = min(work.first_row + Traits::kKeys, params.band.len_k) - 1;
-    work.range<Traits::kQueries>(max(work.first_row - params.band.upper, 0),
-                                 min(last_key - params.band.lower + 1, params.len_q));
+    const MaskRange seen = [&]() -> MaskRange {
+      if constexpr (Traits::kScored)
+        return params.keys_scores.ranges.at(work.b, work.head, work.first_row / Traits::kKeys);
+      return {0, INT32_MAX};
+    }();
+    work.range<Traits::kQueries>(max(work.first_row - params.band.upper, seen.first),
+                                 min(min(last_key - params.band.lower + 1, params.len_q), seen.last));
     return work;
   }
   template <class Traits>
-  static __device__ __forceinline__ TwoPassWork of_queries(const TwoPassParams& params) {
+  static __device__ __forceinline__ TwoPassWork of_queries(const typename Traits::Params& params) {
     TwoPassWork work = at<Traits::kQueryRows>(params, params.queries, blockIdx.x);
     const int last_query = min(work.first_row + Traits::kQueryRows, params.len_q) - 1;
-    work.range<Traits::kWalkedKeys>(max(work.first_row + params.band.lower, 0),
-                                    min(last_query + params.band.upper + 1, params.band.len_k));
+    const MaskRange seen = [&]() -> MaskRange {
+      if constexpr (Traits::kScored) {
+        return params.queries_scores.ranges.at(work.b, work.head, work.first_row / Traits::kQueryRows);
+      }
+      return {0, INT32_MAX};
+    }();
+    work.range<Traits::kWalkedKeys>(max(work.first_row + params.band.lower, seen.first),
+                                    min(min(last_query + params.band.upper + 1, params.band.len_k), seen.last));
     return work;
   }
   __device__ __forceinline__ BoxStart box(const BoxSteps& steps, int box_head, int row) const {

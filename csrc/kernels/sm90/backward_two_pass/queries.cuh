@@ -6,7 +6,7 @@
 namespace flash_ext::sm90 {
 
 template <class Traits>
-__device__ __forceinline__ void produce_for_queries(const TwoPassParams& params,
+__device__ __forceinline__ void produce_for_queries(const typename Traits::Params& params,
                                                     const typename Traits::Queries& tiles) {
   constexpr int kBlock = Traits::kBlock;
   const TwoPassWork work = TwoPassWork::of_queries<Traits>(params);
@@ -42,7 +42,7 @@ __device__ __forceinline__ void produce_for_queries(const TwoPassParams& params,
 // The three warps beside the producer: of each tile of keys a slot of the first consumer, then one of the second; with
 // kHalves one that both read.
 template <class Traits>
-__device__ __forceinline__ void load_scores_of_queries(const ScoredTwoPassParams& params,
+__device__ __forceinline__ void load_scores_of_queries(const typename Traits::Params& params,
                                                        const typename Traits::Queries& tiles) {
   constexpr int kBlock = Traits::kBlock, kKeys = Traits::kWalkedKeys, kParts = Traits::kQueryRows / kBlock;
   const TwoPassWork work = TwoPassWork::of_queries<Traits>(params);

@@ -7,7 +7,9 @@
 #include "kernels/sm90/backward/rows.cuh"
 #include "kernels/sm90/backward_two_pass/keys.cuh"
 #include "kernels/sm90/backward_two_pass/queries.cuh"
+#include "kernels/sm90/kernels.h"
 #include "kernels/sm90/run_scores.cuh"
+#include "kernels/stages/mask_ranges.h"
 
 namespace flash_ext::sm90 {
 
@@ -41,12 +43,23 @@ inline int64_t two_pass_bounds(const Problem& problem) {
   return problem.dtype == DType::kFloat16 ? problem.batch * (2 * problem.heads_q + problem.heads_k) : 0;
 }
 
+// Bytes of the stats, of the ranges of a mask, for tiles of 64 at least, and of the bounds, one behind the other.
+struct TwoPassScratch {
+  int64_t stats, query_ranges, key_ranges, bounds;
+};
+inline TwoPassScratch two_pass_scratch(const Problem& problem) {
+  const auto ranges = [&](cuda::RangesOf of) { return cuda::mask_ranges_bytes(problem, of, 64); };
+  return {problem.batch * problem.heads_q * kQueryStats * two_pass_padded(problem) * 4,
+          ranges(cuda::RangesOf::kQueries), ranges(cuda::RangesOf::kKeys), two_pass_bounds(problem) * 4};
+}
+
 inline int64_t two_pass_scratch_bytes(const Problem& problem) {
-  return (problem.batch * problem.heads_q * kQueryStats * two_pass_padded(problem) + two_pass_bounds(problem)) * 4;
+  const TwoPassScratch scratch = two_pass_scratch(problem);
+  return scratch.stats + scratch.query_ranges + scratch.key_ranges + scratch.bounds;
 }
 
 template <class Traits>
-void launch_two_pass(const BackwardArgs& args, int64_t sms, void* workspace) {
+void launch_two_pass(const BackwardArgs& args, const BackwardLaunch& how, void* workspace) {
   constexpr int kBlock = Traits::kBlock;
   const Problem& problem = args.fwd.problem;
   const Band band = make_band(problem);
@@ -65,12 +78,15 @@ void launch_two_pass(const BackwardArgs& args, int64_t sms, void* workspace) {
   if (problem.wants_dv) params.dv = map(args.dv, problem.heads_k, problem.len_k, problem.head_dim_v, 16);
   float* const stats = static_cast<float*>(workspace);
   params.stats = stats;
-  float* const bounds = stats + problem.batch * problem.heads_q * kQueryStats * two_pass_padded(problem);
+  const TwoPassScratch bytes = two_pass_scratch(problem);
+  char* const query_ranges = static_cast<char*>(workspace) + bytes.stats;
+  char* const key_ranges = query_ranges + bytes.query_ranges;
+  float* const bounds = reinterpret_cast<float*>(key_ranges + bytes.key_ranges);
   params.bounds = bounds;
   params.batch = static_cast<int>(problem.batch);
   params.head_dim_v = static_cast<int>(problem.head_dim_v);
-  params.keys = backward_schedule(problem, Traits::kKeys, sms);
-  params.queries = two_pass_queries(problem, Traits::kShape, sms);
+  params.keys = backward_schedule(problem, Traits::kKeys, how.sms);
+  params.queries = two_pass_queries(problem, Traits::kShape, how.sms);
   params.band = TileBand::make(band, static_cast<int>(problem.len_k));
   params.len_q = static_cast<int>(problem.len_q);
   params.padded = static_cast<int>(two_pass_padded(problem));
@@ -88,6 +104,11 @@ void launch_two_pass(const BackwardArgs& args, int64_t sms, void* workspace) {
     params.keys.batch_inner = params.queries.batch_inner = batch_shares_scores(problem, args.fwd);
     params.keys_scores = make_scores(args.fwd, Traits::kQueries, Traits::kKeys, 0, Traits::kKeysSmem.score_bytes);
     params.queries_scores = make_scores(args.fwd, kBlock, Traits::kWalkedKeys, 0, Traits::kQueriesSmem.score_bytes);
+    const auto find = [&](bool wanted, ScoreParams& scores, cuda::RangesOf of, int block, void* to) {
+      if (how.finds_ranges && wanted) scores.ranges = cuda::find_mask_ranges(args.fwd, of, block, to);
+    };
+    find(problem.wants_dk || problem.wants_dv, params.keys_scores, cuda::RangesOf::kKeys, Traits::kKeys, key_ranges);
+    find(problem.wants_dq, params.queries_scores, cuda::RangesOf::kQueries, Traits::kQueryRows, query_ranges);
   }
 
   using Prepare = PrepareTraits<typename Traits::T, Traits::kHeadDim, kBlock, Traits::kScored>;

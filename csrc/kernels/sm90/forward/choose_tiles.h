@@ -18,8 +18,9 @@ namespace flash_ext::sm90 {
 // calls of one batch element (head dim 64 and 128, full and causal, 512 to 2048 tokens, 8 to 128 heads) that have
 // kLarge or kSmall it takes the slower one in 9, three of them by 2 % or more: 12, 3 and 3 %.
 struct SplitModel {
-  // A block's beginning and end; combine's launch; the counter's.
-  static constexpr double kBlock = 3.0, kCombine = 3.0, kCounter = 1.0;
+  // A block's beginning and end; combine's launch, which with many queries is what parts of one head took more than
+  // this says, 512 to 2048 tokens; the counter's.
+  static constexpr double kBlock = 3.0, kCombine = 3.0, kCombineMany = 7.0, kCounter = 1.0;
   // Bytes a microsecond, of the card and of one multiprocessor.
   static constexpr double kCardBytes = 4.4e6, kOneBytes = 80e3;
 
@@ -159,7 +160,8 @@ inline TileChoice choose_wide_tiles(const Problem& problem, int head_dim, int mu
       const auto part_keys = static_cast<double>(per * block_n);
       // Where tiles differ the last part of each is half full.
       const double parts = even ? tiles * count : tiles * std::max(of_tile.mean / part_keys + 0.5, 1.0);
-      take(rows_model.time(parts, split_m, part_keys, part_keys, Tiles::kSplit) + SplitModel::kCombine +
+      take(rows_model.time(parts, split_m, part_keys, part_keys, Tiles::kSplit) +
+               (few_queries ? SplitModel::kCombine : SplitModel::kCombineMany) +
                2 * count * part_bytes / SplitModel::kCardBytes,
            count, per);
     }

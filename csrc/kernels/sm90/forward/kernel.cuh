@@ -78,6 +78,9 @@ __device__ __forceinline__ void produce(const typename Traits::Params& params, c
     w.advance();
     return work;
   };
+  if constexpr (Traits::kScored) {
+    if (params.scores.ranges.data != nullptr) grid_dependency_wait();
+  }
   uint32_t linear = blockIdx.x, asked = 0;
   Found found = Work::template find<Traits>(params, linear, listed);
   Work work = publish(found), next = {};
@@ -133,7 +136,7 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
   typename Traits::Softmax softmax = make_softmax<Traits>(params, rings);
   Work work;
   [[maybe_unused]] float slope = 0.f;   // of the work's head
-  int top_n = 0;                        // this warpgroup sees no key of tiles from here on
+  int top_n = 0, bottom_n = 0;          // of the tiles [bottom_n, top_n) this warpgroup sees keys
   [[maybe_unused]] int tiles_done = 0;  // of keys, that O of the work before has met, but for the last
   [[maybe_unused]] const bool drops = dropout_of(params).rng_state != nullptr;
   // NOTE: read for each tile of keys at head dim 256, where keeping them costs registers that there are not.
@@ -173,7 +176,7 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
   // S of the tile n is there, and is not made again.
   const auto hand_back_k = [&](int n) {
     release(rings.k, k);
-    if (!Traits::kStaged && n == work.first_n && lane == 0) barrier_arrive(rings.q.empty(q_index()));
+    if (!Traits::kStaged && n == bottom_n && lane == 0) barrier_arrive(rings.q.empty(q_index()));
   };
   const auto multiply_s_again = [&](int n) {
     multiply_again<Traits>(s_acc, rings.q.tile(q_index()), rings.k.tile(k.stage), warp_row);
@@ -224,11 +227,10 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
       __syncwarp();
     }
   };
-  // The first S of a tile on its own. Tiles of keys that this warpgroup does not see are waited for and handed back,
-  // each with its turn, because the others count. A warp hands a tile back when all its lanes have seen that it came.
-  const auto begin = [&] {
-    const int skipped = work.last_n - top_n;
-    for (int i = 0; i < skipped; ++i) {
+  // Tiles of keys that this warpgroup does not see are waited for and handed back, each with its turn, because the
+  // others count. A warp hands a tile back when all its lanes have seen that it came.
+  const auto skip = [&](int tiles) {
+    for (int i = 0; i < tiles; ++i) {
       barrier_wait(rings.k.full(k.stage), k.phase);
       __syncwarp();
       release(rings.k, k);
@@ -239,6 +241,10 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
       __syncwarp();
       release(rings.v, v);
     }
+  };
+  // The first S of a tile on its own.
+  const auto begin = [&] {
+    skip(work.last_n - top_n);
     barrier_wait(rings.k.full(k.stage), k.phase);
     fence_registers(s_acc);
     wgmma_fence();
@@ -301,8 +307,12 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
   // Shared memory: Q of each warpgroup and stage, K and V of each stage, slots of bias and mask, works (forward_smem).
   // The first S of a tile of queries is issued with the last O of the one before.
   if (consumer == kConsumers - 1) pass_turn<Traits>(consumer);
+  const auto find_tiles = [&] {
+    top_n = work.template top_of<Traits>(params, consumer);
+    bottom_n = uniform(work.template bottom_of<Traits>(params, consumer, top_n));
+  };
   next_work();
-  top_n = work.template top_of<Traits>(params, consumer);
+  find_tiles();
   barrier_wait(rings.q.full(q_index()), q.phase);
   begin();
   int done_index = -1;
@@ -314,7 +324,7 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
 #pragma unroll
     for (float& x : o_acc) x = 0.f;
     if (done_index >= 0) hand_back(done_index);
-    for (int n = top_n - 2; n >= work.first_n; --n) {
+    for (int n = top_n - 2; n >= bottom_n; --n) {
       issue_s_and_o();
       wgmma_wait<1>();
       fence_registers(s_acc);
@@ -344,10 +354,11 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
     }
     // The last O of this tile and the first S of the next; out leaves under that S.
     done_index = q_index();
-    tiles_done = top_n - 1 - work.first_n;
+    tiles_done = top_n - 1 - bottom_n;
+    const int below = bottom_n - work.first_n;
     next_work();
-    top_n = work.template top_of<Traits>(params, consumer);
-    if (work.any() && top_n == work.last_n) {
+    find_tiles();
+    if (work.any() && top_n == work.last_n && below == 0) {
       issue_o_and_next_s();
       wgmma_wait<1>();
       finish(done_index);
@@ -357,6 +368,7 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
       issue_last_o();
       wgmma_wait<0>();
       finish(done_index);
+      skip(below);
       if (!work.any()) break;
       q.advance();
       barrier_wait(rings.q.full(q_index()), q.phase);

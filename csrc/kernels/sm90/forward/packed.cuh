@@ -87,6 +87,11 @@ struct alignas(16) PackedWork {
   }
 
   template <class Traits>
+  __device__ __forceinline__ int bottom_of(const typename Traits::Params&, int consumer, int top_n) const {
+    return bottom_tile<Traits::kBlockN>(band, first_query + consumer * 64, first_n, top_n);
+  }
+
+  template <class Traits>
   __device__ __forceinline__ Place place(const ForwardParams&, int row) const {
     return {head, row, row < len_q};
   }

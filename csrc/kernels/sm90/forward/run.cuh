@@ -14,6 +14,7 @@
 #include "kernels/sm90/kernels.h"
 #include "kernels/sm90/run_scores.cuh"
 #include "kernels/stages/combine.h"
+#include "kernels/stages/mask_ranges.h"
 #include "kernels/stages/sequences.h"
 #include "kernels/stages/transpose_values.h"
 
@@ -58,7 +59,7 @@ inline TensorView transposed_view(const Problem& problem, void* data) {
 }
 
 // workspace: the counter where the order is counted, the parts where keys are split; behind a counter's place the list
-// of packed sequences, or the values of e4m3, transposed, and SumOfO's numbers.
+// of packed sequences, the ranges of a mask, or the values of e4m3, transposed, and SumOfO's numbers.
 template <class Traits>
 void launch_forward(const ForwardArgs& args, const ForwardLaunch& how, void* workspace) {
   const Problem& problem = args.problem;
@@ -128,6 +129,14 @@ void launch_forward(const ForwardArgs& args, const ForwardLaunch& how, void* wor
     }
   }
   params.counter = order.counted ? static_cast<uint32_t*>(workspace) : nullptr;
+  bool is_prepared = Traits::kPacked;  // the kernel before leaves a counter of 0, and dependents wait for it
+  if constexpr (Traits::kScored && !Traits::kPacked) {
+    if (how.finds_ranges) {
+      params.scores.ranges = cuda::find_mask_ranges(args, cuda::RangesOf::kQueries, Traits::kBlockM,
+                                                    static_cast<char*>(workspace) + kCounterBytes, params.counter);
+      is_prepared = true;
+    }
+  }
   params.parts = {};
   params.parts.splits = splits;
   if (splits.count > 1) {
@@ -167,7 +176,6 @@ void launch_forward(const ForwardArgs& args, const ForwardLaunch& how, void* wor
       params.inner.v = inner_map(v, problem.heads_v, rows_k, cols, Traits::kBlockN);
       params.inner.out = inner_map(out, problem.heads_q, rows_q, cols, 16);
     }
-    const bool is_prepared = Traits::kPacked && first == 0;
     if (order.counted && !is_prepared) cuda::launch(clear_kernel, dim3(1), 1, 0, args.stream, params.counter);
     if (order.counted || is_prepared) {
       launch([](const auto&... x) { cuda::launch_dependent(x...); });
@@ -175,6 +183,7 @@ void launch_forward(const ForwardArgs& args, const ForwardLaunch& how, void* wor
       launch([](const auto&... x) { cuda::launch(x...); });
     }
     params.lse = nullptr;  // it is there
+    is_prepared = false;
   }
 }
 

@@ -3,6 +3,7 @@
 // Invariant: over the grid every tile is walked once, whichever way blocks find their next.
 #pragma once
 
+#include "core/mask_ranges.h"
 #include "core/tile_schedule.h"
 #include "kernels/sm90/config.h"
 #include "kernels/sm90/forward/splits.h"
@@ -55,12 +56,14 @@ struct ForwardParams {
   Parts parts;        // of a shape that shares keys
 };
 
-// The tiles of keys [first_n, last_n) that a tile of queries sees; where it sees none, one behind the last key.
+// The tiles of keys [first_n, last_n) that a tile of queries sees; where it sees none, one behind the last key. range:
+// those that a mask leaves.
 template <int kBlockM, int kBlockN>
-__device__ __forceinline__ void find_keys(int& first_n, int& last_n, const TileBand& band, int first_query, int len_q) {
+__device__ __forceinline__ void find_keys(int& first_n, int& last_n, const TileBand& band, int first_query, int len_q,
+                                          MaskRange range = {0, INT32_MAX}) {
   const int last_query = min(first_query + kBlockM, len_q) - 1;
-  const int first_key = max(first_query + band.lower, 0);
-  const int last_key = min(last_query + band.upper + 1, band.len_k);
+  const int first_key = max(first_query + band.lower, range.first);
+  const int last_key = min(min(last_query + band.upper + 1, band.len_k), range.last);
   const bool any = last_key > first_key;
   first_n = (any ? first_key : band.len_k + kBlockN - 1) / kBlockN;
   last_n = any ? (last_key + kBlockN - 1) / kBlockN : first_n + 1;
@@ -72,6 +75,12 @@ template <int kBlockN>
 __device__ __forceinline__ int top_tile(const TileBand& band, int last_query, bool any, int first_n, int last_n) {
   const int last_key = any ? min(last_query + band.upper + 1, band.len_k) : 0;
   return min(max((last_key + kBlockN - 1) / kBlockN, first_n + 1), last_n);
+}
+
+// The first of those tiles of which a consumer's queries see a key: first_n <= bottom < top.
+template <int kBlockN>
+__device__ __forceinline__ int bottom_tile(const TileBand& band, int first_query, int first_n, int top_n) {
+  return min(max((first_query + band.lower) / kBlockN, first_n), top_n - 1);
 }
 
 // One tile of the grid: 64 * consumers queries of one head, or rows of a group that shares tiles, and the tiles of keys
@@ -95,12 +104,12 @@ struct alignas(16) Work {
     return linear;
   }
   template <class Traits>
-  static __device__ __forceinline__ Work at(const ForwardParams& params, Found linear) {
+  static __device__ __forceinline__ Work at(const typename Traits::Params& params, Found linear) {
     if (linear >= params.tiles) return {};
     constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN;
     constexpr bool kSharesKeys = Traits::kShape.shares_keys;
     const uint32_t parts = kSharesKeys ? params.parts.splits.count : 1;
-    const Tile tile = params.schedule.at<uint32_t>(linear / parts);
+    const Tile tile = params.schedule.template at<uint32_t>(linear / parts);
     const int b = static_cast<int>(tile.b);
     Work work;
     work.head = static_cast<int>(tile.head);
@@ -108,7 +117,9 @@ struct alignas(16) Work {
     work.b0 = b - work.b1 * params.inner_batch;
     work.first_query = static_cast<int>(tile.block) * kBlockM;
     const int first_query = kSharesKeys ? work.first_query & params.shared.row_mask : work.first_query;
-    find_keys<kBlockM, kBlockN>(work.first_n, work.last_n, params.band, first_query, params.len_q);
+    MaskRange range{0, INT32_MAX};
+    if constexpr (Traits::kScored) range = params.scores.ranges.at(b, work.head, tile.block);
+    find_keys<kBlockM, kBlockN>(work.first_n, work.last_n, params.band, first_query, params.len_q, range);
     work.part = 0;
     if constexpr (kSharesKeys) {
       work.part = static_cast<int>(linear % parts);
@@ -126,6 +137,13 @@ struct alignas(16) Work {
     const int last_query = min(query + 64, params.len_q) - 1;
     const bool any = row < (kShares ? params.shared.rows : params.len_q);
     return top_tile<kBlockN>(params.band, last_query, any, first_n, last_n);
+  }
+
+  // bottom_tile of a consumer. NOTE: in a group that shares tiles rows are not in the order of queries.
+  template <class Traits>
+  __device__ __forceinline__ int bottom_of(const ForwardParams& params, int consumer, int top_n) const {
+    if constexpr (Traits::kShape.shares_keys) return first_n;
+    return bottom_tile<Traits::kBlockN>(params.band, first_query + consumer * 64, first_n, top_n);
   }
 
   // Of a row of the tile's.

@@ -105,6 +105,7 @@ void visit_box(const CUtensorMap* map, uint32_t shared, const BoxStart& at, cons
 }
 
 inline void prefetch_map(const CUtensorMap*) {}
+inline void prefetch_l1(const void*) {}
 inline void tma_load(uint32_t shared, const CUtensorMap* map, uint32_t barrier, BoxStart at) {
   if (shared % 1024 != 0) emulated::give_up("a box that does not start at a multiple of 1024 bytes");
   emulated::engine([=] {
