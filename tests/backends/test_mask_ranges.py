@@ -82,3 +82,18 @@ def test_dropout_and_bias_beside_hidden_tiles(device: str) -> None:
         results.append((out, *torch.autograd.grad(out, (q, k, v, options["bias"]), grad)))
     for seen, wanted in zip(*results, strict=True):
         torch.testing.assert_close(seen, wanted, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("served_by", ["sm80", pytest.param("sm90", marks=pytest.mark.sm90)])
+def test_batch_invariant_shows_no_tile(served_by: str, device: str) -> None:
+    """What is no number tells whether a tile was left out: an element has the same bits alone and in a large batch."""
+    batch = torch.cuda.get_device_properties(0).multi_processor_count // HEADS + 1
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(batch, HEADS, LENGTH, 64, device=device, dtype=torch.bfloat16) for _ in range(3))
+    v[:, :, 900] = torch.nan
+    mask = (torch.arange(LENGTH, device=device) < 512).expand(1, 1, LENGTH, LENGTH)
+    with use_backend(served_by):
+        whole = attention(q, k, v, mask=mask, batch_invariant=True)
+        alone = attention(q[:1], k[:1], v[:1], mask=mask, batch_invariant=True)
+    assert torch.equal(whole[:1].isnan(), alone.isnan())
+    assert torch.equal(whole[:1].nan_to_num(), alone.nan_to_num())

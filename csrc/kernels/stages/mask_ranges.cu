@@ -70,7 +70,7 @@ struct MaskHead {
   }
 };
 
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 1)
     mask_ranges_kernel(const __grid_constant__ ForwardArgs args, const __grid_constant__ MaskTiles tiles,
                        MaskRange* ranges, uint32_t* counter) {
   grid_dependency_launch();
@@ -94,7 +94,8 @@ __global__ void __launch_bounds__(kThreads)
     bool any = false;
     for (int64_t member = 0; member < tiles.members && !any; ++member) {
       const MaskHead of{first_head + (head + member) * view.head_stride, view.row_stride, view.col_stride};
-      any = tiles.of_queries ? of.any(part_begin, part_end, from, to) : of.any(from, to, part_begin, part_end);
+      any = of.any(tiles.of_queries ? part_begin : from, tiles.of_queries ? part_end : to,
+                   tiles.of_queries ? from : part_begin, tiles.of_queries ? to : part_end);
     }
     return any;
   };

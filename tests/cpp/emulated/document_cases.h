@@ -1,4 +1,5 @@
-// Masks that hide whole tiles, of which both backends leave out what core/mask_ranges.h says.
+// Masks that hide whole tiles, of which both backends leave out what core/mask_ranges.h says; and windows, of which a
+// part of a tile of queries sees no key of the first tiles and another none of the last.
 #pragma once
 
 #include "call_case.h"
@@ -59,6 +60,30 @@ const Case kDocumentCases[] = {
      .mask = true,
      .documents = 3,
      .deterministic = true,
+     .multiprocessors = 0},
+    {.name = "window_of_tiles",
+     .len_q = 800,
+     .len_k = 800,
+     .heads_q = 2,
+     .heads_k = 1,
+     .heads_v = 1,
+     .causal = true,
+     .window = 30,
+     .multiprocessors = 3},
+    {.name = "window_of_tiles_128",
+     .head_dim = 128,
+     .len_q = 700,
+     .len_k = 760,
+     .bottom_right = true,
+     .window = 100,
+     .multiprocessors = 2},
+    {.name = "window_of_documents",
+     .head_dim = 128,
+     .len_q = 700,
+     .len_k = 700,
+     .window = 50,
+     .mask = true,
+     .documents = 2,
      .multiprocessors = 0},
 };
 

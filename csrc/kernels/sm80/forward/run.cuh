@@ -105,8 +105,9 @@ Plan plan_forward(const Problem& problem, const DeviceInfo& device) {
     if (resident > 0) plan.waves = static_cast<double>(plan.grid) / static_cast<double>(resident);
     // A box would have rows of the next sequence.
     const bool has_boxes = !problem.packed && has_tensor_maps(device, kBytes, kHeadDim);
-    plan.choose(
-        ForwardChoice{small, has_boxes, plan.stages, resident, finds_mask_ranges(problem, device.multiprocessors)});
+    // What is no number shows whether a tile was left out, and what else is in the batch decides that.
+    const bool finds_ranges = finds_mask_ranges(problem, device.multiprocessors) && !problem.batch_invariant;
+    plan.choose(ForwardChoice{small, has_boxes, plan.stages, resident, finds_ranges});
     return plan;
   };
   return with_forward_traits<Element, kHeadDim>(problem, small, make);
