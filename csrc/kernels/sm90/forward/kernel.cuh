@@ -124,6 +124,8 @@ __device__ __forceinline__ void consume(const typename Traits::Params& params, c
   using Work = typename Traits::Work;
   constexpr ForwardShape kShape = Traits::kShape;
   constexpr int kBlockN = Traits::kBlockN, kHeadDim = Traits::kHeadDim, kConsumers = Traits::kConsumers;
+  // The next work is published before the tiles that a warpgroup leaves out below its own are there.
+  static_assert(((kConsumers - 1) * 64 + kBlockN - 1) / kBlockN <= kShape.stages + 2);
   const int lane = threadIdx.x % 32;
   const int warp_row = threadIdx.x / 32 % 4 * 16;
   typename Traits::QState q;
