@@ -91,6 +91,19 @@ __device__ __forceinline__ void produce_items(const BiasGradientParams& params, 
 
 // ---- consumers ------------------------------------------------------------------------------------------------------
 
+// What an item goes through. Both consumer warpgroups do the same, each for its 64 queries:
+//
+//   wait                      the item
+//   wait for Q and K, issue   S = Q K^T
+//   under it                  the bias of this thread's scores to shared memory, once a unit
+//   wait for dO and V, issue  dP = dO V^T
+//   wait S                    each warp arrives at the empty barrier of Q and K
+//   under dP                  P = e^(S + bias - lse)
+//   wait dP                   each warp arrives at the empty barrier of dO and V; sum += P o (dP - delta)
+//                             each warp hands the item back; behind the last of a unit the sum leaves
+//
+// Shared memory: pairs of operands in a ring, the bias of each warp's scores, items in a ring of two.
+// NOTE: the steps in a structure of their own had the same instructions in other registers, and were not timed.
 template <class Traits>
 __device__ __forceinline__ void consume_items(const BiasGradientParams& params, const typename Traits::Tiles& tiles,
                                               int consumer) {
