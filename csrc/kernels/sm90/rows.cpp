@@ -144,7 +144,7 @@ void set_grid(Plan& plan, const TileSchedule& schedule, int64_t items, bool pers
 }
 
 void choose_backward(Plan& plan, const Problem& problem, const DeviceInfo& device, bool two_pass) {
-  const bool finds_ranges = finds_mask_ranges(problem, device.multiprocessors) && !problem.batch_invariant;
+  const bool finds_ranges = finds_mask_ranges(problem, device.multiprocessors);
   plan.choose(BackwardLaunch{plan.grid, device.multiprocessors, two_pass, finds_ranges});
 }
 
@@ -194,7 +194,7 @@ Plan plan_forward(const Problem& problem, const DeviceInfo& device) {
   }
   set_grid(plan, order.schedule, order.schedule.size() * std::max(splits.count, 1), false, device);
   plan.grid = order.grid;
-  const bool finds_ranges = finds_mask_ranges(problem, device.multiprocessors) && !problem.batch_invariant;
+  const bool finds_ranges = finds_mask_ranges(problem, device.multiprocessors);
   plan.choose(ForwardLaunch{tiles, splits, static_cast<int>(std::min<int64_t>(order.grid, INT32_MAX)), finds_ranges});
   return plan;
 }

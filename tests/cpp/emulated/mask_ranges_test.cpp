@@ -133,6 +133,10 @@ TEST(MaskRanges, NotOfPackedSequencesOrWithoutMask) {
   EXPECT_EQ(cuda::mask_ranges_bytes(problem, cuda::RangesOf::kKeys, 128), 512 * 8);
   problem.len_q = problem.len_k = 1024;  // a million pairs
   EXPECT_FALSE(finds_mask_ranges(problem, 132));
+  EXPECT_TRUE(finds_mask_ranges(problem, 0));
+  problem.batch_invariant = true;
+  EXPECT_FALSE(finds_mask_ranges(problem, 0));
+  problem.batch_invariant = false;
   problem.packed = true;
   EXPECT_FALSE(finds_mask_ranges(problem, 0));
 }

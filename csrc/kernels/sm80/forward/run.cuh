@@ -105,8 +105,7 @@ Plan plan_forward(const Problem& problem, const DeviceInfo& device) {
     if (resident > 0) plan.waves = static_cast<double>(plan.grid) / static_cast<double>(resident);
     // A box would have rows of the next sequence.
     const bool has_boxes = !problem.packed && has_tensor_maps(device, kBytes, kHeadDim);
-    // What is no number shows whether a tile was left out, and what else is in the batch decides that.
-    const bool finds_ranges = finds_mask_ranges(problem, device.multiprocessors) && !problem.batch_invariant;
+    const bool finds_ranges = finds_mask_ranges(problem, device.multiprocessors);
     plan.choose(ForwardChoice{small, has_boxes, plan.stages, resident, finds_ranges});
     return plan;
   };

@@ -25,7 +25,7 @@ __device__ __forceinline__ void produce_backward(const typename Traits::Params& 
         return key_work<Traits>(params, linear);
       }
     }();
-    if constexpr (Traits::kHasRanges) {  // NOTE: all roles read the next one's range, and an answer from L2 takes 1 us
+    if constexpr (Traits::kHasRanges) {  // so that all roles find the range of the next one in L1
       const uint32_t next = linear + gridDim.x;
       if (next < params.tiles) prefetch_l1(range_of<Traits>(params, KeyWork::at<kBlockM, kBlockN>(params, next)));
     }

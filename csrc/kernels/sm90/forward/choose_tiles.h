@@ -18,8 +18,8 @@ namespace flash_ext::sm90 {
 // calls of one batch element (head dim 64 and 128, full and causal, 512 to 2048 tokens, 8 to 128 heads) that have
 // kLarge or kSmall it takes the slower one in 9, three of them by 2 % or more: 12, 3 and 3 %.
 struct SplitModel {
-  // A block's beginning and end; combine's launch, which with many queries is what parts of one head took more than
-  // this says, 512 to 2048 tokens; the counter's.
+  // A block's beginning and end; combine's launch, with many queries together with all else that parts of one head of
+  // 512 to 2048 tokens took beyond this model; the counter's.
   static constexpr double kBlock = 3.0, kCombine = 3.0, kCombineMany = 7.0, kCounter = 1.0;
   // Bytes a microsecond, of the card and of one multiprocessor.
   static constexpr double kCardBytes = 4.4e6, kOneBytes = 80e3;
