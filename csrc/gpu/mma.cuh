@@ -138,6 +138,15 @@ __device__ __forceinline__ void gemm_tn(float (&c)[kM][kN][4], TileA a_tile, int
       [&](auto& b, int n, int k) { Frag::load_b_nn(b, b_tile, k, col + n * 8, lane); });
 }
 
+// C += A B: A rows from `row` with k in [0, kDepth) contiguous, B stored [k][n] from column `col`.
+template <class Frag, int kDepth, int kM, int kN, class TileA, class TileB>
+__device__ __forceinline__ void gemm_nn(float (&c)[kM][kN][4], TileA a_tile, int row, TileB b_tile, int col) {
+  const unsigned lane = no_hoist(threadIdx.x % 32);
+  multiply<Frag, kDepth, Frag::template kSteps<TileB::kColumns>, 1, Frag::kAhead>(
+      c, [&](auto& a, int m, int k) { Frag::load_a(a, a_tile, row + m * 16, k, lane); },
+      [&](auto& b, int n, int k) { Frag::load_b_nn(b, b_tile, k, col + n * 8, lane); });
+}
+
 // Accumulators as the A operand of the next product.
 template <class Frag, int kM, int kN>
 struct Operands {

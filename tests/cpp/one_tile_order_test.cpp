@@ -51,13 +51,51 @@ TEST(OneTileOrder, EveryHeadOnceAndBlocksEndTogether) {
         args.bias.head_stride = own_head ? 1 : 0;
         args.bias.batch_stride[0] = own_batch ? 1 : 0;
         const int64_t grid = std::min<int64_t>(660, batch * heads);
-        const std::vector<int> of_block = walk(problem, one_tile_order(args, grid), static_cast<uint32_t>(grid));
+        const std::vector<int> of_block =
+            walk(problem, one_tile_order(args, kOneTile, grid), static_cast<uint32_t>(grid));
         const int most = *std::max_element(of_block.begin(), of_block.end());
         const double mean = static_cast<double>(batch * heads) / static_cast<double>(grid);
         EXPECT_LE(most, 1.1 * mean + 1) << batch << " " << heads << " " << own_head << own_batch;
       }
     }
   }
+}
+
+TEST(OneTileOrder, PartsOfAGradientFitTheirPlaceAndBlocksEndTogether) {
+  for (const auto& [batch, heads] : {std::pair<int64_t, int64_t>{4096, 3}, {1024, 3}, {128, 3}, {16, 3}, {700, 24}}) {
+    const Problem problem = windows(batch, heads);
+    for (const bool own_head : {false, true}) {
+      for (const bool own_batch : {false, true}) {
+        TensorView gradient;
+        gradient.row_stride = 49;
+        gradient.col_stride = 1;
+        gradient.head_stride = own_head ? 49 * 49 : 0;
+        gradient.batch_stride[0] = own_batch ? heads * 49 * 49 : 0;
+        const int64_t grid = std::min<int64_t>(132, batch * heads);
+        const BiasGradientPlan order = one_tile_gradient_order(problem, gradient, kOneTile, grid);
+        if (order.parts > 1) {
+          EXPECT_LE(order.parts * order.part_elements, one_tile_partial_elements(problem, grid));
+        }
+        const std::vector<int> of_block = walk(problem, order, static_cast<uint32_t>(grid));
+        const int most = *std::max_element(of_block.begin(), of_block.end());
+        const double mean = static_cast<double>(batch * heads) / static_cast<double>(grid);
+        EXPECT_LE(most, 1.15 * mean + 1) << batch << " " << heads << " " << own_head << own_batch;
+      }
+    }
+  }
+}
+
+TEST(OneTileOrder, ABandIsOneThatHidesPairsOfTheTile) {
+  Problem problem = windows(2, 2);
+  EXPECT_FALSE(has_band(problem, kOneTile));
+  problem.window_left = problem.window_right = kOneTile;
+  EXPECT_FALSE(has_band(problem, kOneTile));
+  EXPECT_TRUE(has_band(problem, kLargeTile));
+  problem.window_left = kOneTile - 1;
+  EXPECT_TRUE(has_band(problem, kOneTile));
+  problem.window_left = kUnbounded;
+  problem.causal = true;
+  EXPECT_TRUE(has_band(problem, kLargeTile));
 }
 
 TEST(OneTileOrder, RowsAreRegularWhereAllOfThemAre) {

@@ -38,9 +38,7 @@ constexpr TileShape forward_tile(int element_bytes, int head_dim, bool small, bo
 }
 
 // The rows of a bias or mask tile: whole half lines, so that they can be swizzled.
-constexpr int aux_pitch(int block_n, int element_bytes) {
-  return block_n * element_bytes < 64 ? 64 : block_n * element_bytes;
-}
+constexpr int aux_pitch(int block_n, int element_bytes) { return (block_n * element_bytes + 63) / 64 * 64; }
 
 struct ForwardSmem {
   int q = 0, k = 0, v = 0, bias = 0, mask = 0;  // offsets
@@ -165,46 +163,54 @@ constexpr BiasGradientShape bias_gradient_shape(int element_bytes, int head_dim,
 }
 
 // Where one tile holds all queries and keys of a head: one_tile.cuh, which has 64 items ahead of what is done to the
-// scores of two, and of the first. views: tensors of an item.
-constexpr int kOneTile = 64, kOneTileModsBytes = 128;
+// scores of two, and of the first. A tile of 144 is for windows of 12 x 12 and up to head dimension 32, where all of it
+// fits. views: tensors of an item.
+constexpr int kOneTile = 64, kLargeTile = 144, kOneTileModsBytes = 128;
+constexpr int one_tile_head_dim(int block) { return block == kOneTile ? 64 : 32; }  // the largest
 constexpr int one_tile_item_bytes(int views) { return 8 * views + 40; }
 constexpr int one_tile_items_bytes(int views) { return 64 * one_tile_item_bytes(views) + 3 * kOneTileModsBytes; }
 
 // backward_single_tile/kernel.cuh
 constexpr int kOneTileBackwardViews = 7;
-constexpr int one_tile_backward_blocks(int head_dim) { return head_dim <= 32 ? 3 : 2; }  // of a multiprocessor
+constexpr int one_tile_backward_blocks(int head_dim, int block) {  // of a multiprocessor
+  return block > kOneTile ? 1 : head_dim <= 32 ? 3 : 2;
+}
 
 struct OneTileBackwardSmem {
   int p = 0, ds = 0, items = 0, bias = 0, mask = 0;  // offsets; two stages of Q, K, V and dO begin at 0
   int total = 0;
 };
 
-FLASH_DEVICE constexpr OneTileBackwardSmem one_tile_backward_smem(int head_dim, int bias_bytes, bool has_mask) {
+FLASH_DEVICE constexpr OneTileBackwardSmem one_tile_backward_smem(int head_dim, int block, int bias_bytes,
+                                                                  bool has_mask) {
   OneTileBackwardSmem smem;
-  smem.p = 2 * 4 * kOneTile * head_dim * 2;
-  smem.ds = smem.p + kOneTile * kOneTile * 2;
-  smem.items = smem.ds + kOneTile * kOneTile * 2;
+  smem.p = 2 * 4 * block * head_dim * 2;
+  smem.ds = smem.p + block * aux_pitch(block, 2);
+  smem.items = smem.ds + block * aux_pitch(block, 2);
   smem.bias = smem.items + one_tile_items_bytes(kOneTileBackwardViews);
-  smem.mask = smem.bias + (bias_bytes > 0 ? kOneTile * aux_pitch(kOneTile, bias_bytes) : 0);
-  smem.total = smem.mask + (has_mask ? kOneTile * aux_pitch(kOneTile, 1) : 0);
+  smem.mask = smem.bias + (bias_bytes > 0 ? block * aux_pitch(block, bias_bytes) : 0);
+  smem.total = smem.mask + (has_mask ? block * aux_pitch(block, 1) : 0);
   return smem;
 }
 
 // forward_single_tile/kernel.cuh
 constexpr int kOneTileForwardViews = 4;
-constexpr int one_tile_forward_blocks(int head_dim) { return head_dim <= 32 ? 5 : 4; }  // of a multiprocessor, at most
+constexpr int one_tile_forward_blocks(int head_dim, int block) {  // of a multiprocessor, at most
+  return block > kOneTile ? 2 : head_dim <= 32 ? 5 : 4;
+}
 
 struct OneTileForwardSmem {
   int items = 0, bias = 0, mask = 0;  // offsets; two stages of Q, K and V begin at 0
   int total = 0;
 };
 
-FLASH_DEVICE constexpr OneTileForwardSmem one_tile_forward_smem(int head_dim, int bias_bytes, bool has_mask) {
+FLASH_DEVICE constexpr OneTileForwardSmem one_tile_forward_smem(int head_dim, int block, int bias_bytes,
+                                                                bool has_mask) {
   OneTileForwardSmem smem;
-  smem.items = 2 * 3 * kOneTile * head_dim * 2;
+  smem.items = 2 * 3 * block * head_dim * 2;
   smem.bias = smem.items + one_tile_items_bytes(kOneTileForwardViews);
-  smem.mask = smem.bias + (bias_bytes > 0 ? kOneTile * aux_pitch(kOneTile, bias_bytes) : 0);
-  smem.total = smem.mask + (has_mask ? kOneTile * aux_pitch(kOneTile, 1) : 0);
+  smem.mask = smem.bias + (bias_bytes > 0 ? block * aux_pitch(block, bias_bytes) : 0);
+  smem.total = smem.mask + (has_mask ? block * aux_pitch(block, 1) : 0);
   return smem;
 }
 

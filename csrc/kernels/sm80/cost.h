@@ -52,14 +52,34 @@ inline double backward_cost(const Problem& problem, const DeviceInfo& device) {
   // An H100, 2048 tokens: with a softcap, or in one order, 150 to 230 TFLOP/s.
   const bool is_slow = problem.softcap != 0.0 || problem.deterministic;
   const double factor = is_plain(problem) ? 1.0 : is_slow ? 0.6 : 0.9;
-  double us = time_of(problem, device, 5, tiles, {factor * tflops, 7});
+  // An H200, 3,072 heads of 128 tokens, head dim 32, with a bias: 481 us.
+  const double tile_us = head_dim <= 32 && problem.has_bias ? 16 : 7;
+  double us = time_of(problem, device, 5, tiles, {factor * tflops, tile_us});
   if (problem.wants_dbias && !problem.whole_dbias) us += bias_gradient_cost(problem, device);
   return us + (is_direct ? 0.0 : memory_cost(dq_bytes(problem)));
 }
 
+// An H200, 3,072 heads of 144, 128 and 96 tokens, head dim 32: 73, 66 and 52 us, with a bias 86, 75 and 58; 48
+// heads 8.1, 7.8 and 6.8, with a bias 9.3, 9.1 and 7.8. Backward 252, 245 and 174, with a bias 273, 265 and 187, with
+// its gradient 300, 286 and 204; 48 heads 15, 14 and 11. Keys come in parts of 48.
+inline double large_tile_cost(const Problem& problem, const DeviceInfo& device, Pass pass) {
+  const auto parts = static_cast<double>(block_count(problem.len_k, 48));
+  const double tiles = static_cast<double>(problem.batch * problem.heads_q);
+  const bool plain = is_plain(problem);
+  if (pass == Pass::kForward) {
+    const double extra = plain ? 0 : 0.45;
+    return time_of(problem, device, 2, tiles, {1000, 0.85 + 0.55 * parts + extra, 1.8 + parts + 2.5 * extra});
+  }
+  const double extra = plain ? 0 : 0.9;
+  return time_of(problem, device, 5, tiles, {1000, 1.6 + 2.75 * parts + extra, 3.5 + 2.5 * parts + 1.7 * extra}) +
+         (problem.wants_dbias ? 15 : 0);
+}
+
 // An H200, 49 keys: 12,288 heads 70 and 98 us at head dims 32 and 64, with a bias 80 and 114; 48 heads 5.3 and 5.8,
 // where the kernel above takes 4.6 and 5.0, with a bias 6.7 and 7.2, where it takes 7.3 and 7.8.
-inline double one_tile_forward_cost(const Problem& problem, const DeviceInfo& device) {
+template <int kBlock>
+double one_tile_forward_cost(const Problem& problem, const DeviceInfo& device) {
+  if (kBlock > kOneTile) return large_tile_cost(problem, device, Pass::kForward);
   const bool narrow = std::max(problem.head_dim, problem.head_dim_v) <= 32;
   const double tiles = static_cast<double>(problem.batch * problem.heads_q), keys = static_cast<double>(problem.len_k);
   Speed speed{250, narrow ? 0.55 : 0.65, (narrow ? 3.4 : 4.1) + 0.013 * keys};
@@ -67,7 +87,9 @@ inline double one_tile_forward_cost(const Problem& problem, const DeviceInfo& de
   return time_of(problem, device, 2, tiles, speed);
 }
 
-inline double one_tile_backward_cost(const Problem& problem, const DeviceInfo& device) {
+template <int kBlock>
+double one_tile_backward_cost(const Problem& problem, const DeviceInfo& device) {
+  if (kBlock > kOneTile) return large_tile_cost(problem, device, Pass::kBackward);
   const double tiles = static_cast<double>(problem.batch * problem.heads_q);
   return time_of(problem, device, 5, tiles, {290, problem.head_dim <= 32 && problem.head_dim_v <= 32 ? 1.5 : 2.3});
 }

@@ -10,6 +10,7 @@
 #include "core/device.h"
 #include "core/elements.h"
 #include "core/plan.h"
+#include "kernels/sm80/config.h"
 
 namespace flash_ext::sm80 {
 
@@ -28,20 +29,21 @@ template <class Element, int kHeadDim>
 void inspect_backward(const Problem& problem, Plan& plan);
 
 // Where one tile holds all queries and keys of a head (forward_single_tile/ and backward_single_tile/kernel.cuh): 16
-// bits.
-template <class Element, int kHeadDim>
-constexpr bool kHasOneTile = (std::is_same_v<Element, Fp16> || std::is_same_v<Element, Bf16>)&&kHeadDim <= 64;
-template <class Element, int kHeadDim>
+// bits, kBlock is kOneTile or kLargeTile.
+template <class Element, int kHeadDim, int kBlock>
+constexpr bool kHasOneTile = (std::is_same_v<Element, Fp16> || std::is_same_v<Element, Bf16>)&&kHeadDim <=
+                             one_tile_head_dim(kBlock);
+template <class Element, int kHeadDim, int kBlock>
 Plan plan_one_tile_forward(const Problem& problem, const DeviceInfo& device);
-template <class Element, int kHeadDim>
+template <class Element, int kHeadDim, int kBlock>
 void run_one_tile_forward(const ForwardArgs& args, const Plan& plan);
-template <class Element, int kHeadDim>
+template <class Element, int kHeadDim, int kBlock>
 void inspect_one_tile_forward(const Problem& problem, Plan& plan);
-template <class Element, int kHeadDim>
+template <class Element, int kHeadDim, int kBlock>
 Plan plan_one_tile_backward(const Problem& problem, const DeviceInfo& device);
-template <class Element, int kHeadDim>
+template <class Element, int kHeadDim, int kBlock>
 void run_one_tile_backward(const BackwardArgs& args, const Plan& plan, void* workspace);
-template <class Element, int kHeadDim>
+template <class Element, int kHeadDim, int kBlock>
 void inspect_one_tile_backward(const Problem& problem, Plan& plan);
 
 // float64: correct and simple, without tensor cores (fp64/forward.cu, fp64/backward.cu).

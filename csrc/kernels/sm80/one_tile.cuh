@@ -15,6 +15,12 @@
 
 namespace flash_ext::sm80 {
 
+// What the host knows of a call's heads.
+struct OneTileForm {
+  bool is_regular;  // has_regular_rows
+  bool has_band;    // it hides pairs of a tile
+};
+
 // Where an item lies, in elements from the first of each tensor.
 template <int kViews>
 struct OneTileItem {
@@ -135,37 +141,38 @@ struct OneTileItems {
   }
 };
 
-// Starts the copies of a head's rows from element `at` of a view on. is_regular: of has_regular_rows.
-template <int kThreads, class T, int kCols>
+// Starts the copies of a head's rows from element `at` of a view on. is_regular: OneTileForm's.
+template <int kBlock, int kThreads, class T, int kCols>
 __device__ __forceinline__ void load_one_tile(SmemTile<T, kCols> tile, const TensorView& view, int64_t at, int rows,
                                               int cols, bool is_regular) {
   if (!is_regular) {
-    load_tile<kOneTile, kThreads, LoadForm::kRare>(tile, rows_of<T>(view, at, rows, cols), 0);
+    load_tile<kBlock, kThreads, LoadForm::kRare>(tile, rows_of<T>(view, at, rows, cols), 0);
     return;
   }
   constexpr int kChunks = kCols / 8, kStep = kThreads / kChunks;
-  static_assert(kStep % 8 == 0, "the swizzle repeats after eight rows");
+  static_assert(kStep % 8 == 0 && kBlock % kStep == 0, "the swizzle repeats after eight rows");
   const int row = static_cast<int>(threadIdx.x) / kChunks, chunk = static_cast<int>(threadIdx.x) % kChunks;
   const T* const head = static_cast<const T*>(view.data) + at;
   const T* from = head + row * view.row_stride + chunk * 8;
   const uint32_t to = tile.base + SmemTile<T, kCols>::offset(row, chunk * kChunkBytes);
 #pragma unroll
-  for (int i = 0; i < kOneTile; i += kStep) {
+  for (int i = 0; i < kBlock; i += kStep) {
     const bool inside = row + i < rows && chunk * 8 < cols;
     cp_async_16(to + i * SmemTile<T, kCols>::kRowBytes, inside ? from : head, inside ? kChunkBytes : 0);
     from += kStep * view.row_stride;
   }
 }
 
-// What keys past the last and the band hide, of rows of S from `row` on.
+// What keys past the last and the band hide, of rows of S from `row` and columns from `col` on.
 template <int kN>
-__device__ __forceinline__ void hide_outside(const Problem& problem, float (&s)[1][kN][4], int row, float hidden) {
-  const TileBand band = make_tile_band(problem, whole_sequence(problem));
-  if (band.lower > -kOneTile || band.upper < kOneTile) {
-    mask_band<false>(s, row, 0, band, 0, 0, hidden);
+__device__ __forceinline__ void hide_outside(const Problem& problem, const OneTileForm& form, float (&s)[1][kN][4],
+                                             int row, int col, float hidden) {
+  if (form.has_band) {
+    mask_band<false>(s, row, col, make_tile_band(problem, whole_sequence(problem)), 0, 0, hidden);
     return;
   }
-  const int len_k = static_cast<int>(problem.len_k);
+  const int len_k = static_cast<int>(problem.len_k) - col;
+  if (len_k >= 8 * kN) return;
 #pragma unroll
   for (int n = 0; n < kN; ++n) {
     if (8 * n + 8 <= len_k) continue;

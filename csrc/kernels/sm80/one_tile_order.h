@@ -9,6 +9,7 @@
 #include <limits>
 #include <stdexcept>
 
+#include "core/band.h"
 #include "core/device.h"
 #include "core/plan_bias_gradient.h"
 #include "kernels/sm80/config.h"
@@ -40,16 +41,27 @@ inline bool has_regular_rows(const Problem& problem, std::initializer_list<const
          });
 }
 
-// Items whose bias, or whose mask without one, is the same follow each other, in as many parts as end soonest on
-// `places` blocks that run at a time. A part costs a load of the bias that nothing hides, about half an item.
-inline BiasGradientPlan one_tile_order(const ForwardArgs& args, int64_t places) {
-  const Problem& problem = args.problem;
-  BiasGradientPlan order =
-      make_bias_gradient_plan(problem, problem.has_bias ? args.bias : args.mask, kOneTile, kOneTile, places);
+// Whether the band hides a pair of a tile of `block` queries and keys.
+inline bool has_band(const Problem& problem, int64_t block) {
+  const Band band = make_band(problem);
+  return band.lower > -block || band.upper < block;
+}
+
+// Of the parts of a bias's gradient, at most: one of each of the blocks that run at a time.
+inline int64_t one_tile_partial_elements(const Problem& problem, int64_t places) {
+  return std::min(places, problem.batch * problem.heads_q) * problem.len_q * problem.len_k;
+}
+
+// Items whose `shared`, a bias or a gradient of one, is the same follow each other, in as many parts as end soonest on
+// `places` blocks that run at a time, and at most `most`. A part costs a load of the bias that nothing hides, about
+// half an item.
+inline BiasGradientPlan one_tile_order(const Problem& problem, const TensorView& shared, int64_t block, int64_t places,
+                                       int64_t most) {
+  BiasGradientPlan order = make_bias_gradient_plan(problem, shared, block, block, places);
   const int64_t tiles = order.tiles, items = order.items;
   double least = std::numeric_limits<double>::infinity();
   const auto consider = [&](int64_t wanted) {
-    const int64_t part_items = block_count(items, std::clamp<int64_t>(wanted, 1, items));
+    const int64_t part_items = block_count(items, std::clamp<int64_t>(wanted, 1, std::min(items, most)));
     const int64_t parts = block_count(items, part_items), rounds = block_count(tiles * parts, places);
     const double time = static_cast<double>(rounds) * (static_cast<double>(part_items) + 0.5);
     if (time >= least || tiles * parts > INT32_MAX) return;
@@ -60,6 +72,19 @@ inline BiasGradientPlan one_tile_order(const ForwardArgs& args, int64_t places) 
   for (int64_t few = 1; few <= 6; ++few) consider(few);
   for (int64_t rounds = 1; rounds <= 4; ++rounds) consider(rounds * places / tiles);
   return order;
+}
+
+// Where nothing is summed: of a bias, or of a mask without one.
+inline BiasGradientPlan one_tile_order(const ForwardArgs& args, int64_t block, int64_t places) {
+  const Problem& problem = args.problem;
+  return one_tile_order(problem, problem.has_bias ? args.bias : args.mask, block, places, INT32_MAX);
+}
+
+// Of the gradient of a bias.
+inline BiasGradientPlan one_tile_gradient_order(const Problem& problem, const TensorView& dbias, int64_t block,
+                                                int64_t places) {
+  const int64_t room = one_tile_partial_elements(problem, places) / bias_elements(problem, dbias);
+  return one_tile_order(problem, dbias, block, places, std::max<int64_t>(room, 1));
 }
 
 }  // namespace flash_ext::sm80

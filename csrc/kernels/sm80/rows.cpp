@@ -2,7 +2,7 @@
 //
 //   fp16, bf16, fp32   mma.sync on tiles (forward/kernel.cuh, backward/kernel.cuh), the first of HeadDimsOf that fits
 //
-//   16 bits, one tile  mma.sync, heads of up to 64 queries and keys (forward_single_tile/kernel.cuh,
+//   16 bits, one tile  mma.sync, heads of up to 64 or 144 queries and keys (forward_single_tile/kernel.cuh,
 //                      backward_single_tile/kernel.cuh)
 //
 //   fp64               plain arithmetic (fp64/forward.cu, fp64/backward.cu), any head dimension up to the largest
@@ -104,49 +104,51 @@ int64_t least_shared_bytes(const Problem& problem, const DeviceInfo& device) {
 
 // ---- one tile ------------------------------------------------------------------------------------------------------
 
-// Of 16 bits and head dimensions up to 64.
-template <class Function>
+template <int kBlock, class Function>
 auto with_one_tile(const Problem& problem, const Function& function) {
   return with_instance(problem, [&]<class Element, int kHeadDim>() {
-    if constexpr (kHasOneTile<Element, kHeadDim>) return function.template operator()<Element, kHeadDim>();
-    return decltype(function.template operator()<Bf16, 64>())();  // the limits leave no such call
+    if constexpr (kHasOneTile<Element, kHeadDim, kBlock>) return function.template operator()<Element, kHeadDim>();
+    return decltype(function.template operator()<Bf16, 32>())();  // the limits leave no such call
   });
 }
 
-template <Pass kPass>
+template <Pass kPass, int kBlock>
 Plan plan_one_tile(const Problem& problem, const DeviceInfo& device) {
-  return with_one_tile(problem, [&]<class Element, int kHeadDim>() {
-    return kPass == Pass::kForward ? plan_one_tile_forward<Element, kHeadDim>(problem, device)
-                                   : plan_one_tile_backward<Element, kHeadDim>(problem, device);
+  return with_one_tile<kBlock>(problem, [&]<class Element, int kHeadDim>() {
+    return kPass == Pass::kForward ? plan_one_tile_forward<Element, kHeadDim, kBlock>(problem, device)
+                                   : plan_one_tile_backward<Element, kHeadDim, kBlock>(problem, device);
   });
 }
 
+template <int kBlock>
 void one_tile_forward(const ForwardArgs& args, const Plan& plan, void*) {
-  with_one_tile(args.problem,
-                [&]<class Element, int kHeadDim>() { run_one_tile_forward<Element, kHeadDim>(args, plan); });
+  with_one_tile<kBlock>(args.problem, [&]<class Element, int kHeadDim>() {
+    run_one_tile_forward<Element, kHeadDim, kBlock>(args, plan);
+  });
 }
 
+template <int kBlock>
 void one_tile_backward(const BackwardArgs& args, const Plan& plan, void* workspace) {
-  with_one_tile(args.fwd.problem, [&]<class Element, int kHeadDim>() {
-    run_one_tile_backward<Element, kHeadDim>(args, plan, workspace);
+  with_one_tile<kBlock>(args.fwd.problem, [&]<class Element, int kHeadDim>() {
+    run_one_tile_backward<Element, kHeadDim, kBlock>(args, plan, workspace);
   });
 }
 
-template <Pass kPass>
+template <Pass kPass, int kBlock>
 void inspect_one_tile(const Problem& problem, Plan& plan) {
-  with_one_tile(problem, [&]<class Element, int kHeadDim>() {
-    kPass == Pass::kForward ? inspect_one_tile_forward<Element, kHeadDim>(problem, plan)
-                            : inspect_one_tile_backward<Element, kHeadDim>(problem, plan);
+  with_one_tile<kBlock>(problem, [&]<class Element, int kHeadDim>() {
+    kPass == Pass::kForward ? inspect_one_tile_forward<Element, kHeadDim, kBlock>(problem, plan)
+                            : inspect_one_tile_backward<Element, kHeadDim, kBlock>(problem, plan);
   });
 }
 
-template <Pass kPass>
+template <Pass kPass, int kBlock>
 int64_t one_tile_bytes(const Problem& problem, const DeviceInfo&) {
   return with_instance(problem, [&]<class, int kHeadDim>() {
     const int bias_bytes = bias_bytes_of(problem);
     return kStaticSharedBytes + (kPass == Pass::kForward
-                                     ? one_tile_forward_smem(kHeadDim, bias_bytes, problem.has_mask).total
-                                     : one_tile_backward_smem(kHeadDim, bias_bytes, problem.has_mask).total);
+                                     ? one_tile_forward_smem(kHeadDim, kBlock, bias_bytes, problem.has_mask).total
+                                     : one_tile_backward_smem(kHeadDim, kBlock, bias_bytes, problem.has_mask).total);
   });
 }
 
@@ -169,17 +171,17 @@ constexpr Limits k16Bit = [] {
 }();
 
 // The largest of which there is an instance with one tile, or 0.
-template <int... kValues>
-constexpr int one_tile_head_dim(Values<kValues...>) {
-  return std::max({0, (kHasOneTile<Bf16, kValues> ? kValues : 0)...});
+template <int kBlock, int... kValues>
+constexpr int one_tile_head_dim_of(Values<kValues...>) {
+  return std::max({0, (kHasOneTile<Bf16, kValues, kBlock> ? kValues : 0)...});
 }
 
-constexpr Limits kOneTileLimits = [] {
+constexpr Limits one_tile_limits(int head_dim, int block) {
   Limits limits = k16Bit;
-  limits.head_dim = one_tile_head_dim(HeadDims{});
-  limits.length = kOneTile;
+  limits.head_dim = head_dim;
+  limits.length = block;
   return limits;
-}();
+}
 
 // All but dtypes, which are each row's.
 constexpr Features kSupported =
@@ -216,29 +218,33 @@ constexpr Kernel main_row(const char* name, Pass pass, bool is_float) {
   return kernel;
 }
 
-constexpr Kernel one_tile_forward_row() {
+template <int kBlock>
+constexpr Kernel one_tile_forward_row(const char* name) {
   const Features left_out = {Feature::kDropout, Feature::kPacked, Feature::kBatchInvariant};
   const Features features = kSupported.with(dtypes(Elements{}, false)).without(left_out);
-  Kernel kernel = row("sm80.forward.one_tile", Pass::kForward, features, kOneTileLimits);
-  kernel.plan = plan_one_tile<Pass::kForward>;
-  kernel.forward = one_tile_forward;
-  kernel.cost = one_tile_forward_cost;
-  kernel.shared_bytes = one_tile_bytes<Pass::kForward>;
-  kernel.inspect = inspect_one_tile<Pass::kForward>;
+  Kernel kernel =
+      row(name, Pass::kForward, features, one_tile_limits(one_tile_head_dim_of<kBlock>(HeadDims{}), kBlock));
+  kernel.plan = plan_one_tile<Pass::kForward, kBlock>;
+  kernel.forward = one_tile_forward<kBlock>;
+  kernel.cost = one_tile_forward_cost<kBlock>;
+  kernel.shared_bytes = one_tile_bytes<Pass::kForward, kBlock>;
+  kernel.inspect = inspect_one_tile<Pass::kForward, kBlock>;
   return kernel;
 }
 
-constexpr Kernel one_tile_backward_row() {
+template <int kBlock>
+constexpr Kernel one_tile_backward_row(const char* name) {
   const Features left_out = {Feature::kGroupedHeads,   Feature::kValueHeads, Feature::kSoftcap,
                              Feature::kDropout,        Feature::kPacked,     Feature::kAlibiGradient,
                              Feature::kBatchInvariant, Feature::kSinks,      Feature::kConstantLse};
   const Features features = kSupported.with(dtypes(Elements{}, false)).without(left_out);
-  Kernel kernel = row("sm80.backward.one_tile", Pass::kBackward, features, kOneTileLimits);
-  kernel.plan = plan_one_tile<Pass::kBackward>;
-  kernel.backward = one_tile_backward;
-  kernel.cost = one_tile_backward_cost;
-  kernel.shared_bytes = one_tile_bytes<Pass::kBackward>;
-  kernel.inspect = inspect_one_tile<Pass::kBackward>;
+  Kernel kernel =
+      row(name, Pass::kBackward, features, one_tile_limits(one_tile_head_dim_of<kBlock>(HeadDims{}), kBlock));
+  kernel.plan = plan_one_tile<Pass::kBackward, kBlock>;
+  kernel.backward = one_tile_backward<kBlock>;
+  kernel.cost = one_tile_backward_cost<kBlock>;
+  kernel.shared_bytes = one_tile_bytes<Pass::kBackward, kBlock>;
+  kernel.inspect = inspect_one_tile<Pass::kBackward, kBlock>;
   return kernel;
 }
 
@@ -264,11 +270,13 @@ constexpr Kernel bias_gradient_row() {
 }
 
 constexpr Kernel kKernels[] = {
-    one_tile_forward_row(),
+    one_tile_forward_row<kOneTile>("sm80.forward.one_tile"),
+    one_tile_forward_row<kLargeTile>("sm80.forward.one_tile_144"),
     main_row("sm80.forward", Pass::kForward, false),
     main_row("sm80.forward.fp32", Pass::kForward, true),
     double_row("sm80.forward.fp64", Pass::kForward),
-    one_tile_backward_row(),
+    one_tile_backward_row<kOneTile>("sm80.backward.one_tile"),
+    one_tile_backward_row<kLargeTile>("sm80.backward.one_tile_144"),
     main_row("sm80.backward", Pass::kBackward, false),
     main_row("sm80.backward.fp32", Pass::kBackward, true),
     double_row("sm80.backward.fp64", Pass::kBackward),

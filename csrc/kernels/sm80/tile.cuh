@@ -316,12 +316,12 @@ __device__ __forceinline__ void store_accumulators(const float (&c)[kM][kN][4], 
 template <int kM, int kN>
 __device__ __forceinline__ void store_float(const float (&c)[kM][kN][4], int col, const GlobalRows<float>& to,
                                             int first_row) {
-  const int first_col = col + threadIdx.x % 4 * 2;
+  const int first_col = col + 2 * lane_column();
 #pragma unroll
   for (int m = 0; m < kM; ++m) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = first_row + m * 16 + threadIdx.x % 32 / 4 + half * 8;
+      const int row = first_row + m * 16 + lane_row() + half * 8;
       if (row >= to.rows) continue;
       float* target = to.row(row) + first_col * to.col_stride;
 #pragma unroll

@@ -9,6 +9,7 @@
 #include "sink_cases.h"
 #include "sm80_cases.h"
 #include "sm80_hidden_cases.h"
+#include "sm80_large_tile_cases.h"
 #include "sm80_packed_cases.h"
 
 namespace flash_ext {
@@ -36,6 +37,27 @@ INSTANTIATE_TEST_SUITE_P(Documents, Sm80Kernels, testing::ValuesIn(kDocumentCase
                          [](const auto& info) { return info.param.name; });
 
 INSTANTIATE_TEST_SUITE_P(Sinks, Sm80Kernels, testing::ValuesIn(kSinkCases),
+                         [](const auto& info) { return info.param.name; });
+
+// The kernels of large tiles alone.
+const Rows& large_tile_table() {
+  static const std::vector<Kernel> rows = [] {
+    std::vector<Kernel> found;
+    for (const Kernel& kernel : sm80::kernels()) {
+      if (std::string_view(kernel.name).find("one_tile_144") != std::string_view::npos) found.push_back(kernel);
+    }
+    return found;
+  }();
+  static const Rows table(rows);
+  return table;
+}
+
+class Sm80LargeTile : public testing::TestWithParam<Case> {};
+
+TEST_P(Sm80LargeTile, Bf16) { check<__nv_bfloat16>(large_tile_table(), GetParam()); }
+TEST_P(Sm80LargeTile, Fp16) { check<__half>(large_tile_table(), GetParam()); }
+
+INSTANTIATE_TEST_SUITE_P(All, Sm80LargeTile, testing::ValuesIn(kLargeTileCases),
                          [](const auto& info) { return info.param.name; });
 
 // What is infinite or NaN shows where the formulas have it. A probability that is NaN is so, too, where it is dropped,

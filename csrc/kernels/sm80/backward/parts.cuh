@@ -194,14 +194,14 @@ __device__ __forceinline__ void add_dlse(float (&dp)[kM][kN][4], const float* ls
 
 // A fragment of S^T to its place in a [key][query] tile.
 template <class Frag, int kM, int kN, class Tile>
-__device__ __forceinline__ void store_scores(Tile tile, const Operands<Frag, kM, kN>& c, int key) {
+__device__ __forceinline__ void store_scores(Tile tile, const Operands<Frag, kM, kN>& c, int key, int query = 0) {
   const unsigned lane = no_hoist(threadIdx.x % 32);
 #pragma unroll
   for (int m = 0; m < kM; ++m) {
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
-      c.row[m].store(tile, key + m * 16, n * 8, lane, n, 0);
-      c.row[m].store(tile, key + m * 16 + 8, n * 8, lane, n, 1);
+      c.row[m].store(tile, key + m * 16, query + n * 8, lane, n, 0);
+      c.row[m].store(tile, key + m * 16 + 8, query + n * 8, lane, n, 1);
     }
   }
 }

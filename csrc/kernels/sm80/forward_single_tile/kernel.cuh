@@ -3,6 +3,8 @@
 //
 //   S = Q K^T     P = e^(S - m)     out = P V / rowsum(P)     lse = m + log rowsum(P)
 //
+// In a tile of 144 keys S and P are there in parts, one after the other, with a running maximum.
+//
 // A block of threads walks units of items (one_tile.cuh): the loads of the next head run beside the products of this
 // one, and a bias that heads share is loaded once for 32 of them. A warp owns 16 queries, from S to out.
 //
@@ -10,17 +12,20 @@
 // zeros there and masked.
 #pragma once
 
+#include "gpu/softmax.cuh"
 #include "kernels/sm80/one_tile.cuh"
 
 namespace flash_ext::sm80 {
 
-template <class Element_, int kHeadDim_>
+template <class Element_, int kHeadDim_, int kBlock_>
 struct OneTileForwardTraits {
   using Element = Element_;
   using Frag = Fragments<Element>;
   using T = typename Frag::Storage;
-  static constexpr int kHeadDim = kHeadDim_, kBlock = kOneTile, kThreads = kBlock / 16 * 32;
-  static constexpr int kBlocksPerSm = one_tile_forward_blocks(kHeadDim);
+  static constexpr int kHeadDim = kHeadDim_, kBlock = kBlock_, kThreads = kBlock / 16 * 32;
+  static constexpr int kBlocksPerSm = one_tile_forward_blocks(kHeadDim, kBlock);
+  // Keys that a warp takes at once. NOTE: 18 warps have 96 registers each; 144 keys are 72.
+  static constexpr int kPart = kBlock == kOneTile ? kBlock : 48, kParts = kBlock / kPart;
   using Tile = SmemTile<T, kHeadDim>;
   using Mods = ScoreMods<Element, kBlock, kBlock, kThreads>;
 };
@@ -35,12 +40,13 @@ struct OneTileForward {
   using Tile = typename Traits::Tile;
   using Item = OneTileItem<kOneTileForwardViews>;
   static constexpr int kBlock = Traits::kBlock, kHeadDim = Traits::kHeadDim, kThreads = Traits::kThreads;
-  using Scores = float[1][kBlock / 8][4];
+  static constexpr int kPart = Traits::kPart, kParts = Traits::kParts;
+  using Part = float[1][kPart / 8][4];  // of S or P
   using Out = float[1][kHeadDim / 8][4];
 
   const ForwardArgs& args;
   const ScoreOptions& options;
-  const bool is_regular;
+  const OneTileForm& form;
   const uint32_t base;
 
   __device__ __forceinline__ const Problem& problem() const { return args.problem; }
@@ -56,15 +62,25 @@ struct OneTileForward {
     if (!item.exists) return;
     const int len_k = static_cast<int>(problem().len_k);
     const int cols = static_cast<int>(problem().head_dim), cols_v = static_cast<int>(problem().head_dim_v);
-    load_one_tile<kThreads>(tile(kForwardQ, n), args.q, item.at[kForwardQ], len_q(), cols, is_regular);
-    load_one_tile<kThreads>(tile(kForwardK, n), args.k, item.at[kForwardK], len_k, cols, is_regular);
-    load_one_tile<kThreads>(tile(kForwardV, n), args.v, item.at[kForwardV], len_k, cols_v, is_regular);
+    load_one_tile<kBlock, kThreads>(tile(kForwardQ, n), args.q, item.at[kForwardQ], len_q(), cols, form.is_regular);
+    load_one_tile<kBlock, kThreads>(tile(kForwardK, n), args.k, item.at[kForwardK], len_k, cols, form.is_regular);
+    load_one_tile<kBlock, kThreads>(tile(kForwardV, n), args.v, item.at[kForwardV], len_k, cols_v, form.is_regular);
   }
 
+  // S = Q K^T of a part of the keys.
+  __device__ __forceinline__ void multiply_s(uint32_t n, int part, Part& s) const {
+    clear(s);
+    gemm_nt<Frag, kHeadDim>(s, tile(kForwardQ, n), warp_row(), tile(kForwardK, n), kPart * part);
+  }
   // What lies between Q K^T and the softmax.
-  __device__ __forceinline__ void modify(const typename Traits::Mods& mods, Scores& s) const {
-    mods.template apply<false>(options.features, s, warp_row(), 0, diagonal_of(problem(), whole_sequence(problem())));
-    hide_outside(problem(), s, warp_row(), kMinusInf);
+  __device__ __forceinline__ void modify(const typename Traits::Mods& mods, int part, Part& s) const {
+    const int col = kPart * part;
+    mods.template apply<false>(options.features, s, warp_row(), col, diagonal_of(problem(), whole_sequence(problem())));
+    hide_outside(problem(), form, s, warp_row(), col, kMinusInf);
+  }
+  // O += P V
+  __device__ __forceinline__ void add_values(uint32_t n, int part, const Part& p, Out& o) const {
+    gemm_from_registers<Frag>(o, operands<Frag>(p), tile(kForwardV, n), kPart * part, 0);
   }
 
   // out = O / l, lse = m + log l. max: in units of S.
@@ -105,14 +121,15 @@ struct OneTileForward {
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
     one_tile_forward_kernel(const __grid_constant__ ForwardArgs args, const __grid_constant__ BiasGradientPlan plan,
-                            ScoreOptions options, bool is_regular) {
+                            ScoreOptions options, OneTileForm form) {
   using Step = OneTileForward<Traits>;
   using Frag = typename Traits::Frag;
   char* const smem = dynamic_shared_128();
   const Problem& problem = args.problem;
-  const OneTileForwardSmem layout = one_tile_forward_smem(Traits::kHeadDim, bias_bytes_of(problem), problem.has_mask);
+  const OneTileForwardSmem layout =
+      one_tile_forward_smem(Traits::kHeadDim, Traits::kBlock, bias_bytes_of(problem), problem.has_mask);
   const uint32_t base = shared_address(smem);
-  const Step step{args, options, is_regular, base};
+  const Step step{args, options, form, base};
   const auto view_of = [&](int i) -> OneTileView {
     return i == kForwardK   ? OneTileView{args.k, problem.heads_k}
            : i == kForwardV ? OneTileView{args.v, problem.heads_v}
@@ -140,25 +157,45 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
     cp_async_commit();
     if (!exists) continue;
 
-    const auto q = step.tile(kForwardQ, n);
-    typename Step::Scores s;
-    clear(s);
-    gemm_nt<Frag, Traits::kHeadDim>(s, q, Step::warp_row(), step.tile(kForwardK, n), 0);  // S = Q K^T
-    if (new_scores) {
+    const auto wait_for_scores = [&] {
+      if (!new_scores) return;
       cp_async_wait<1>();
       __syncthreads();  // bias and mask are there
-    }
-    if (Step::warp_row() >= step.len_q()) continue;
-    step.modify(items.mods_of(n), s);
+    };
+    const auto& mods = items.mods_of(n);
     float max[2] = {kMinusInf, kMinusInf}, sum[2] = {0.f, 0.f};
-    exponentiate_rows(s, options.to_log2, max, sum);
-
+    typename Step::Part s;
     typename Step::Out o;
-    clear(o);
-    gemm_from_registers<Frag>(o, operands<Frag>(s), step.tile(kForwardV, n), 0, 0);  // O = P V
+    if constexpr (Step::kParts == 1) {
+      step.multiply_s(n, 0, s);
+      wait_for_scores();
+      if (Step::warp_row() >= step.len_q()) continue;
+      step.modify(mods, 0, s);
+      exponentiate_rows(s, options.to_log2, max, sum);
+      clear(o);
+      step.add_values(n, 0, s, o);
+    } else {
+      wait_for_scores();
+      if (Step::warp_row() >= step.len_q()) continue;
+      SoftmaxRows<1> softmax;
+      clear(o);
+#pragma unroll 1  // or 24 bytes would be spilled
+      for (int part = 0; Step::kPart * part < static_cast<int>(problem.len_k); ++part) {
+        step.multiply_s(n, part, s);
+        step.modify(mods, part, s);
+        softmax.template rescale<true>(s, o, options.to_log2, 8.f);
+        softmax.template exponentials<true>(s, options.to_log2);
+        step.add_values(n, part, s, o);
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        max[i] = softmax.row_max[0][i];
+        sum[i] = softmax.total(0, i);
+      }
+    }
     step.finish_rows(item, o, max, sum);
     store_accumulators<Frag>(
-        o, q, Step::warp_row(), 0,
+        o, step.tile(kForwardQ, n), Step::warp_row(), 0,
         rows_of<typename Step::T>(args.out, item.at[kForwardOut], problem.len_q, problem.head_dim_v), Step::warp_row());
   }
 }

@@ -13,14 +13,14 @@
 
 namespace flash_ext::sm80 {
 
-template <class Element, int kHeadDim>
+template <class Element, int kHeadDim, int kBlock>
 Plan plan_one_tile_forward(const Problem& problem, const DeviceInfo& device) {
-  using Traits = OneTileForwardTraits<Element, kHeadDim>;
-  constexpr int kOperand = 2 * Traits::Tile::bytes(kOneTile);
-  const OneTileForwardSmem smem = one_tile_forward_smem(kHeadDim, bias_bytes_of(problem), problem.has_mask);
+  using Traits = OneTileForwardTraits<Element, kHeadDim, kBlock>;
+  constexpr int kOperand = 2 * Traits::Tile::bytes(kBlock);
+  const OneTileForwardSmem smem = one_tile_forward_smem(kHeadDim, kBlock, bias_bytes_of(problem), problem.has_mask);
   Plan plan;
-  plan.kernel = "sm80.forward.one_tile";
-  plan.block_m = plan.block_n = kOneTile;
+  plan.kernel = kBlock == kOneTile ? "sm80.forward.one_tile" : "sm80.forward.one_tile_144";
+  plan.block_m = plan.block_n = kBlock;
   plan.stages = 2;
   for (const char* operand : {"q", "k", "v"}) plan.use(operand, kOperand);
   plan.use("items", smem.bias - smem.items);
@@ -36,19 +36,20 @@ Plan plan_one_tile_forward(const Problem& problem, const DeviceInfo& device) {
   return plan;
 }
 
-template <class Element, int kHeadDim>
+template <class Element, int kHeadDim, int kBlock>
 void run_one_tile_forward(const ForwardArgs& args, const Plan& plan) {
-  using Traits = OneTileForwardTraits<Element, kHeadDim>;
+  using Traits = OneTileForwardTraits<Element, kHeadDim, kBlock>;
   const auto [grid, shared_bytes] = plan.chosen<OneTileChoice>();
   check_one_tile(args.problem);
-  cuda::launch(one_tile_forward_kernel<Traits>, cuda::grid_of(grid), Traits::kThreads, shared_bytes, args.stream, args,
-               one_tile_order(args, grid), ScoreOptions::of(args, true),
-               has_regular_rows(args.problem, {&args.q, &args.k, &args.v}));
+  cuda::launch(
+      one_tile_forward_kernel<Traits>, cuda::grid_of(grid), Traits::kThreads, shared_bytes, args.stream, args,
+      one_tile_order(args, kBlock, grid), ScoreOptions::of(args, true),
+      OneTileForm{has_regular_rows(args.problem, {&args.q, &args.k, &args.v}), has_band(args.problem, kBlock)});
 }
 
-template <class Element, int kHeadDim>
+template <class Element, int kHeadDim, int kBlock>
 void inspect_one_tile_forward(const Problem&, Plan& plan) {
-  using Traits = OneTileForwardTraits<Element, kHeadDim>;
+  using Traits = OneTileForwardTraits<Element, kHeadDim, kBlock>;
   cuda::inspect(one_tile_forward_kernel<Traits>, Traits::kThreads, plan.chosen<OneTileChoice>().shared_bytes, plan);
 }
 
