@@ -153,6 +153,29 @@ def test_the_cheapest_candidate_is_chosen(device: str, backend: str) -> None:
 
 @pytest.mark.kernels("sm90")
 @pytest.mark.parametrize("dtype", HALF, ids=name_of)
+def test_who_serves_large_windows(dtype: torch.dtype) -> None:
+    """Of 3,072 heads, who took least on an H200 (docs/lab/2026-12-01-windows-of-144.md)."""
+    tile, dense = "sm80.{}.one_tile_144", "sm90.{}"
+    for length, bias, grad, forward, backward in (
+        (144, False, False, tile, tile),
+        (144, True, True, tile, tile),
+        (128, True, False, tile, "sm90.{}.scored"),
+        (128, True, True, tile, "sm90.{}.scored, sm90.bias_gradient"),
+        (100, False, False, None, dense),
+        (100, True, True, tile, tile),
+        (88, True, True, tile, tile),
+    ):
+        shape = (1024, 3, length, 32)
+        inputs = {name: leaf(t.to("meta")) for name, t in make_inputs(shape, shape, dtype=dtype).items()}
+        if bias:
+            inputs["bias"] = torch.empty(3, length, length, device="meta", dtype=dtype, requires_grad=grad)
+        plan = flash_ext.explain(**inputs, device="cuda")
+        assert forward is None or plan.forward.kernel == forward.format("forward")
+        assert plan.backward.kernel == backward.format("backward")
+
+
+@pytest.mark.kernels("sm90")
+@pytest.mark.parametrize("dtype", HALF, ids=name_of)
 def test_who_is_faster_serves_unless_another_is_named(dtype: torch.dtype) -> None:
     """Up to 64 queries and keys it is sm80: forward up to head dim 128, backward by its kernel of one tile."""
 

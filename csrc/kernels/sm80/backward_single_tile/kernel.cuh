@@ -23,8 +23,8 @@ struct OneTileTraits {
   static constexpr int kHeadDim = kHeadDim_, kBlock = kBlock_;
   static constexpr int kWarps = kBlock / 16, kThreads = 32 * kWarps;
   static constexpr int kBlocksPerSm = one_tile_backward_blocks(kHeadDim, kBlock);
-  // Keys that a warp takes at once. NOTE: of 9 warps each has 168 registers; what they sum of a bias's gradient is 72,
-  // and as many for S and for dP of all 144 keys there are not. They are multiplied twice.
+  // Keys that a warp takes at once. NOTE: of 9 warps each has 168 registers, 72 of them for the sum of a bias's
+  // gradient; S and dP of all 144 keys would be as many each, so they are multiplied twice.
   static constexpr int kPart = kBlock == kOneTile ? kBlock : 48, kParts = kBlock / kPart;
   static constexpr bool kScaled = std::is_same_v<Element, Fp16>;
   using Tile = SmemTile<T, kHeadDim>;
@@ -331,12 +331,13 @@ struct OneTile {
 //   wait, __syncthreads (1)   Q, K, V and dO are there, and what is to be known; nobody reads what the last left
 //   find                      32 items ahead, after as many; what is done to the next item's scores
 //   begin to load             bias and mask, where they are new; then Q, K, V and dO of the next item
+//   S = Q K^T, dP = dO V^T    where all keys are one part
 //   (wait, __syncthreads)     bias and mask are there, where they are new
-//   S = Q K^T, dP = dO V^T    a part of the keys after the other; what is to be known of the rows
+//   rows                      what is to be known of them; of several parts S and dP for this alone, part after part
 //   (__syncthreads)           in fp16, for the largest dS of all warps
-//   P, dS, dQ                 part after part, where there are several with S and dP anew; P and dS to shared memory
+//   P, dS                     to shared memory; dQ, where all keys are one part; else S and dP again
 //   __syncthreads (2)         P and dS are there; V becomes the stage of the gradients
-//   dK, dV                    the sum of the bias's gradient after the last item of a unit
+//   dQ, dK, dV                the sum of the bias's gradient after the last item of a unit
 // clang-format on
 //
 // Shared memory: two stages of Q, K, V and dO; P; dS; the items, in a ring, and what is done to scores; bias; mask.
@@ -420,7 +421,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
       if (Step::kParts > 1) step.multiply_dp(n, part, dp);
       step.dp_to_ds(mods, part, dp, s, rows, item);
       if (sums_bias) {
-#pragma unroll
+#pragma unroll  // NOTE: with parts of 16 and the loop itself unrolled, its instructions were more than the cache holds
         for (int i = 0; i < Step::kParts; ++i) {
           if (i == part) for_each_pair(bias_sum[i], dp, [](float& x, float y) { x += y; });
         }

@@ -113,9 +113,10 @@ struct OneTileForward {
 //   wait, __syncthreads       Q, K and V are there, and what is to be known; nobody reads what the last left
 //   find                      32 items ahead, after as many; what is done to the next item's scores
 //   begin to load             bias and mask, where they are new; then Q, K and V of the next item
-//   S = Q K^T
+//   S = Q K^T                 where all keys are one part
 //   (wait, __syncthreads)     bias and mask are there, where they are new
-//   P, O = P V, out           through the warp's own rows of Q
+//   P, O += P V               part after part, where there are several each with its S
+//   out                       through the warp's own rows of Q
 //
 // Shared memory: two stages of Q, K and V; the items, in a ring; what is done to scores; bias; mask.
 template <class Traits>
