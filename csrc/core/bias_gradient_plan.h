@@ -8,7 +8,7 @@
 // and odd units run backwards, so that the first item of a unit shares what it can with the last one before. Where the
 // gradient has fewer tiles than the card has places, several parts share a tile's items. Made by
 // plan_bias_gradient.h, read by the kernels of a bias's gradient and by those of heads of one tile (sm80/one_tile.cuh),
-// whose parts sm80/one_tile_order.h counts anew where nothing is summed. Invariant: at() is a bijection from (unit,
+// whose parts sm80/one_tile_order.h counts anew. Invariant: at() is a bijection from (unit,
 // index) to all pairs of a tile of the gradient and one of its items.
 #pragma once
 

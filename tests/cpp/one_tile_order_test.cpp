@@ -88,10 +88,10 @@ TEST(OneTileOrder, PartsOfAGradientFitTheirPlaceAndBlocksEndTogether) {
 TEST(OneTileOrder, ABandIsOneThatHidesPairsOfTheTile) {
   Problem problem = windows(2, 2);
   EXPECT_FALSE(has_band(problem, kOneTile));
-  problem.window_left = problem.window_right = kOneTile;
+  problem.window_left = problem.window_right = kOneTile - 1;
   EXPECT_FALSE(has_band(problem, kOneTile));
   EXPECT_TRUE(has_band(problem, kLargeTile));
-  problem.window_left = kOneTile - 1;
+  problem.window_left = kOneTile - 2;
   EXPECT_TRUE(has_band(problem, kOneTile));
   problem.window_left = kUnbounded;
   problem.causal = true;

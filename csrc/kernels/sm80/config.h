@@ -163,8 +163,8 @@ constexpr BiasGradientShape bias_gradient_shape(int element_bytes, int head_dim,
 }
 
 // Where one tile holds all queries and keys of a head: one_tile.cuh, which has 64 items ahead of what is done to the
-// scores of two, and of the first. A tile of 144 is for windows of 12 x 12 and up to head dimension 32, where all of it
-// fits. views: tensors of an item.
+// scores of two, and of the first. A tile of 144 is for windows of 12 x 12, up to head dim 32: its backward takes 169
+// KiB. views: tensors of an item.
 constexpr int kOneTile = 64, kLargeTile = 144, kOneTileModsBytes = 128;
 constexpr int one_tile_head_dim(int block) { return block == kOneTile ? 64 : 32; }  // the largest
 constexpr int one_tile_item_bytes(int views) { return 8 * views + 40; }

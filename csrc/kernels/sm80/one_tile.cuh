@@ -1,5 +1,5 @@
 // What the kernels of one tile share: how a block of threads finds heads that are one tile each and loads them, and a
-// warp's rows with all of their keys at hand.
+// warp's rows, with all of their keys in its block's shared memory.
 //
 //   item = one (batch, head)      unit = items that share a tile of a bias or of its gradient
 //   (core/bias_gradient_plan.h)

@@ -44,12 +44,13 @@ inline bool has_regular_rows(const Problem& problem, std::initializer_list<const
 // Whether the band hides a pair of a tile of `block` queries and keys.
 inline bool has_band(const Problem& problem, int64_t block) {
   const Band band = make_band(problem);
-  return band.lower > -block || band.upper < block;
+  return band.lower > 1 - block || band.upper < block - 1;
 }
 
-// Of the parts of a bias's gradient, at most: one of each of the blocks that run at a time.
+// Of the parts of a bias's gradient, at most: one of each of the blocks that run at a time, of which no card has more
+// than a thousand.
 inline int64_t one_tile_partial_elements(const Problem& problem, int64_t places) {
-  return std::min(places, problem.batch * problem.heads_q) * problem.len_q * problem.len_k;
+  return problem.whole_dbias ? 0 : std::min<int64_t>(places, 1024) * problem.len_q * problem.len_k;
 }
 
 // Items whose `shared`, a bias or a gradient of one, is the same follow each other, in as many parts as end soonest on

@@ -2,8 +2,8 @@
 // writes dQ, dK and dV itself and adds up the gradient of a broadcast bias, without scratch for dQ, lse or delta.
 //
 // A block of threads walks units of items (one_tile.cuh); the loads of the next item run beside the products of this
-// one. A warp owns 16 queries: S, P, dP, dS and dQ are its own, with the whole row at hand, so that the softmax is
-// computed anew (what backward/renormalise.cuh is for otherwise) and delta is rowsum(P o dP) - dlse. P and dS pass
+// one. A warp owns 16 queries: S, P, dP, dS and dQ are its own, with all keys of a row at once or in parts, so that the
+// softmax is computed anew (what backward/renormalise.cuh is for otherwise) and delta is rowsum(P o dP). P and dS pass
 // through shared memory once, because dV and dK sum over the queries of all warps; there a warp owns 16 keys.
 //
 // Launched by run.cuh. Invariant: the order of every sum depends on nothing but the shapes and the card;
@@ -56,7 +56,7 @@ __device__ __forceinline__ void sum_rows_or_columns(float* sums, const BiasGradi
   to[0] = total;
 }
 
-// What is known of a lane's two rows. Before finish_rows: of the lane's own keys, `inverse` is the sum.
+// What is known of a lane's two rows. Before finish_rows `inverse` is the sum, of several parts of the lane's own keys.
 struct OneTileRows {
   float max[2] = {kMinusInf, kMinusInf};
   float inverse[2] = {0.f, 0.f};  // of the sum of e^(S - max); 0 of a row without keys
@@ -325,7 +325,7 @@ struct OneTile {
   }
 };
 
-// All warps do the same: 16 rows of S, P and dS each, later 16 keys of dK and dV. What an item goes through:
+// All warps do the same, those with queries or keys: 16 rows of S, P and dS each, later 16 keys of dK and dV. An item:
 //
 // clang-format off
 //   wait, __syncthreads (1)   Q, K, V and dO are there, and what is to be known; nobody reads what the last left
