@@ -172,6 +172,15 @@ def test_who_serves_large_windows(dtype: torch.dtype) -> None:
         plan = flash_ext.explain(**inputs, device="cuda")
         assert forward is None or plan.forward.kernel == forward.format("forward")
         assert plan.backward.kernel == backward.format("backward")
+    for batch, queries, keys, forward in (
+        (16, 48, 48, "sm80.forward.plain"),
+        (16, 64, 96, "sm80.forward.plain"),
+        (80, 60, 64, "sm80.forward.plain"),
+        (1024, 60, 64, "sm80.forward.one_tile"),
+    ):
+        shapes = ((batch, 3, queries, 32), (batch, 3, keys, 32))
+        inputs = {name: t.to("meta") for name, t in make_inputs(*shapes, dtype=dtype).items()}
+        assert flash_ext.explain(**inputs, device="cuda").forward.kernel == forward
 
 
 @pytest.mark.kernels("sm90")
