@@ -4,6 +4,7 @@
     python benchmarks/again.py benchmarks/results/nvidia-h200                        into the same files
     python benchmarks/again.py benchmarks/results/nvidia-h200 --out results          the same files in another folder
     python benchmarks/again.py benchmarks/results/nvidia-h200 --only grid --dry-run  says what it would run
+    python benchmarks/again.py benchmarks/results/nvidia-h200 --rounds 3 --seconds 0.2    in less time
 
 Commands run in the repository's root, where --out is meant, too. One that fails, or takes longer than --limit, does not
 stop the others; it is told, and the exit status is 1. What was put together from several (sweep/) or written elsewhere
@@ -34,6 +35,8 @@ class Args:
     out: Path | None = None  # where the results go (None: the folder)
     only: str = ""  # regular expression: commands in which it is found
     limit: float | None = None  # seconds of each command
+    rounds: int | None = None  # --rounds of each command of attention.py (None: its own)
+    seconds: float | None = None  # its --seconds
     dry_run: bool = False  # print the commands
 
 
@@ -51,6 +54,15 @@ def moved(words: list[str], folder: Path, out: Path) -> list[str]:
     """The same command with --out in another folder."""
     at = words.index("--out") + 1
     return [*words[:at], str(out / (ROOT / words[at]).relative_to(folder)), *words[at + 1 :]]
+
+
+def with_option(words: list[str], name: str, value: float | None) -> list[str]:
+    """The same command of attention.py with another value of an option; other commands as they are."""
+    if value is None or Path(words[1]).name != "attention.py":
+        return words
+    at = words.index(name) if name in words else None
+    rest = words if at is None else [*words[:at], *words[at + 2 :]]
+    return [*rest[:2], name, f"{value:g}", *rest[2:]]
 
 
 def failure_of(words: list[str], limit: float | None) -> str:
@@ -80,6 +92,7 @@ def main() -> None:
         words = shlex.split(command)
         if args.out is not None:
             words = moved(words, folder, args.out)
+        words = with_option(with_option(words, "--seconds", args.seconds), "--rounds", args.rounds)
         print(shlex.join(words), flush=True)
         if not args.dry_run and (why := failure_of(words, args.limit)):
             failures[shlex.join(words)] = why

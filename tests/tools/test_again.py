@@ -40,6 +40,17 @@ def test_a_command_that_takes_too_long_is_told(tmp_path: Path) -> None:
     assert done.returncode == 1 and done.stderr.endswith("took more than 0.01 s\n")
 
 
+def test_rounds_and_seconds_are_of_attention_alone(tmp_path: Path) -> None:
+    attention, train = "python benchmarks/attention.py --suite cpu", "python benchmarks/train_lm.py --size small"
+    write(tmp_path / "a.csv", f"{attention} --rounds 5 --calls 9 --out {tmp_path}")
+    write(tmp_path / "b.csv", f"{train} --out {tmp_path}/b.csv")
+    done = start("again.py", tmp_path, "--dry-run", "--rounds", "3", "--seconds", "0.2")
+    short = attention.replace("--suite", "--rounds 3 --seconds 0.2 --suite")
+    assert done.stdout == f"{short} --calls 9 --out {tmp_path}\n{train} --out {tmp_path}/b.csv\n"
+    as_they_are = start("again.py", tmp_path, "--dry-run")
+    assert f"{attention} --rounds 5 --calls 9 --out {tmp_path}\n" in as_they_are.stdout
+
+
 @pytest.mark.parametrize("folder", [path.name for path in RESULTS.iterdir() if path.is_dir()])
 def test_the_results_here_can_be_taken_again(folder: str) -> None:
     done = start("again.py", RESULTS / folder, "--dry-run")
