@@ -203,6 +203,16 @@ def math_path(*args: Any, **kwargs: Any) -> Tensor:
         return F.scaled_dot_product_attention(*args, **kwargs)
 
 
+def attention_by(name: str) -> Callable[..., Any]:
+    """attention by that kernel, with its backend in the other pass, or by that backend; or an error."""
+
+    def attention(**arguments: Any) -> Any:
+        with flash_ext.use_backend(name):
+            return flash_ext.attention(**arguments)
+
+    return attention
+
+
 def check_drop_in(inputs: Inputs, units: float = 0.0, **options: Any) -> None:
     """The rule for the result and for every gradient, the mask's included; ``units`` as in ``violations``."""
 

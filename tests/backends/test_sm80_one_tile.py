@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import HALF, Inputs, check, leaf, make_inputs, name_of, rand
+from helpers import HALF, Inputs, attention_by, check, leaf, make_inputs, name_of, rand
 
 import flash_ext
 
@@ -29,13 +29,7 @@ def kernel_of(tile: int) -> str:
 
 
 def by(tile: int) -> Callable[..., Any]:
-    """attention by the kernel under test, or an error."""
-
-    def attention(**arguments: Any) -> Any:
-        with flash_ext.use_backend(kernel_of(tile)):
-            return flash_ext.attention(**arguments)
-
-    return attention
+    return attention_by(kernel_of(tile))
 
 
 def inputs_of(

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import HALF, check, make_inputs, name_of, rand
+from helpers import HALF, attention_by, check, make_inputs, name_of, rand
 
 import flash_ext
 
@@ -29,13 +29,7 @@ def kernel_of(tile: int) -> str:
 
 
 def by(tile: int) -> Callable[..., Any]:
-    """attention by the kernel under test, or an error; backward by sm80."""
-
-    def attention(**arguments: Any) -> Any:
-        with flash_ext.use_backend(kernel_of(tile)):
-            return flash_ext.attention(**arguments)
-
-    return attention
+    return attention_by(kernel_of(tile))
 
 
 def scores_of(shape: str, batch: int, heads: int, lengths: tuple[int, int], dtype: torch.dtype, device: str) -> Any:

@@ -167,6 +167,7 @@ constexpr BiasGradientShape bias_gradient_shape(int element_bytes, int head_dim,
 // KiB. views: tensors of an item.
 constexpr int kOneTile = 64, kLargeTile = 144, kOneTileModsBytes = 128;
 constexpr int one_tile_head_dim(int block) { return block == kOneTile ? 64 : 32; }  // the largest
+constexpr int one_tile_part(int block) { return block == kOneTile ? block : 48; }   // keys that a warp takes at once
 constexpr int one_tile_item_bytes(int views) { return 8 * views + 40; }
 constexpr int one_tile_items_bytes(int views) { return 64 * one_tile_item_bytes(views) + 3 * kOneTileModsBytes; }
 

@@ -62,9 +62,9 @@ inline double backward_cost(const Problem& problem, const DeviceInfo& device) {
 // An H200, 3,072 heads of 144, 128 and 96 tokens, head dim 32: 73, 66 and 52 us, with a bias 86, 75 and 58; 48
 // heads 8.1, 7.8 and 6.8, with a bias 9.3, 9.1 and 7.8. Backward 252, 245 and 174, with a bias 273, 265 and 187, with
 // its gradient 300, 286 and 204; 48 heads 15, 14 and 11. All in CUDA graphs, where the kernels below take 1.7 us less
-// than their formulas say for 48 heads, and so shall this one. Keys come in parts of 48.
+// than their formulas say for 48 heads, and so shall this one. Keys come in parts.
 inline double large_tile_cost(const Problem& problem, const DeviceInfo& device, Pass pass) {
-  const auto parts = static_cast<double>(block_count(problem.len_k, 48));
+  const auto parts = static_cast<double>(block_count(problem.len_k, one_tile_part(kLargeTile)));
   const double tiles = static_cast<double>(problem.batch * problem.heads_q);
   const bool plain = is_plain(problem);
   if (pass == Pass::kForward) {

@@ -218,33 +218,32 @@ constexpr Kernel main_row(const char* name, Pass pass, bool is_float) {
   return kernel;
 }
 
+template <Pass kPass, int kBlock>
+constexpr Kernel one_tile_row(const char* name, const Features& left_out) {
+  const Features features = kSupported.with(dtypes(Elements{}, false)).without(left_out);
+  Kernel kernel = row(name, kPass, features, one_tile_limits(one_tile_head_dim_of<kBlock>(HeadDims{}), kBlock));
+  kernel.plan = plan_one_tile<kPass, kBlock>;
+  kernel.shared_bytes = one_tile_bytes<kPass, kBlock>;
+  kernel.inspect = inspect_one_tile<kPass, kBlock>;
+  return kernel;
+}
+
 template <int kBlock>
 constexpr Kernel one_tile_forward_row(const char* name) {
-  const Features left_out = {Feature::kDropout, Feature::kPacked, Feature::kBatchInvariant};
-  const Features features = kSupported.with(dtypes(Elements{}, false)).without(left_out);
   Kernel kernel =
-      row(name, Pass::kForward, features, one_tile_limits(one_tile_head_dim_of<kBlock>(HeadDims{}), kBlock));
-  kernel.plan = plan_one_tile<Pass::kForward, kBlock>;
+      one_tile_row<Pass::kForward, kBlock>(name, {Feature::kDropout, Feature::kPacked, Feature::kBatchInvariant});
   kernel.forward = one_tile_forward<kBlock>;
   kernel.cost = one_tile_forward_cost<kBlock>;
-  kernel.shared_bytes = one_tile_bytes<Pass::kForward, kBlock>;
-  kernel.inspect = inspect_one_tile<Pass::kForward, kBlock>;
   return kernel;
 }
 
 template <int kBlock>
 constexpr Kernel one_tile_backward_row(const char* name) {
-  const Features left_out = {Feature::kGroupedHeads,   Feature::kValueHeads, Feature::kSoftcap,
-                             Feature::kDropout,        Feature::kPacked,     Feature::kAlibiGradient,
-                             Feature::kBatchInvariant, Feature::kSinks,      Feature::kConstantLse};
-  const Features features = kSupported.with(dtypes(Elements{}, false)).without(left_out);
-  Kernel kernel =
-      row(name, Pass::kBackward, features, one_tile_limits(one_tile_head_dim_of<kBlock>(HeadDims{}), kBlock));
-  kernel.plan = plan_one_tile<Pass::kBackward, kBlock>;
+  Kernel kernel = one_tile_row<Pass::kBackward, kBlock>(
+      name, {Feature::kGroupedHeads, Feature::kValueHeads, Feature::kSoftcap, Feature::kDropout, Feature::kPacked,
+             Feature::kAlibiGradient, Feature::kBatchInvariant, Feature::kSinks, Feature::kConstantLse});
   kernel.backward = one_tile_backward<kBlock>;
   kernel.cost = one_tile_backward_cost<kBlock>;
-  kernel.shared_bytes = one_tile_bytes<Pass::kBackward, kBlock>;
-  kernel.inspect = inspect_one_tile<Pass::kBackward, kBlock>;
   return kernel;
 }
 

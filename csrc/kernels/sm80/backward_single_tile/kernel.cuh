@@ -23,9 +23,9 @@ struct OneTileTraits {
   static constexpr int kHeadDim = kHeadDim_, kBlock = kBlock_;
   static constexpr int kWarps = kBlock / 16, kThreads = 32 * kWarps;
   static constexpr int kBlocksPerSm = one_tile_backward_blocks(kHeadDim, kBlock);
-  // Keys that a warp takes at once. NOTE: of 9 warps each has 168 registers, 72 of them for the sum of a bias's
+  // NOTE: of 9 warps each has 168 registers, 72 of them for the sum of a bias's
   // gradient; S and dP of all 144 keys would be as many each, so they are multiplied twice.
-  static constexpr int kPart = kBlock == kOneTile ? kBlock : 48, kParts = kBlock / kPart;
+  static constexpr int kPart = one_tile_part(kBlock), kParts = kBlock / kPart;
   static constexpr bool kScaled = std::is_same_v<Element, Fp16>;
   using Tile = SmemTile<T, kHeadDim>;
   using ScoreTile = SmemTile<T, aux_pitch(kBlock, 2) / 2>;  // [query][key]
@@ -251,7 +251,7 @@ struct OneTile {
     }
   }
 
-  // A part of P and dS to shared memory, and dQ += dS K.
+  // A part of P and dS to shared memory; where it is all, dQ = dS K.
   __device__ __forceinline__ void pass_on(uint32_t n, int part, Part& p, Part& ds, float scale, Gradient& dq) const {
     if constexpr (Traits::kScaled) {
       for_each_row(ds, [&](float& x, int) { x *= scale; });
@@ -277,7 +277,7 @@ struct OneTile {
       store_accumulators<Frag>(c, tile(kV, n), warp_row(), 0, to, warp_row());
     }
   }
-  // dK = dS^T Q, dV = P^T dO
+  // dQ leaves, of several parts multiplied here; dK = dS^T Q, dV = P^T dO
   __device__ __forceinline__ void multiply(const Item& item, uint32_t n, Gradient& dq, float unscale) const {
     const float factor = static_cast<float>(problem().scale) * unscale;
     if (args.dq && warp_row() < len_q()) {

@@ -24,8 +24,8 @@ struct OneTileForwardTraits {
   using T = typename Frag::Storage;
   static constexpr int kHeadDim = kHeadDim_, kBlock = kBlock_, kThreads = kBlock / 16 * 32;
   static constexpr int kBlocksPerSm = one_tile_forward_blocks(kHeadDim, kBlock);
-  // Keys that a warp takes at once. NOTE: 18 warps have 96 registers each; 144 keys are 72.
-  static constexpr int kPart = kBlock == kOneTile ? kBlock : 48, kParts = kBlock / kPart;
+  // NOTE: 18 warps have 96 registers each; 144 keys are 72.
+  static constexpr int kPart = one_tile_part(kBlock), kParts = kBlock / kPart;
   using Tile = SmemTile<T, kHeadDim>;
   using Mods = ScoreMods<Element, kBlock, kBlock, kThreads>;
 };
