@@ -198,7 +198,7 @@ class BackwardWorker : BackwardTileWorker<Compute> {
     const int width = panel.width;
     const int64_t row = int64_t{panel.index} * kPanel;
     const int64_t in_block = keys.first % tiles_.block_n, key = at_.streams ? in_block : keys.first;
-    const int queries = Compute::kPairs ? width : round_rows(panel.queries.size());
+    const int queries = key_rows<Compute>(panel.queries.size());
     if (problem_.wants_dv) {
       add_keys(rows, tiles_.cols_v, queries, tiles_.probs, width, tiles_.d_out_rows + row * tiles_.cols_v,
                dv_ + key * tiles_.cols_v, /*add=*/!(fresh_v_ && panel.index == 0));

@@ -229,14 +229,15 @@ class BackwardTileWorker {
                                    bool bias_in_place = false) {
     const int valid = static_cast<int>(keys.size());
     const bool in_place = few_ || few_keys_;
-    const int rows = in_place && !Compute::kPairs ? valid : static_cast<int>(round_up(valid, kPad));
+    const int rows = in_place && !Compute::kPairs ? valid : key_rows<Compute>(valid);
     const int d = static_cast<int>(problem_.head_dim);
     const Source k = source_at(problem_, args_.fwd.k, type_, batch_, head_k_, keys.first, 0);
     if (in_place) {
       few_product(Compute::kPairs ? at_.few_q : at_.q_rows, Compute::kPairs ? staged_ld(d) : at_.cols, k, valid, d,
                   panel, at_.k_left, at_.scores);
     } else {
-      product_with(rows, at_.depth, left_rows<Compute>(kernels_, k, valid, rows, d, at_.k_left), at_.q_transposed,
+      const int read = product_rows<Compute>(valid);
+      product_with(read, at_.depth, left_rows<Compute>(kernels_, k, valid, read, d, at_.k_left), at_.q_transposed,
                    panel, at_.scores);
     }
     GradientTile<Compute> tile;
@@ -286,7 +287,8 @@ class BackwardTileWorker {
       few_product(Compute::kPairs ? at_.few_d_out : at_.d_out_rows, Compute::kPairs ? staged_ld(d_v) : at_.cols_v, v,
                   valid, d_v, panel, at_.v_left, at_.d_probs);
     } else {
-      product_with(tile.rows, at_.depth_v, left_rows<Compute>(kernels_, v, valid, tile.rows, d_v, at_.v_left),
+      const int read = product_rows<Compute>(valid);
+      product_with(read, at_.depth_v, left_rows<Compute>(kernels_, v, valid, read, d_v, at_.v_left),
                    at_.d_out_transposed, panel, at_.d_probs);
     }
     tile.d_probs = at_.d_probs;
@@ -346,6 +348,7 @@ class BackwardTileWorker {
   // independent roundings: 4x the error of eager fp32 attention.
   void normalise(const Panel& panel, GradientTile<Compute>& tile) {
     Acc sums[4][kPanel] = {};
+    if (problem_.softcap == 0.0 && tile.slope == nullptr) tile.raw_probs = at_.scores;
     kernels_.sum_probs(tile, sums[0]);
     finish_renormalise(panel, sums);
     tile.renorm = at_.renorm + panel.index * kPanel;
@@ -376,7 +379,8 @@ class BackwardTileWorker {
     const int64_t first = first_row(panel);
     const Acc sink = sink_of<Acc>(args_.fwd, batch_, head_, 0);
     for (int r = 0; r < panel.width; ++r) {
-      const Acc sum = sums[0][r] + sums[2][r] + std::exp(sink - lse[r]);
+      const Acc of_sink = problem_.has_sinks ? std::exp(sink - lse[r]) : Acc(0);
+      const Acc sum = sums[0][r] + sums[2][r] + of_sink;
       const bool keeps_sum = problem_.constant_lse && !renormalises_constant(lse[r]);
       renorm[r] = is_empty(lse[r]) || keeps_sum ? Acc(1) : Acc(1) / sum;
       if (is_empty(lse[r]) || problem_.constant_lse) continue;

@@ -76,4 +76,16 @@ bool sums_by_tree(const Problem& problem) {
 // Rows of a product: exact when few, else a multiple of 8, so that the library compiles a bounded number of kernels.
 constexpr int round_rows(int64_t rows) { return static_cast<int>(rows <= 8 ? rows : round_up(rows, 8)); }
 
+// The same where rows are the inner dimension, too: even for pairs.
+template <class Compute>
+constexpr int key_rows(int64_t rows) {
+  return Compute::kPairs ? static_cast<int>(round_up(round_rows(rows), 2)) : round_rows(rows);
+}
+
+// Rows of K or V in a product: exact up to 64, which then need no copy.
+template <class Compute>
+constexpr int product_rows(int64_t rows) {
+  return rows <= kPanel ? static_cast<int>(rows) : key_rows<Compute>(rows);
+}
+
 }  // namespace flash_ext::cpu

@@ -82,8 +82,8 @@ class ScoreInputLoader {
 
   // Scratch for tiles of up to rows x cols elements, either way round.
   void carve(Arena& arena, const Problem& problem, int64_t rows, int64_t cols, bool transposed) {
-    if (problem.has_bias) bias_ = arena.take<Acc>(rows * cols);
-    if (problem.has_mask) mask_ = arena.take<Acc>(rows * cols);
+    if (problem.has_bias) bias_ = {arena.take<Acc>(rows * cols)};
+    if (problem.has_mask) mask_ = {arena.take<Acc>(rows * cols)};
     if (transposed && (problem.has_bias || problem.has_mask)) staged_ = arena.take<Acc>(rows * cols);
   }
 
@@ -108,18 +108,36 @@ class ScoreInputLoader {
     if (problem.has_bias) {
       const Source src =
           source_at(problem, args.bias, element_of(problem.bias_dtype), b, head, queries.first, keys.first);
-      inputs.bias = bias_;
-      inputs.ld_bias = load_tile(kernels, src, queries.size(), keys.size(), transposed, bias_);
+      inputs.bias = bias_.numbers;
+      inputs.ld_bias = bias_.load(*this, kernels, src, queries.size(), keys.size(), transposed);
     }
     if (problem.has_mask) {
       const Source src = source_at(problem, args.mask, Element::kBool, b, head, queries.first, keys.first);
-      inputs.mask = mask_;
-      inputs.ld_mask = load_tile(kernels, src, queries.size(), keys.size(), transposed, mask_);
+      inputs.mask = mask_.numbers;
+      inputs.ld_mask = mask_.load(*this, kernels, src, queries.size(), keys.size(), transposed);
     }
     return inputs;
   }
 
  private:
+  // A loaded tile. The next call of load() leaves it where it asks for the same one, as heads do that share a mask, or
+  // batches a bias.
+  struct Tile {
+    Acc* numbers = nullptr;
+    const void* from = nullptr;
+    int64_t queries = 0, keys = 0;
+    int ld = 0;
+
+    int load(const ScoreInputLoader& loader, const VectorKernels<Compute>& kernels, const Source& src, int64_t rows,
+             int64_t cols, bool transposed) {
+      if (from == src.data && queries == rows && keys == cols) return ld;
+      from = src.data;
+      queries = rows;
+      keys = cols;
+      return ld = loader.load_tile(kernels, src, rows, cols, transposed, numbers);
+    }
+  };
+
   // Returns the leading dimension, 0 when one row stands for all.
   int load_tile(const VectorKernels<Compute>& kernels, Source src, int64_t queries, int64_t keys, bool transposed,
                 Acc* dst) const {
@@ -149,8 +167,7 @@ class ScoreInputLoader {
     return cols_padded;
   }
 
-  Acc* bias_ = nullptr;
-  Acc* mask_ = nullptr;
+  mutable Tile bias_, mask_;  // as what they point to
   Acc* staged_ = nullptr;
 };
 

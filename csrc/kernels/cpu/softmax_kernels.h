@@ -42,14 +42,26 @@ template <class V>
   (V::load(sum) + value).store(sum);
 }
 
-// The same with what rounding lost, for sums that nearly cancel (Knuth's two-sum).
+// A sum with what rounding lost, for sums that nearly cancel (Knuth's two-sum).
+template <class V>
+struct Exact {
+  V sum, lost;
+
+  [[gnu::always_inline]] inline void add(V value) {
+    const V before = sum;
+    sum = before + value;
+    const V added = sum - before;
+    lost = lost + ((before - (sum - added)) + (value - added));
+  }
+};
+
+// The same in memory, the lost part `lost` elements behind the sum.
 template <class V>
 [[gnu::always_inline]] inline void accumulate_exactly(V value, typename V::Scalar* sum, int lost) {
-  const V before = V::load(sum);
-  const V after = before + value;
-  const V added = after - before;
-  after.store(sum);
-  accumulate((before - (after - added)) + (value - added), sum + lost);
+  Exact<V> exact{V::load(sum), V::load(sum + lost)};
+  exact.add(value);
+  exact.sum.store(sum);
+  exact.lost.store(sum + lost);
 }
 
 // keep ? scale : 0, from bytes of 0 and 1.
@@ -203,12 +215,13 @@ template <class Compute, bool kGeneral, class V>
   return only_visible<Compute, kGeneral>(tile, r, c, kept, p);
 }
 
-// What a tile may ask for beyond plain scores: nothing, dropout alone, or anything.
-enum class Extras { kNone, kDropout, kAny };
+// What a tile may ask for beyond plain scores: nothing, dropout alone, anything, or, where raw_probs are there,
+// anything but the slope's gradient.
+enum class Extras { kNone, kDropout, kAny, kKnown };
 
 template <class Compute, Extras kExtras>
 void gradient_rows(const GradientTile<Compute>& tile) {
-  constexpr bool kGeneral = kExtras == Extras::kAny;
+  constexpr bool kKnown = kExtras == Extras::kKnown, kGeneral = kExtras == Extras::kAny || kKnown;
   using Acc = typename Compute::Acc;
   using V = Vec<Acc>;
   constexpr int kLanes = V::kLanes;
@@ -224,7 +237,13 @@ void gradient_rows(const GradientTile<Compute>& tile) {
         const int64_t index = int64_t{r} * tile.ld + c;
         ScoreAt<V> at;
         typename StandardScoreMods<Acc>::template Saved<V> saved;
-        const V p = probability_at<Compute, kGeneral>(tile, r, c, kept[i], at, saved);
+        V p;
+        if constexpr (kKnown) {
+          p = V::load(tile.raw_probs + index) * V::load(tile.renorm + c);
+          p = only_visible<Compute, kGeneral>(tile, r, c, kept[i], p);
+        } else {
+          p = probability_at<Compute, kGeneral>(tile, r, c, kept[i], at, saved);
+        }
         V keep(Acc(1));
         if constexpr (kExtras != Extras::kNone) {
           if (!kGeneral || tile.keep != nullptr) keep = keep_factor(tile.keep + index, V(tile.keep_scale));
@@ -242,7 +261,7 @@ void gradient_rows(const GradientTile<Compute>& tile) {
             Acc* const to = tile.d_bias + int64_t{r} * tile.ld_d_bias + c;
             (tile.adds_d_bias ? V::load(to) + d_score[i] : d_score[i]).store(to);
           }
-          if (tile.inputs != nullptr) {
+          if (!kKnown && tile.inputs != nullptr) {
             ScoreGrads<V> grads;
             const V modified = d_score[i];
             // Again, because what a softcap saved of a pair that is hidden, or of the padding, may be NaN.
@@ -348,6 +367,7 @@ void gradient_blocks(const GradientTile<Compute>& tile) {
 template <class Compute>
 void gradient(const GradientTile<Compute>& tile) {
   if (tile.bias.data != nullptr) return gradient_blocks<Compute>(tile);
+  if (tile.raw_probs != nullptr) return gradient_rows<Compute, Extras::kKnown>(tile);
   if (tile.inputs != nullptr || tile.renorm != nullptr || tile.d_bias != nullptr) {
     gradient_rows<Compute, Extras::kAny>(tile);
   } else if (tile.keep != nullptr) {
@@ -357,27 +377,35 @@ void gradient(const GradientTile<Compute>& tile) {
   }
 }
 
+// NOTE: a vector of queries after the other, whose sums are then registers.
 template <class Compute>
 void sum_probs(const GradientTile<Compute>& tile, typename Compute::Acc* sums) {
   using Acc = typename Compute::Acc;
   using V = Vec<Acc>;
   const int rows = tile.band ? clamp(tile.rows, 0, tile.band->rows) : tile.rows;
-  for (int r = 0; r < rows; ++r) {
-    const Columns kept = tile.band ? kept_columns(*tile.band, r) : Columns{0, tile.cols};
-    for (int c = 0; c < tile.cols; c += V::kLanes) {
+  for (int c = 0; c < tile.cols; c += V::kLanes) {
+    Exact<V> of_p{V::load(sums + c), V::load(sums + 2 * kPanel + c)};
+    Exact<V> of_product{V::load(sums + kPanel + c), V::load(sums + 3 * kPanel + c)};
+    for (int r = 0; r < rows; ++r) {
+      const Columns kept = tile.band ? kept_columns(*tile.band, r) : Columns{0, tile.cols};
+      const int64_t index = int64_t{r} * tile.ld + c;
       ScoreAt<V> at;
       typename StandardScoreMods<Acc>::template Saved<V> saved;
-      V p = probability_at<Compute, true>(tile, r, c, kept, at, saved);
-      accumulate_exactly(p, sums + c, 2 * kPanel);
+      const V p = probability_at<Compute, true>(tile, r, c, kept, at, saved);
+      if (tile.raw_probs != nullptr) p.store(tile.raw_probs + index);
+      of_p.add(p);
       if (tile.d_probs == nullptr) continue;
-      const int64_t index = int64_t{r} * tile.ld + c;
       V d_prob = V::load(tile.d_probs + index);
       if (tile.keep != nullptr) d_prob = rounded(d_prob * keep_factor(tile.keep + index, V(tile.keep_scale)));
       const V product = rounded(p * d_prob);
-      accumulate_exactly(only_visible<Compute, true>(tile, r, c, kept, product), sums + kPanel + c, 2 * kPanel);
+      of_product.add(only_visible<Compute, true>(tile, r, c, kept, product));
       const V rest = fma(p, d_prob, V(Acc(0)) - product);
-      accumulate(only_visible<Compute, true>(tile, r, c, kept, rest), sums + 3 * kPanel + c);
+      of_product.lost = of_product.lost + only_visible<Compute, true>(tile, r, c, kept, rest);
     }
+    of_p.sum.store(sums + c);
+    of_p.lost.store(sums + 2 * kPanel + c);
+    of_product.sum.store(sums + kPanel + c);
+    of_product.lost.store(sums + 3 * kPanel + c);
   }
 }
 

@@ -127,6 +127,7 @@ struct GradientTile {
   const ScoreInputs<Acc>* inputs = nullptr;  // null: plain scores, or a bias where it lies:
   Source bias;                               // [cols, rows], rows and cols multiples of kPad; data null: none
   const Acc* renorm = nullptr;               // [cols] factor of every probability; null: 1
+  Acc* raw_probs = nullptr;  // P^T without it, which sum_probs leaves there for gradient: scores itself, or null
 
   Operand* probs = nullptr;           // [rows, cols] P^T, with dropout
   Operand* d_scores = nullptr;        // [rows, cols] dS^T as a left operand
