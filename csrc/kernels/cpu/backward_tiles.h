@@ -119,7 +119,7 @@ class BackwardTileWorker {
   }
 
   // P^T (at_.probs) and, with d_scores, dS^T (at_.d_scores, d_scores_right) of keys x panel; leading dimension
-  // panel.width. Only the keys of one block. Returns the number of keys, padded where brgemm reads them.
+  // panel.width. Only the keys of one block. Returns the number of keys, padded by key_rows().
   // The gradient of the bias is added to d_bias, or goes to `sink` if that is there and can take it at once: d_bias
   // becomes null then. Else d_bias is only stored, for the caller.
   int evaluate(const Panel& panel, Range keys, bool d_scores, Acc*& d_bias, const SlopeSums<Acc>* slope,

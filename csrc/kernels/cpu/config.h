@@ -82,7 +82,7 @@ constexpr int key_rows(int64_t rows) {
   return Compute::kPairs ? static_cast<int>(round_up(round_rows(rows), 2)) : round_rows(rows);
 }
 
-// Rows of K or V in a product: exact up to 64, which then need no copy.
+// Rows of K or V in a product: exact up to 64, so that they can be read where they lie (left_rows).
 template <class Compute>
 constexpr int product_rows(int64_t rows) {
   return rows <= kPanel ? static_cast<int>(rows) : key_rows<Compute>(rows);

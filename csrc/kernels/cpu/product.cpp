@@ -1,12 +1,19 @@
 // The probe of the host's products: they may be missing (of torch's, no AVX2), refuse a type (no AVX-512) or, on a
 // machine nobody has tried, be wrong. So it is asked for a small product whose numbers are known.
 //
-// Called by choose_flavour in rows.cpp. Invariant: one answer for the life of the process.
+// And what of it is fast, which is asked of the processor and not of a clock, so that the same machine always gives the
+// same bits. Called by choose_flavour in rows.cpp. Invariant: one answer for the life of the process.
 #include "kernels/cpu/product.h"
 
 #include <bit>
+#include <cstdlib>
+#include <cstring>
 #include <exception>
 #include <vector>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 
 namespace flash_ext::cpu {
 namespace {
@@ -46,7 +53,29 @@ bool gives_right_numbers(ToOperand to_operand) {
   return true;
 }
 
+// NOTE: vdpbf16ps alone takes 1.5 to 3.3 times as long as fp32 on Emerald Rapids without AMX, which a hypervisor may
+// hide; on AMD's Zen 4 it takes 0.6 of fp32's time, AMX 0.35 (docs/lab/2026-12-01-windows-on-a-cpu.md).
+bool is_intel_without_amx() {
+#if defined(__x86_64__)
+  constexpr unsigned kAmxBf16 = 1u << 22;
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  const bool has_amx = __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) != 0 && (edx & kAmxBf16) != 0;
+  return __builtin_cpu_is("intel") && !has_amx;
+#else
+  return false;
+#endif
+}
+
 }  // namespace
+
+bool prefers_bf16() {
+  static const bool prefers = [] {
+    const char* const asked = std::getenv("FLASH_EXT_CPU_BF16");
+    if (asked != nullptr && std::strlen(asked) == 1) return *asked == '1';
+    return !is_intel_without_amx();
+  }();
+  return prefers;
+}
 
 bool brgemm_works_f32() {
   static const bool works = gives_right_numbers<ComputeF32>([](int x) { return static_cast<float>(x); });

@@ -20,6 +20,9 @@ enum class Engine : uint8_t { kBrgemm, kLoops };
 bool brgemm_works_f32();
 bool brgemm_works_bf16();
 
+// Whether those of bf16 are the faster ones for bf16 inputs on this machine, or what FLASH_EXT_CPU_BF16 says, 1 or 0.
+bool prefers_bf16();
+
 template <class Compute>
 class Products {
  public:

@@ -2,7 +2,7 @@
 //
 //   dtype        operands          product
 //   fp32, fp16   fp32              brgemm, else loops     (fp16 brgemm reaches half of fp32's speed without AMX-FP16)
-//   bf16         bf16, else fp32   brgemm, else loops
+//   bf16         bf16, else fp32   brgemm, else loops     (fp32 where products of bf16 are slower, prefers_bf16)
 //   fp64         fp64              loops
 // Called through kernels/table.cpp. Invariant: plan() alone decides; what it chose, a plan's Choice, is what runs.
 #include "kernels/cpu/passes.h"
@@ -28,7 +28,7 @@ constexpr Flavour kFlavours[] = {
 const Flavour& choose_flavour(DType dtype) {
   if (dtype == DType::kFloat64) return kFlavours[3];
   const bool allowed = cpu_host().has_products();
-  if (dtype == DType::kBFloat16 && allowed && brgemm_works_bf16()) return kFlavours[2];
+  if (dtype == DType::kBFloat16 && allowed && prefers_bf16() && brgemm_works_bf16()) return kFlavours[2];
   return kFlavours[allowed && brgemm_works_f32() ? 0 : 1];
 }
 

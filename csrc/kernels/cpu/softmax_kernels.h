@@ -216,7 +216,7 @@ template <class Compute, bool kGeneral, class V>
 }
 
 // What a tile may ask for beyond plain scores: nothing, dropout alone, anything, or, where raw_probs are there,
-// anything but the slope's gradient.
+// anything but a softcap and the slope's gradient, which need the scores.
 enum class Extras { kNone, kDropout, kAny, kKnown };
 
 template <class Compute, Extras kExtras>
