@@ -21,7 +21,7 @@ for queries, keys, dim, options in (
     (49, 49, 32, {}), (7, 50, 64, {}), (130, 77, 40, {"causal": True}),
     (64, 200, 64, {}), (1, 33, 64, {}), (90, 3, 24, {}),
 ):
-    q, d_out = (torch.randn(2, 3, queries, dim, dtype=torch.bfloat16) for _ in range(2))
+    q = torch.randn(2, 3, queries, dim, dtype=torch.bfloat16)
     k, v = (torch.randn(2, 3, keys, dim, dtype=torch.bfloat16) for _ in range(2))
     inputs = {"query": q, "key": k, "value": v}
     check(flash_ext.attention, inputs, options)
@@ -32,13 +32,17 @@ print(json.dumps(sorted(names)))
 """
 
 
-@cache
-def kernels_with(asked: str | None) -> list[str]:
+def run_with(asked: str | None) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name != "FLASH_EXT_CPU_BF16"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     if asked is not None:
         environment["FLASH_EXT_CPU_BF16"] = asked
-    done = subprocess.run([sys.executable, "-c", CODE], env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run([sys.executable, "-c", CODE], env=environment, capture_output=True, text=True, check=False)
+
+
+@cache
+def kernels_with(asked: str | None) -> list[str]:
+    done = run_with(asked)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -60,3 +64,8 @@ def test_products_of_bfloat16() -> None:
 
 def test_the_machine_chooses_one_of_them() -> None:
     assert kernels_with(None) in (kernels_with("0"), kernels_with("1"))
+
+
+def test_another_value_is_an_error() -> None:
+    done = run_with("yes")
+    assert done.returncode != 0 and "FLASH_EXT_CPU_BF16 is 'yes', not 0 or 1" in done.stderr

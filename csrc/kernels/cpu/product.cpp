@@ -9,6 +9,8 @@
 #include <cstdlib>
 #include <cstring>
 #include <exception>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
 #if defined(__x86_64__)
@@ -53,8 +55,8 @@ bool gives_right_numbers(ToOperand to_operand) {
   return true;
 }
 
-// NOTE: vdpbf16ps alone takes 1.5 to 3.3 times as long as fp32 on Emerald Rapids without AMX, which a hypervisor may
-// hide; on AMD's Zen 4 it takes 0.6 of fp32's time, AMX 0.35 (docs/lab/2026-12-01-windows-on-a-cpu.md).
+// NOTE: by vdpbf16ps alone calls took 1.5 to 3.3 times as long as by fp32 on Emerald Rapids without AMX, which a
+// hypervisor may hide; 0.6 on an AMD EPYC with AVX-512, 0.35 by AMX (docs/lab/2026-12-01-windows-on-a-cpu.md).
 bool is_intel_without_amx() {
 #if defined(__x86_64__)
   constexpr unsigned kAmxBf16 = 1u << 22;
@@ -71,8 +73,11 @@ bool is_intel_without_amx() {
 bool prefers_bf16() {
   static const bool prefers = [] {
     const char* const asked = std::getenv("FLASH_EXT_CPU_BF16");
-    if (asked != nullptr && std::strlen(asked) == 1) return *asked == '1';
-    return !is_intel_without_amx();
+    if (asked == nullptr || *asked == '\0') return !is_intel_without_amx();
+    if (std::strcmp(asked, "0") != 0 && std::strcmp(asked, "1") != 0) {
+      throw std::runtime_error(std::string("flash_ext: FLASH_EXT_CPU_BF16 is '") + asked + "', not 0 or 1");
+    }
+    return *asked == '1';
   }();
   return prefers;
 }
